@@ -29,42 +29,28 @@ def drawn(name: str, seed: int = 0) -> Arrays:
     }
 
 
-def idx(values: np.ndarray, magic: int | None = None) -> bytes:
-    magic = 0x0800 + values.ndim if magic is None else magic
-    return struct.pack(f">{1 + values.ndim}I", magic, *values.shape) + values.astype(np.uint8).tobytes()
-
-
 def write_idx(directory: Path, arrays: Arrays, packed: bool = True) -> None:
     for split, prefix in (("train", "train"), ("valid", "t10k")):
         images, labels = arrays[split]
         for name, values in ((f"{prefix}-images-idx3-ubyte", images[:, 0]), (f"{prefix}-labels-idx1-ubyte", labels)):
-            data = idx(values)
+            header = struct.pack(f">{1 + values.ndim}I", 0x0800 + values.ndim, *values.shape)
+            data = header + values.astype(np.uint8).tobytes()
             (directory / (f"{name}.gz" if packed else name)).write_bytes(gzip.compress(data) if packed else data)
 
 
-def cifar_files(arrays: Arrays) -> dict[str, bytes]:
-    files = {}
+def write_cifar(directory: Path, arrays: Arrays, packed: bool = True) -> None:
+    files = {"readme.html": b"<html>"}
     for split, names in (("train", [f"data_batch_{n}.bin" for n in (1, 2, 3, 4, 5)]), ("valid", ["test_batch.bin"])):
         images, labels = arrays[split]
         records = [bytes([label]) + image.tobytes() for image, label in zip(images, labels, strict=True)]
+        size = len(records) // len(names)
         for number, name in enumerate(names):
-            size = len(records) // len(names)
-            files[f"cifar-10-batches-bin/{name}"] = b"".join(records[number * size : (number + 1) * size])
-    return files
-
-
-def write_tar(path: Path, files: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w:gz") as archive:
+            files[name] = b"".join(records[number * size : (number + 1) * size])
+    with tarfile.open(directory / "cifar-10-binary.tar.gz", "w:gz") as archive:
         for name, data in files.items():
-            member = tarfile.TarInfo(name)
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-
-
-def write_cifar(directory: Path, arrays: Arrays, packed: bool = True) -> None:
-    write_tar(
-        directory / "cifar-10-binary.tar.gz", cifar_files(arrays) | {"cifar-10-batches-bin/readme.html": b"<html>"}
-    )
 
 
 def object_array(lists: list[Any]) -> np.ndarray:
@@ -73,17 +59,12 @@ def object_array(lists: list[Any]) -> np.ndarray:
     return array
 
 
-def npy(count: int, pickled: bytes) -> bytes:
-    content = io.BytesIO()
-    np.lib.format.write_array_header_1_0(content, {"descr": "|O", "fortran_order": False, "shape": (count,)})
-    return content.getvalue() + pickled
-
-
 def write_npz(path: Path, count: int, pickled: bytes, labels: np.ndarray) -> None:
-    plain = io.BytesIO()
+    header, plain = io.BytesIO(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": (count,)})
     np.save(plain, labels)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x.npy", npy(count, pickled))
+        archive.writestr("x.npy", header.getvalue() + pickled)
         archive.writestr("y.npy", plain.getvalue())
 
 
@@ -97,7 +78,7 @@ def texts(count: int = 22, seed: int = 0) -> tuple[list[list[int]], np.ndarray]:
     return lists, generator.integers(0, 46, count)
 
 
-def write_reuters(directory: Path, arrays: Any = None, packed: bool = True) -> None:
+def write_reuters(directory: Path, arrays: Arrays, packed: bool = True) -> None:
     lists, labels = texts()
     np.savez_compressed(directory / "reuters.npz", x=object_array(lists), y=labels)
 
@@ -108,14 +89,8 @@ def keras(lists: list[list[int]], labels: np.ndarray) -> Arrays:
     np.random.RandomState(113).shuffle(order)
     sequences = [[1] + [word + 3 for word in lists[row]] for row in order]
     words = max(max(sequence) for sequence in sequences)
-    padded = []
-    for sequence in sequences:
-        known = [word if word < words else 2 for word in sequence]
-        while len(known) > 300:
-            del known[0]
-        while len(known) < 300:
-            known.insert(0, 0)
-        padded.append(known)
+    known = [[word if word < words else 2 for word in sequence] for sequence in sequences]
+    padded = [[0] * (300 - len(sequence)) + sequence[-300:] for sequence in known]
     split = int(len(lists) * (1 - 0.2))
     parts = {"train": slice(0, split), "valid": slice(split, None)}
     return {name: (np.array(padded)[part], labels[order][part]) for name, part in parts.items()}

@@ -19,7 +19,8 @@ from utils.distributed.world import World
 
 VolumeFile = Callable[..., Path]
 Fields = Sequence[np.ndarray]
-VECTORS = ([(1, 2, 3)], [(1, 2, 3)])
+VECTORS = [(1, 2, 3)]
+ALONE = World(Launch("test"), torch.device("cpu"))
 
 
 def loader_of(
@@ -41,15 +42,19 @@ def digest(batch: Batch) -> list[str]:
     return [_digest([part[slot] for part in parts]) for slot in range(len(parts[0]))]
 
 
+def cut(field: np.ndarray, origin: np.ndarray, crop: int, index: int, mode: str = "full") -> np.ndarray:
+    """A sample's crop of a field [C, X, Y, Z] under symmetry `index`."""
+    x, y, z = (slice(start, start + crop) for start in origin)
+    return symmetry.apply(field[:, x, y, z], int(index), VECTORS, mode)
+
+
 def reference(volumes: Sequence[Fields], plan: SamplePlan, epoch: int, mode: str = "full") -> list[str]:
     """The digests of all samples of an epoch, in the plan's order."""
     drawn = plan.epoch(epoch)
-    found = []
-    for volume, origin, index in zip(drawn.volumes, drawn.origins, drawn.symmetries, strict=True):
-        x, y, z = (slice(start, start + plan.crop) for start in origin)
-        crops = [field[:, x, y, z] for field in volumes[volume]]
-        found.append(_digest([symmetry.apply(crop, int(index), VECTORS[0], mode) for crop in crops]))
-    return found
+    return [
+        _digest([cut(field, origin, plan.crop, index, mode) for field in volumes[volume]])
+        for volume, origin, index in zip(drawn.volumes, drawn.origins, drawn.symmetries, strict=True)
+    ]
 
 
 def rank_batches(samples: list[Any], global_batch: int, rank: int, size: int, drop_last: bool) -> list[list[Any]]:

@@ -88,11 +88,8 @@ def test_files_without_velocities_or_temperature_have_the_other_channels() -> No
 def test_inputs_are_compared_with_the_targets_of_the_same_quantity(inputs: int, targets: int, common: int) -> None:
     """A fixed bug: the baseline that copies the inputs took a velocity for a temperature if targets had no velocity."""
     vectors = [VELOCITY if count >= 3 else () for count in (inputs, targets)]
-    fields = (
-        input_channels(inputs, TransformConfig(), vectors[0]),
-        target_channels(targets, TransformConfig(), vectors[1]),
-    )
-    assert common_channels(*fields) == common
+    dark = input_channels(inputs, TransformConfig(), vectors[0])
+    assert common_channels(dark, target_channels(targets, TransformConfig(), vectors[1])) == common
 
 
 @pytest.mark.parametrize("channel", [*SIMULATED, *input_channels(4, TransformConfig()), *KNOWN])

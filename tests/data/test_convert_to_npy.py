@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from reference_samples import VolumeFile
+from reference_samples import VolumeFile, read_fields
 
 from utils.data.convert_to_npy import convert, main
 from utils.data.files import hdf5
@@ -18,25 +17,20 @@ from utils.data.files import hdf5
 STORAGES = [{}, {"chunks": (1, 5, 4, 7)}, {"chunks": True, "compression": "gzip"}]
 
 
-def assert_copies(source: Path, copies: Sequence[Path]) -> None:
-    """DALI and numpy's mapping expect float32 in C order, [L, L, L, C]."""
-    with h5py.File(source) as file:
-        for name, copy in zip(("Nbody", "Hydro"), copies, strict=True):
-            values = np.load(copy, mmap_mode="r")
-            assert (values.dtype, values.flags.c_contiguous) == (np.dtype("<f4"), True)
-            np.testing.assert_array_equal(values, np.moveaxis(file[name][...], 0, -1))
-
-
 @pytest.mark.parametrize("storage", STORAGES, ids=["contiguous", "chunked", "compressed"])
 def test_copies_hold_the_fields_with_channels_last_in_slabs_of_any_size(
     volume_file: VolumeFile, tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """DALI and numpy's mapping expect float32 in C order, [L, L, L, C]."""
     source = volume_file(tmp_path / "train.h5", box=12, **storage)
     for slab_values in (1, 5 * 12 * 12, 10**6):
         monkeypatch.setattr(hdf5, "SLAB_VALUES", slab_values)
         copies = convert(source, overwrite=True)
         assert copies == [tmp_path / "train_data.npy", tmp_path / "train_label.npy"]
-        assert_copies(source, copies)
+        for copy, field in zip(copies, read_fields(source), strict=True):
+            values = np.load(copy, mmap_mode="r")
+            assert (values.dtype, values.flags.c_contiguous) == (np.dtype("<f4"), True)
+            np.testing.assert_array_equal(values, np.moveaxis(field, 0, -1))
 
 
 def test_memory_is_bounded_by_the_slabs(

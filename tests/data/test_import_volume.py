@@ -50,27 +50,33 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """run(input, *flags): the output of the command, which writes <tmp_path>/out/box.h5."""
+def box(tmp_path: Path) -> Path:
+    """The output of `run` and `refuse`."""
+    return tmp_path / "out" / "box.h5"
+
+
+@pytest.fixture
+def run(box: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """run(input, *flags): the text that the command prints."""
 
     def go(source: Path, *flags: str) -> str:
-        main([f"--input={source}", f"--output={tmp_path / 'out' / 'box.h5'}", *flags])
+        main([f"--input={source}", f"--output={box}", *flags])
         return capsys.readouterr().out
 
     return go
 
 
 @pytest.fixture
-def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+def refuse(box: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
     """refuse(input, *flags, says=…): one line, exit code 2, and no file."""
 
     def go(source: Path, *flags: str, says: str) -> None:
         with pytest.raises(SystemExit) as stop:
-            main([f"--input={source}", f"--output={tmp_path / 'out' / 'box.h5'}", *flags])
+            main([f"--input={source}", f"--output={box}", *flags])
         out, err = capsys.readouterr()
         assert (stop.value.code, out, err.count("\n")) == (2, "", 1), err
         assert says in err
-        assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+        assert not box.parent.exists() or os.listdir(box.parent) == []
 
     return go
 
@@ -79,17 +85,17 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
 
 def test_channels_have_the_published_transforms_and_attributes_that_state_everything(
-    run: Any, snapshot: Path, tmp_path: Path
+    run: Any, box: Path, snapshot: Path, tmp_path: Path
 ) -> None:
     run(snapshot)
-    volume = open_volume(tmp_path / "out" / "box.h5", (1, 5))
+    volume = open_volume(box, (1, 5))
     assert volume.mapped
     assert (volume.shape, volume.cell) == (SHAPE, 0.5)
     speeds = [FIELDS[name] / 900 for name in GAS[1:4]]
     np.testing.assert_allclose(volume.inputs[0], np.log(FIELDS[DARK]) / 14, atol=1e-7)
     expected = [np.log(FIELDS["baryon_density"]) / 14, *speeds, np.log(FIELDS["temperature"]) / 8 - 1.5]
     np.testing.assert_allclose(volume.targets, expected, atol=3e-7)
-    found = attributes(tmp_path / "out" / "box.h5")
+    found = attributes(box)
     cosmology = {"cosmology_H0": 67.5, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69, "cosmology_Ob0": 0.0487}
     for name, value in {"box_size_mpc_h": 6.0, "redshift": 3.0, **cosmology, **TransformConfig().model_dump()}.items():
         assert found[name] == pytest.approx(value), name
@@ -111,43 +117,35 @@ def other_layouts(folder: Path, name: str) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["raw", "npy", "compressed"])
-def test_every_layout_gives_the_same_channels(run: Any, snapshot: Path, tmp_path: Path, name: str) -> None:
+def test_every_layout_gives_the_same_channels(
+    run: Any, box: Path, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In one slab or in several, whose sums round differently if densities are divided by their mean."""
     run(snapshot)
-    expected = contents((tmp_path / "out" / "box.h5").rename(tmp_path / "expected.h5"))
+    expected = contents(box.rename(tmp_path / "expected.h5"))
     (tmp_path / "in").mkdir()
     source, flags = other_layouts(tmp_path / "in", name)
+    monkeypatch.setattr(hdf5, "SLAB_VALUES", 5 * 6 * 8)
     run(source, *flags)
-    for key, values in contents(tmp_path / "out" / "box.h5").items():
+    for key, values in contents(box).items():
         np.testing.assert_allclose(values, expected[key], atol=0 if name == "compressed" else 2e-7)
-    attributes_of = [attributes(path) for path in (tmp_path / "out" / "box.h5", tmp_path / "expected.h5")]
-    for each in attributes_of:
-        del each["input"]
-    assert attributes_of[0] == pytest.approx(attributes_of[1])
+    found, wanted = attributes(box), attributes(tmp_path / "expected.h5")
+    assert found == pytest.approx(wanted | {"input": str(source)})
 
 
-def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(run: Any, tmp_path: Path) -> None:
+def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
+    run: Any, box: Path, tmp_path: Path
+) -> None:
     grids = np.random.default_rng(0).uniform(1e9, 1e10, (3, *SHAPE))
     grids[1, 2, 3, 4] = 0
     for key in ("Mcdm", "Mgas", "T"):
         np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", grids + (key == "T"))
     run(tmp_path, "--index=1", "--box_size=25")
-    found, box = contents(tmp_path / "out" / "box.h5"), grids[1]
-    expected = np.log(np.maximum(box / box.mean(), np.exp(-14))) / 14
+    found, grid = contents(box), grids[1]
+    expected = np.log(np.maximum(grid / grid.mean(), np.exp(-14))) / 14
     np.testing.assert_allclose(found["Nbody"][0], expected, atol=1e-7)
-    np.testing.assert_allclose(found["Hydro"], [expected, np.log(box + 1) / 8 - 1.5], atol=3e-7)
-    assert attributes(tmp_path / "out" / "box.h5")["density_floor_of_mean"] == np.exp(-14)
-
-
-def test_slabs_do_not_change_the_result(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The density is divided by its mean, which needs another pass."""
-    source = write_nyx(tmp_path / "snapshot.h5", FIELDS, chunks=(5, 4, 3))
-    attribute(f"native_fields/{DARK}", "units", "g/cm3")(source)
-    run(source)
-    expected = contents(tmp_path / "out" / "box.h5")
-    monkeypatch.setattr(hdf5, "SLAB_VALUES", 5 * 6 * 8)
-    run(source, "--overwrite")
-    for key, values in contents(tmp_path / "out" / "box.h5").items():
-        np.testing.assert_allclose(values, expected[key], atol=1e-7)  # sums of slabs round differently
+    np.testing.assert_allclose(found["Hydro"], [expected, np.log(grid + 1) / 8 - 1.5], atol=3e-7)
+    assert attributes(box)["density_floor_of_mean"] == np.exp(-14)
 
 
 # --- missing fields, and the config that fits ------------------------------------------------------------------------
@@ -163,81 +161,65 @@ def test_slabs_do_not_change_the_result(run: Any, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_missing_fields_leave_out_channels_and_the_printed_keys_fit(
-    run: Any, tmp_path: Path, inputs: list[str], targets: list[str]
+    run: Any, box: Path, tmp_path: Path, inputs: list[str], targets: list[str]
 ) -> None:
     fields = {**FIELDS, **dict(zip(DARK_VELOCITY, (FIELDS[name] for name in GAS[1:4]), strict=True))}
     source = write_nyx(tmp_path / "snapshot.h5", {name: fields[name] for name in (*inputs, *targets)})
     flags = shlex.split(run(source).splitlines()[-1])
     config = configs.load(YAML, "demo", cli.parse(flags).overrides)
-    assert config.train_path == str(tmp_path / "out" / "box.h5")
+    assert config.train_path == str(box)
     assert (config.N_in_channels, config.N_out_channels) == (len(inputs), len(targets))
-    box = str(tmp_path / "out" / "box.h5")
-    assert volume_channels(config_of_files(box, box)) == volume_channels(config), "evaluate.py --prediction"
-    stored, channels = contents(Path(box)), volume_channels(config)
+    assert volume_channels(config_of_files(str(box), str(box))) == volume_channels(config), "evaluate.py --prediction"
+    stored, channels = contents(box), volume_channels(config)
     for dataset, names, each in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
         physical = [channel.to_physical(values) for channel, values in zip(each, stored[dataset], strict=True)]
         np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
 
 
-def test_without_gas_only_the_inputs_are_written(run: Any, tmp_path: Path) -> None:
+def test_without_gas_only_the_inputs_are_written(run: Any, box: Path, tmp_path: Path) -> None:
     printed = run(write_nyx(tmp_path / "snapshot.h5", {DARK: FIELDS[DARK]}))
     assert printed.splitlines()[-1] == "without baryon_density it is an input of predict.py only"
-    assert FieldReader(str(tmp_path / "out" / "box.h5"), "Nbody", 1, TransformConfig()).shape == SHAPE
+    assert FieldReader(str(box), "Nbody", 1, TransformConfig()).shape == SHAPE
 
 
 # --- contradictions --------------------------------------------------------------------------------------------------
 
 
-def changed(name: str, value: Any, *place: int) -> Callable[[Path], None]:
-    """Changes one value of a dataset, or all of them."""
-
-    def change(path: Path) -> None:
-        with h5py.File(path, "r+") as file:
-            file[f"native_fields/{name}"][place or ...] = value
-
-    return change
-
-
-def attribute(place: str, name: str, value: Any) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        with h5py.File(path, "r+") as file:
-            file[place].attrs[name] = value
-
-    return change
-
-
-def replaced(name: str, values: np.ndarray | None) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        with h5py.File(path, "r+") as file:
-            del file[f"native_fields/{name}"]
-            if values is not None:
-                file[f"native_fields/{name}"] = values
-
-    return change
+def change(path: Path, place: str, key: Any, value: Any) -> None:
+    """Sets an attribute (`key` is its name), values (`key` is their place), or, without a key, the whole dataset."""
+    with h5py.File(path, "r+") as file:
+        if isinstance(key, str):
+            file[place].attrs[key] = value
+        elif key is not None:
+            file[place][key] = value
+        else:
+            del file[place]
+            if value is not None:
+                file[place] = value
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("place", "key", "value", "says"),
     [
-        (replaced("temperature", np.ones((12, 6, 7))), "give one grid"),
-        (attribute("domain", "size", [6.0, 3.0, 4.1]), "are not cubes"),
-        (attribute("universe", "hubble", 67.5), "cosmology_H0 is 6750, expected 10 to 200"),
-        (attribute("domain", "size", [6000.0, 3000.0, 4000.0]), "cell size (Mpc/h) is 500, expected"),
-        (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan"),
-        (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, which is impossible"),
-        (changed("temperature", 4.1), "a mean of 4.1 K is implausible"),
-        (changed("baryon_density", 1e-30), "has a mean of 1e-30 although it is in units of the mean"),
-        (attribute("native_fields/velocity_z", "units", "km/s"), "e+07 km/s is implausible; give its unit with --vel"),
-        (attribute("native_fields/velocity_z", "units", "furlong"), "velocity_z is in furlong; give --velocity_units"),
-        (replaced("velocity_x", None), "give dark_matter_density, with gas also baryon_density, and all components"),
-        (replaced(DARK, None), "has the fields baryon_density, velocity_x"),
+        ("native_fields/temperature", None, np.ones((12, 6, 7)), "give one grid"),
+        ("domain", "size", [6.0, 3.0, 4.1], "are not cubes"),
+        ("universe", "hubble", 67.5, "cosmology_H0 is 6750, expected 10 to 200"),
+        ("domain", "size", [6000.0, 3000.0, 4000.0], "cell size (Mpc/h) is 500, expected"),
+        ("native_fields/temperature", (3, 4, 5), np.nan, "native_fields/temperature[3, 4, 5] is nan"),
+        ("native_fields/temperature", (0, 1, 2), 0, "native_fields/temperature[0, 1, 2] is 0, which is impossible"),
+        ("native_fields/temperature", ..., 4.1, "a mean of 4.1 K is implausible"),
+        ("native_fields/baryon_density", ..., 1e-30, "has a mean of 1e-30 although it is in units of the mean"),
+        ("native_fields/velocity_z", "units", "km/s", "e+07 km/s is implausible; give its unit with --vel"),
+        ("native_fields/velocity_z", "units", "furlong", "velocity_z is in furlong; give --velocity_units"),
+        ("native_fields/velocity_x", None, None, "give dark_matter_density, with gas also baryon_density, and all com"),
+        (f"native_fields/{DARK}", None, None, "has the fields baryon_density, velocity_x"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused_and_nothing_is_left(
-    refuse: Any, tmp_path: Path, change: Callable[[Path], None], says: str
+    refuse: Any, tmp_path: Path, place: str, key: Any, value: Any, says: str
 ) -> None:
     source = write_nyx(tmp_path / "snapshot.h5", FIELDS)
-    change(source)
+    change(source, place, key, value)
     refuse(source, says=says)
 
 
@@ -255,37 +237,22 @@ def test_an_unsuitable_flag_is_refused(refuse: Any, snapshot: Path, flags: list[
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "says"),
+    ("ending", "flags", "says"),
     [
-        ("velocity_x.f32", ["--velocity_units=cm/s"], "do not state their shape; give --shape X,Y,Z"),
-        ("velocity_x.f32", ["--shape=12,6,8"], "velocity_x.f32 is in an unknown unit; give --velocity_units"),
-        ("velocity_x.f32", ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
-        (
-            "velocity_x.npy",
-            ["--index=1"],
-            "is (12, 6, 8); choose a box of (N, X, Y, Z)",
-        ),
-        ("other.txt", [], "has neither .f32 nor .npy files"),
+        ("f32", ["--velocity_units=cm/s"], "do not state their shape; give --shape X,Y,Z"),
+        ("f32", ["--shape=12,6,8"], "velocity_x.f32 is in an unknown unit; give --velocity_units"),
+        ("f32", ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
+        ("npy", ["--index=1"], "is (12, 6, 8); choose a box of (N, X, Y, Z)"),
+        ("txt", [], "has neither .f32 nor .npy files"),
     ],
 )
 def test_a_directory_that_does_not_match_is_refused(
-    refuse: Any, tmp_path: Path, name: str, flags: list[str], says: str
+    refuse: Any, tmp_path: Path, ending: str, flags: list[str], says: str
 ) -> None:
-    source = tmp_path / "in"
-    source.mkdir()
     for key in (DARK, *GAS):
-        path = source / name.replace("velocity_x", key)
-        np.save(path, FIELDS[key]) if name.endswith("npy") else FIELDS[key].tofile(path)
-    refuse(source, *flags, says=says)
-
-
-def test_the_input_is_not_overwritten(snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    box = tmp_path / "box.h5"
-    box.write_bytes(snapshot.read_bytes())
-    with pytest.raises(SystemExit):
-        main([f"--input={box}", f"--output={box}", "--overwrite"])
-    assert box.read_bytes() == snapshot.read_bytes()
-    assert "is the input; give another --output" in capsys.readouterr().err
+        path = tmp_path / f"{key}.{ending}"
+        np.save(path, FIELDS[key]) if ending == "npy" else FIELDS[key].tofile(path)
+    refuse(tmp_path, *flags, says=says)
 
 
 def test_grids_of_different_simulations_are_not_mixed(refuse: Any, tmp_path: Path) -> None:
@@ -294,30 +261,39 @@ def test_grids_of_different_simulations_are_not_mixed(refuse: Any, tmp_path: Pat
     refuse(tmp_path, says="has fields of different simulations")
 
 
+def test_the_input_is_not_overwritten(run: Any, box: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    box.parent.mkdir()
+    before = write_nyx(box, FIELDS).read_bytes()
+    with pytest.raises(SystemExit):
+        run(box, "--overwrite")
+    assert box.read_bytes() == before
+    assert "is the input; give another --output" in capsys.readouterr().err
+
+
 # --- parts, memory ---------------------------------------------------------------------------------------------------
 
 
 def test_parts_of_a_box_do_not_touch_also_across_its_faces(
-    run: Any, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, box: Path, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(snapshot)
-    whole = contents(tmp_path / "out" / "box.h5")
+    whole = contents(box)
     monkeypatch.setattr(import_volume, "GAP", 2)
-    (tmp_path / "out" / "box_val.h5").write_text("mine")
+    (box.parent / "box_val.h5").write_text("mine")
     with pytest.raises(SystemExit):
         run(snapshot, "--split=0.25")
-    assert sorted(os.listdir(tmp_path / "out")) == ["box.h5", "box_val.h5"], "nothing is written without --overwrite"
+    assert sorted(os.listdir(box.parent)) == ["box.h5", "box_val.h5"], "nothing is written without --overwrite"
     printed = run(snapshot, "--split=0.25", "--overwrite")
-    assert f"--set val_path={tmp_path / 'out' / 'box_val.h5'}" in printed
+    assert f"--set val_path={box.parent / 'box_val.h5'}" in printed
     for name, planes, length in (("train", slice(0, 5), 4.0), ("val", slice(7, 10), 4.0)):
-        path = tmp_path / "out" / f"box_{name}.h5"
+        path = box.parent / f"box_{name}.h5"
         for dataset, values in contents(path).items():
             np.testing.assert_array_equal(values, whole[dataset][:, planes])
         found = attributes(path)
         assert (found["box_size_mpc_h"], bool(found["periodic"])) == (length, False)
         assert found["input_planes"].tolist() == [planes.start, planes.stop]
     window = {"evaluation.window": 4, "evaluation.overlap": 1}
-    grid = evaluation_grid(configs.load(YAML, "test", window), open_volume(tmp_path / "out" / "box_train.h5", (1, 5)))
+    grid = evaluation_grid(configs.load(YAML, "test", window), open_volume(box.parent / "box_train.h5", (1, 5)))
     assert grid.x.origins == (0, 1), "evaluations during a run do not wrap"
 
 
@@ -340,42 +316,44 @@ def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch
 # --- inputs that were once misread -----------------------------------------------------------------------------------
 
 
-def test_attributes_may_be_arrays_of_one_element_and_a_part_of_a_box_stays_one(run: Any, tmp_path: Path) -> None:
+def test_attributes_may_be_arrays_of_one_element_and_a_part_of_a_box_stays_one(
+    run: Any, box: Path, tmp_path: Path
+) -> None:
     """Fixed: such a velocity was refused, such a density divided by its mean; an import was always periodic."""
     source = write_nyx(tmp_path / "snapshot.h5", {**FIELDS, DARK: 1.2 * FIELDS[DARK]})
     run(source)
-    expected = contents(tmp_path / "out" / "box.h5")
+    expected = contents(box)
     with h5py.File(source, "r+") as file:
         file.attrs["periodic"] = np.array([0])
         for dataset in file["native_fields"].values():
             dataset.attrs["units"] = np.array([dataset.attrs["units"]])
     run(source, "--overwrite")
-    for name, values in contents(tmp_path / "out" / "box.h5").items():
+    for name, values in contents(box).items():
         np.testing.assert_array_equal(values, expected[name])
-    assert not attributes(tmp_path / "out" / "box.h5")["periodic"]
+    assert not attributes(box)["periodic"]
 
 
 # --- training --------------------------------------------------------------------------------------------------------
 
 
 def test_a_network_without_velocities_trains_is_evaluated_and_predicts(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nyx writes no dark-matter velocity: N_in_channels 1. Fields are those of a small simulation."""
     paths, flags, fields = [], [], {}
     for seed, split in ((1, "train"), (2, "val")):
         fields = simulated_fields(16, box_size=8.0, seed=seed, n_steps=3, redshift=3.0, threads=1)
         printed = run(write_nyx(tmp_path / "snapshot.h5", fields))
-        paths.append(f"--set={split}_path={(tmp_path / 'out' / 'box.h5').rename(tmp_path / f'{split}.h5')}")
+        paths.append(f"--set={split}_path={box.rename(tmp_path / f'{split}.h5')}")
         flags = shlex.split(printed.splitlines()[-1])
     options = ["num_epochs=1", "Nsamples=16", "lambda_rho=1e-3", "evaluation.every_epochs=1", "loggers=[]"]
     options += [f"expdir={tmp_path}"]
     monkeypatch.chdir(Path(train.__file__).parent)
     train.main(["--config=test", *flags, *paths, "--set=device=cpu", *(f"--set={option}" for option in options)])
-    checkpoint, box = tmp_path / "test" / "1ranks" / "00", tmp_path / "val.h5"
+    checkpoint, gas = tmp_path / "test" / "1ranks" / "00", tmp_path / "gas.h5"
     assert (checkpoint / "evaluation").is_dir()
-    gas = tmp_path / "gas.h5"
-    predict.main([f"--checkpoint={checkpoint}", f"--input={box}", f"--output={gas}", "--format=nyx", "--device=cpu"])
+    files = [f"--input={tmp_path / 'val.h5'}", f"--output={gas}"]
+    predict.main([f"--checkpoint={checkpoint}", *files, "--format=nyx", "--device=cpu"])
     with h5py.File(gas) as file:
         assert dict(file["universe"].attrs) == pytest.approx(UNIVERSE)
         dark_matter = file[f"native_fields/{DARK}"][...]

@@ -93,7 +93,6 @@ def target_channels(count: int, transform: TransformConfig, vectors: Vectors = V
 def _channels(
     count: int, quantities: Sequence[str], prefix: str, transform: TransformConfig, vectors: Vectors
 ) -> tuple[Channel, ...]:
-    """The channels of the quantities; unknown ones if there are none, or if the vectors are not the velocity."""
     expected = VELOCITY if "velocity" in quantities else ()
     if not quantities or [*map(tuple, vectors)] != [*map(tuple, expected)]:
         return tuple(Channel(f"{UNKNOWN}{number}") for number in range(count))

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from utils.cli import Parser
-from utils.data.files.hdf5 import DATASETS, as_float32, checked_dataset, open_file, reading, slab_planes
+from utils.data.files.hdf5 import DATASETS, checked_dataset, open_file, stored_slabs
 from utils.data.files.npy import FIELDS
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
@@ -59,11 +59,9 @@ def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress) -> None:
     channels, *grid = dataset.shape
     with path.open("wb") as file:  # not mapped: a full disk would end the process without a message
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (*grid, channels)})
-        for planes in slab_planes(grid, dataset.chunks and dataset.chunks[1:]):
-            with reading(dataset.file.filename):
-                values = np.moveaxis(as_float32(dataset[:, planes]), 0, -1)
-            file.write(np.ascontiguousarray(values).data)
-            progress.advance(len(values))
+        for _, values in stored_slabs(dataset, dataset.file.filename):
+            file.write(np.ascontiguousarray(np.moveaxis(values, 0, -1)).data)
+            progress.advance(values.shape[1])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -31,7 +31,7 @@ from utils.config import validate_section
 from utils.config.sections import TransformConfig
 from utils.data.channels import VELOCITY, Channel, input_channels, target_channels
 from utils.data.files.attributes import CELL, FLOOR, UNIVERSE
-from utils.data.files.hdf5 import DATASETS
+from utils.data.files.hdf5 import DATASETS, stored_slabs
 from utils.data.files.nyx import open_nyx
 from utils.data.files.snapshots import (
     DARK_MATTER_DENSITY,
@@ -166,7 +166,7 @@ def _factor(field: GridField, options: Options) -> float:
 def _mean(field: GridField) -> float:
     total = 0.0
     with Progress(f"mean of {field.name}", field.shape[0], "planes") as progress:
-        for _, values in field.slabs():
+        for _, values in stored_slabs(field.stored, field.name):
             total += float(values.sum(dtype=np.float64))
             progress.advance(len(values))
     if not total:
@@ -245,7 +245,8 @@ def _write_channel(
 ) -> None:
     """Converts a field to channel `number` of the dataset of each part."""
     field, total, squares = source.field, 0.0, 0.0
-    for slab, values in field.slabs():
+    for slab, read in stored_slabs(field.stored, field.name):
+        values = np.array(read)  # changed below
         _check_values(field, slab, values)
         total += float(values.sum(dtype=np.float64))
         squares += float(np.dot(values.reshape(-1), values.reshape(-1)))

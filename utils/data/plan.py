@@ -59,7 +59,7 @@ class SamplePlan:
         Validation uses the same crops in every epoch and for every seed, without augmentation.
         """
         fixed = self.split == "valid"
-        words = _PhiloxStream((0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch))
+        words = _random_words(0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch)
         grids = [tuple(side - self.crop + 1 for side in box) for box in self.boxes]  # positions along each axis
         ends = list(itertools.accumulate(map(math.prod, grids)))
         assert ends[-1] < 2**62, "more positions than the random stream has words for"
@@ -73,7 +73,7 @@ class SamplePlan:
         if not self.is_augmented:
             symmetries = np.full(self.samples, symmetry.IDENTITY, dtype=np.int64)
         else:
-            symmetries = words.below(symmetry.COUNT, self.samples)
+            symmetries = _below(words, symmetry.COUNT, self.samples)
         return EpochPlan(volumes, origins, symmetries)
 
 
@@ -93,40 +93,38 @@ class ShufflePlan:
         """The rows [samples] of one epoch, int64. Validation always uses the first rows, in order."""
         if self.split == "valid":
             return np.arange(self.samples, dtype=np.int64)
-        return _sample_without_replacement(
-            _PhiloxStream((self.seed, SPLITS[self.split], epoch)), self.samples, self.available
-        )
+        words = _random_words(self.seed, SPLITS[self.split], epoch)
+        return _sample_without_replacement(words, self.samples, self.available)
 
 
-class _PhiloxStream:
-    """Random integers from the counter-based generator Philox (Salmon et al. 2011), keyed by a tuple.
+def _random_words(*key: int) -> np.random.Philox:
+    """A stream of the counter-based generator Philox (Salmon et al. 2011).
 
     Only raw words are taken from numpy: their stream never changes, while that of its distributions may.
     """
-
-    def __init__(self, key: tuple[int, ...]) -> None:
-        self._generator = np.random.Philox(np.random.SeedSequence(list(key)))
-
-    def below(self, bound: int, count: int) -> np.ndarray:
-        """`count` integers in [0, bound); the bias of the remainder is below bound / 2**63."""
-        raw = self._generator.random_raw(count) >> np.uint64(1)
-        return (raw % np.uint64(bound)).astype(np.int64)
+    return np.random.Philox(np.random.SeedSequence(key))
 
 
-def _sample_without_replacement(words: _PhiloxStream, count: int, bound: int) -> np.ndarray:
+def _below(words: np.random.Philox, bound: int, count: int) -> np.ndarray:
+    """`count` integers in [0, bound); the bias of the remainder is below bound / 2**63."""
+    raw = words.random_raw(count) >> np.uint64(1)
+    return (raw % np.uint64(bound)).astype(np.int64)
+
+
+def _sample_without_replacement(words: np.random.Philox, count: int, bound: int) -> np.ndarray:
     """`count` integers in [0, bound), distinct if possible; otherwise the values' counts differ by at most one."""
     if 2 * count > bound:
         # Few values: all of them, shuffled, as many times as needed; the last shuffle is cut.
         rounds = -(-count // bound)
-        order = [np.argsort(words.below(2**62, bound), kind="stable") for _ in range(rounds)]
+        order = [np.argsort(_below(words, 2**62, bound), kind="stable") for _ in range(rounds)]
         return np.concatenate(order)[:count]
-    drawn = words.below(bound, count)
+    drawn = _below(words, bound, count)
     while True:
         _, first = np.unique(drawn, return_index=True)
         if len(first) == count:
             return drawn
         repeated = np.setdiff1d(np.arange(count), first)
-        drawn[repeated] = words.below(bound, len(repeated))
+        drawn[repeated] = _below(words, bound, len(repeated))
 
 
 def rank_batches(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> list[slice]:

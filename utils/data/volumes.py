@@ -9,22 +9,20 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from utils.config import Config
 from utils.data.channels import volume_channels
 from utils.data.files.attributes import Simulation, common_simulation, file_transform, plain_attributes
 from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading
-from utils.data.files.npy import NpyVolume, open_npy_volume
+from utils.data.files.npy import open_npy_volume
 from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.data.plan import SPLITS
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file
-from utils.progress import Progress
 
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
-Files = TypeVar("Files", Volume, NpyVolume)
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +55,7 @@ def channel_counts(config: Config) -> tuple[int, int]:
     return config.N_in_channels, config.N_out_channels
 
 
-def dataset_names(config: Config) -> tuple[str, str]:
-    """The HDF5 datasets of inputs and targets."""
-    return config.dataset_names[0], config.dataset_names[1]
-
-
-def of_both_splits(volumes: Mapping[str, Sequence[Files]]) -> list[Files]:
+def of_both_splits(volumes: Mapping[str, Sequence[Volume]]) -> list[Volume]:
     """The volumes of training and validation in one list."""
     return [volume for split in volumes.values() for volume in split]
 
@@ -120,12 +113,12 @@ def open_split(config: Config, split: str) -> list[Volume]:
             simulate = f"simulate one with python -m utils.simulation --output {path}"
             remedy = "run make demo" if os.path.basename(path).startswith("demo_") else simulate
             raise UserError(f"no such file: {path}; {remedy}, or set {key}")
-        volumes.append(open_volume(path, channel_counts(config), dataset_names(config)))
+        volumes.append(open_volume(path, channel_counts(config), config.dataset_names))
     _check_shapes(config, split, volumes)
     return volumes
 
 
-def open_split_npy(config: Config, split: str) -> list[NpyVolume]:
+def open_split_npy(config: Config, split: str) -> list[Volume]:
     """The `.npy` files of one split, checked against the config and, as far as they exist, against the HDF5 files."""
     key, keys = split_settings(config, split).key, split_settings(config, split).npy_keys
     sources, *paths = (config.paths(name) for name in (key, *keys))
@@ -135,12 +128,12 @@ def open_split_npy(config: Config, split: str) -> list[NpyVolume]:
                 f"{name} and {key} list {len(files)} and {len(sources)} files; list the .npy file of each HDF5 file, "
                 f"in the same order"
             )
-    channels, names = channel_counts(config), dataset_names(config)
+    channels, names = channel_counts(config), config.dataset_names
     volumes = []
     for source, *pair in itertools.zip_longest(sources, *paths):
         volume = open_volume(source, channels, names) if os.path.exists(source) else None
         volumes.append(open_npy_volume((pair[0], pair[1]), keys, source, channels, volume, names))
-    _check_shapes(config, split, [npy.volume() for npy in volumes])
+    _check_shapes(config, split, volumes)
     return volumes
 
 
@@ -155,7 +148,7 @@ def open_boxes(config: Config, split: str, reads: str | None) -> list[Volume]:
             f"set it to 0, or choose another loader"
         )
     if reads == "npy" and not all(map(os.path.exists, config.paths(split_settings(config, split).key))):
-        return [volume.volume() for volume in open_split_npy(config, split)]
+        return open_split_npy(config, split)
     return open_split(config, split)
 
 
@@ -200,8 +193,7 @@ def check_all_values(config: Config, reads: str | None) -> None:
     slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"
     for split in SPLITS:
         for volume in open_boxes(config, split, reads):
-            with Progress(f"checking all values of {volume.path}", len(volume.slab_locations()), "slabs") as progress:
-                check_all(volume, progress.advance)
+            check_all(volume)
             access = "mapped" if volume.mapped else slow
             size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
             log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
@@ -216,15 +208,15 @@ def open_volumes(config: Config, world: World) -> dict[str, list[Volume]]:
     return _open_or_stage(config, world, open_split, [split_settings(config, split).key for split in SPLITS])
 
 
-def open_npy_volumes(config: Config, world: World) -> dict[str, list[NpyVolume]]:
+def open_npy_volumes(config: Config, world: World) -> dict[str, list[Volume]]:
     """The `.npy` files of both splits; their copies in `use_cache`, if that is set."""
     keys = [key for split in SPLITS for key in split_settings(config, split).npy_keys]
     return _open_or_stage(config, world, open_split_npy, keys)
 
 
 def _open_or_stage(
-    config: Config, world: World, open_files: Callable[[Config, str], list[Files]], keys: list[str]
-) -> dict[str, list[Files]]:
+    config: Config, world: World, open_files: Callable[[Config, str], list[Volume]], keys: list[str]
+) -> dict[str, list[Volume]]:
     """Opens both splits; if `use_cache` is set, copies the files that the keys name, once per node, and opens those."""
     with world.raise_together():
         opened = {split: open_files(config, split) for split in SPLITS}

@@ -14,7 +14,7 @@ from trainings import YAML
 
 from utils import config as configs
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import attributes_of, cell_size, common_simulation, file_transform, simulation_of
+from utils.data.files.attributes import cell_size, common_simulation, file_transform
 from utils.data.files.hdf5 import FieldReader
 from utils.data.volumes import with_file_values
 from utils.errors import UserError
@@ -42,9 +42,8 @@ def test_attributes_of_a_file_win_over_the_defaults() -> None:
 
 def test_a_file_must_agree_with_the_keys_that_the_config_sets() -> None:
     """Even with one that is set to its default. None, for unknown channels, agrees with every file."""
-    assert from_files(OTHER, velocity_scale_km_s=500.0001) == TransformConfig(
-        **{**OTHER, "velocity_scale_km_s": 500.0001}
-    )
+    rounded = {**OTHER, "velocity_scale_km_s": 500.0001}
+    assert from_files(OTHER, velocity_scale_km_s=500.0001) == TransformConfig(**rounded)
     unknown = from_files(OTHER, velocity_scale_km_s=None)
     assert (unknown.velocity_scale_km_s, unknown.temperature_log10_center) == (None, 4.0)
     says = r"a\.h5 were computed with velocity_scale_km_s 500, the config has 900; .* transform\.velocity_scale_km_s"
@@ -61,32 +60,12 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
             from_files({"velocity_scale_km_s": value})
 
 
-def test_arrays_of_one_element_and_bytes_are_read_as_their_value(tmp_path: Path) -> None:
-    """Some programs write such attributes."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.attrs["velocity_scale_km_s"] = np.array([500.0], np.float32)
-        file.attrs["cosmology"] = np.bytes_("planck18")
-        attributes = attributes_of(file, (8, 8, 8))
-    assert from_files(attributes).velocity_scale_km_s == 500.0
-    assert simulation_of(attributes, None) == {"cosmology": "planck18"}
-
-
 def test_a_training_on_several_simulations_has_what_they_share() -> None:
     one = {"redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.7, "cell size (Mpc/h)": 0.1}
     other = {"redshift": 3.0, "cosmology": "planck18", "cosmology_H0": 67.70001}
     assert common_simulation([one, other]) == {"cosmology": "planck18", "cosmology_H0": 67.7}
     assert common_simulation([one]) == one
     assert common_simulation([one, {}]) == {}
-
-
-@pytest.fixture
-def files(tmp_path: Path, volume_file: Any) -> dict[str, str]:
-    """The paths of two volumes that state another transform than the default."""
-    paths = {key: volume_file(tmp_path / f"{key}.h5") for key in ("train_path", "val_path")}
-    for path in paths.values():
-        with h5py.File(path, "r+") as file:
-            file.attrs.update(OTHER)
-    return {key: str(path) for key, path in paths.items()}
 
 
 def test_a_box_size_that_cannot_be_one_is_refused() -> None:
@@ -98,8 +77,12 @@ def test_a_box_size_that_cannot_be_one_is_refused() -> None:
             cell_size({"box_size_mpc_h": length}, 24, "a.h5")
 
 
-def test_a_training_has_the_transform_of_its_files(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_training_has_the_transform_of_its_files(volume_file: Any, tmp_path: Path) -> None:
     """It can be repeated from its own config.yaml, which sets all keys, and continued by the same command."""
+    files = {key: str(volume_file(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
+    for path in files.values():
+        with h5py.File(path, "r+") as file:
+            file.attrs.update(OTHER)
     config = configs.load(YAML, "test", files)
     transformed = with_file_values(config, "hdf5")
     assert transformed.transform == TransformConfig(**OTHER)
@@ -116,15 +99,17 @@ def test_a_training_has_the_transform_of_its_files(files: dict[str, str], tmp_pa
 
 
 def test_groups_of_nyx_stand_in_for_attributes_of_a_volume(tmp_path: Path) -> None:
-    """Other programs write channels next to the groups `domain` and `universe`."""
+    """Other programs write channels next to these groups, attributes as arrays of one element, and texts as bytes."""
     shape = (12, 6, 8)
     path = write_nyx(tmp_path / "normalized.h5", {DARK_MATTER: physical_fields(shape)[DARK_MATTER]})
     with h5py.File(path, "r+") as file:
         file["Nbody"] = np.zeros((4, *shape), np.float32)
-        file.attrs["redshift"] = 2.0
+        file.attrs["redshift"] = np.array([2.0], np.float32)
+        file.attrs["cosmology"] = np.bytes_("planck18")
     reader = FieldReader(str(path), "Nbody", 4, TransformConfig())
     assert reader.cell == 0.5
-    assert (reader.simulation["cosmology_H0"], reader.simulation["redshift"]) == (67.5, 2.0)
+    found = [reader.simulation[name] for name in ("cosmology_H0", "redshift", "cosmology")]
+    assert found == [67.5, 2.0, "planck18"]
     with h5py.File(path, "r+") as file:
         file["domain"].attrs["shape"] = [24, 6, 8]
     assert FieldReader(str(path), "Nbody", 4, TransformConfig()).cell is None, "of another grid"

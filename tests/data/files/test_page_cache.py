@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from processes import run_ranks, wait_until
+from reference_samples import ALONE
 
 from utils.data.files import page_cache
 from utils.data.files.page_cache import available_memory, memory_limit, warm_page_cache
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 
-ALONE = World(Launch("single process"), torch.device("cpu"))
 MIB = 2**20
 PAGES = 16 * MIB // mmap.PAGESIZE
 

@@ -12,21 +12,14 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
-from reference_samples import VolumeFile, read_fields
+from reference_samples import ALONE, VolumeFile, read_fields
 
 from utils.data.files import shared_memory as shared
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.files.shared_memory import share_volume
+from utils.data.files.shared_memory import check_room, share_volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
-
-ALONE = World(Launch("single process"), torch.device("cpu"))
-
-
-@pytest.fixture
-def volume(volume_file: VolumeFile, tmp_path: Path) -> Volume:
-    return open_volume(volume_file(tmp_path / "a.h5"), (4, 5))
 
 
 def fail(*_: object, **__: object) -> None:
@@ -46,14 +39,13 @@ def test_a_single_rank_gets_a_copy_in_private_memory(
     assert shared.free_shared_memory(World(Launch("test", world_size=2), torch.device("cpu"))) == 0, "no shared memory"
 
 
-def test_too_little_memory_is_reported_before_anything_is_read(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_fill", lambda *_: None)
+def test_too_little_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = Volume("a.h5", *(np.zeros((channels, 4, 4, 4), np.float32) for channels in (4, 5)))
     monkeypatch.setattr(shared, "available_memory", lambda: volume.bytes)
-    share_volume(volume, ALONE)
+    check_room([volume], ALONE)
     monkeypatch.setattr(shared, "available_memory", lambda: volume.bytes - 1)
-    monkeypatch.setattr(shared, "_fill", lambda *_: pytest.fail("the volume was read"))
     with pytest.raises(UserError, match=r"needs .* GiB of memory, and .* free; use --data_loader_config=lowmem$"):
-        share_volume(volume, ALONE)
+        check_room([volume], ALONE)
 
 
 def fail_on_two_ranks(world: World, path: str, directory: str) -> list[str]:
@@ -70,6 +62,7 @@ def fail_on_two_ranks(world: World, path: str, directory: str) -> list[str]:
             patch.setattr(module, name, replacement)
             volume = Volume(path, *(np.zeros((channels, 4, 4, 4), np.float32) for channels in (4, 5)))
             try:
+                check_room([volume], world)
                 share_volume(volume, world)
             except UserError as error:
                 errors.append(str(error))
@@ -103,11 +96,12 @@ def share_on_two_ranks(world: World, path: str, directory: str, token: str) -> d
     return {"fields": fields, "left": left, "written": float(volume.inputs[1, 2, 3, 4])}
 
 
-def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(volume: Volume, tmp_path: Path) -> None:
+def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(volume_file: VolumeFile, tmp_path: Path) -> None:
+    path = str(volume_file(tmp_path / "a.h5"))
     directory = shared.SHARED_MEMORY if os.path.isdir(shared.SHARED_MEMORY) else str(tmp_path)
     token = uuid.uuid4().hex
     try:
-        answers = run_ranks(share_on_two_ranks, 2, volume.path, directory, token)
+        answers = run_ranks(share_on_two_ranks, 2, path, directory, token)
     finally:
         left = [name for name in os.listdir(directory) if token in name]
         for name in left:  # releases the memory even if the test fails
@@ -116,5 +110,5 @@ def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(volume: Vol
     for answer in answers:
         assert answer["left"] == []
         assert answer["written"] == 42, "a rank has a private copy"
-        for field, values in zip(answer["fields"], read_fields(volume.path), strict=True):
+        for field, values in zip(answer["fields"], read_fields(path), strict=True):
             np.testing.assert_array_equal(field, values)

@@ -19,7 +19,7 @@ CHANNELS = (4, 5)
 BOX = 32
 
 
-def volume(seed: int = 0) -> Volume:
+def volume(seed: int) -> Volume:
     rng = np.random.default_rng(seed)
     fields = (rng.standard_normal((channels, BOX, BOX, BOX), dtype=np.float32) for channels in CHANNELS)
     return Volume(f"{seed}.h5", *fields)

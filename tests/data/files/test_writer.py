@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -47,10 +48,11 @@ def write_slabs(volume: ResumableHDF5Writer, until: int = 10) -> None:
             volume.write({name: field[..., start:end, :, :] for name, field in values().items()})
 
 
-def write_part(target: Path, until: int, identity: dict[str, Any] = IDENTITY, overwrite: bool = False) -> None:
-    volume = begin(target, identity, overwrite)
-    write_slabs(volume, until)
-    volume.close()
+def write_part(target: Path, until: int, identity: dict[str, Any] = IDENTITY, overwrite: bool = False) -> list[str]:
+    """Resumes or starts, and stops at plane `until`; returns the keys that have changed."""
+    with closing(begin(target, identity, overwrite)) as volume:
+        write_slabs(volume, until)
+        return volume.changed
 
 
 def write_all(target: Path, overwrite: bool = False) -> int:
@@ -59,6 +61,7 @@ def write_all(target: Path, overwrite: bool = False) -> int:
     done = volume.done
     write_slabs(volume)
     volume.finish()
+    check_complete(target)
     return done
 
 
@@ -99,10 +102,9 @@ def test_other_byte_orders_types_and_strides_are_written_as_float32_by_short_wri
 def test_planes_are_flushed_before_the_journal_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the machine crashes, data that were not flushed are lost."""
     counted, journal = [], tmp_path / ".box.h5.journal"
-    volume = begin(tmp_path / "box.h5")
-    monkeypatch.setattr(os, "fsync", lambda _: counted.append(json.loads(journal.read_text())["done"]))
-    write_slabs(volume, until=5)
-    volume.close()
+    with closing(begin(tmp_path / "box.h5")) as volume:
+        monkeypatch.setattr(os, "fsync", lambda _: counted.append(json.loads(journal.read_text())["done"]))
+        write_slabs(volume, until=5)
     assert counted == [0, 4, 4, 5], "at each flush of the planes, and then of the journal"
 
 
@@ -148,36 +150,24 @@ def test_killed_at_any_line_it_resumes_and_its_target_is_always_complete(tmp_pat
             (folder / name).write_bytes(content)
         if state["box.h5"] == b"old":
             seen.add(write_all(folder / "box.h5", overwrite=True))
-            check_complete(folder / "box.h5")
         else:
             check_complete(folder / "box.h5", alone=False)
             seen.add("finished")
     assert seen == {*STARTS, "finished"}
 
 
-def test_a_file_of_another_identity_starts_from_scratch_and_lists_what_changed(tmp_path: Path) -> None:
-    target = tmp_path / "box.h5"
-    write_part(target, 5, IDENTITY | {"weights": "other", "physical": True})
-    volume = begin(target)
-    assert (volume.done, volume.changed) == (0, ["weights", "physical"])
-    write_slabs(volume, 5)
-    volume.close()
-    volume.close()
-    volume = begin(target)
-    assert (volume.done, volume.changed) == (5, [])
-    volume.close()
-    assert write_all(target) == 5
-    check_complete(target)
-
-
-def test_without_its_journal_or_partial_file_it_starts_from_scratch(tmp_path: Path) -> None:
+def test_a_file_of_another_identity_or_without_its_parts_starts_from_scratch(tmp_path: Path) -> None:
+    """The keys that have changed are listed."""
     target, journal, partial = tmp_path / "box.h5", tmp_path / ".box.h5.journal", tmp_path / ".box.h5.partial"
+    write_part(target, 5, IDENTITY | {"weights": "other", "physical": True})
+    assert write_part(target, 4) == ["weights", "physical"]
+    assert write_part(target, 5) == []
+    assert write_all(target) == 5
     for lost in (lambda: journal.write_text(""), journal.unlink, partial.unlink):
+        target.unlink()
         write_part(target, until=5)
         lost()
         assert write_all(target) == 0
-        check_complete(target)
-        target.unlink()
 
 
 # --- locks and targets -----------------------------------------------------------------------------------------------
@@ -193,21 +183,13 @@ def test_a_second_writer_is_refused_and_a_target_that_appears_in_the_meantime_is
     with pytest.raises(UserError, match="exists; give --overwrite"):
         volume.finish()
     volume.close()
-    assert target.read_text() == "another's"
-    assert write_all(target, overwrite=True) == 10
-    check_complete(target)
-
-
-def test_existing_targets_are_kept_unless_overwrite_is_given_and_invalid_places_are_refused(tmp_path: Path) -> None:
-    target = tmp_path / "box.h5"
-    target.write_text("precious")
     with pytest.raises(UserError, match=r"box.h5 exists; give --overwrite to replace it, or another --output"):
         begin(target)
-    assert (os.listdir(tmp_path), target.read_text()) == (["box.h5"], "precious")
+    assert target.read_text() == "another's"
+    assert write_all(target, overwrite=True) == 10
     # Permissions do not apply to root; a file in place of the directory does.
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         begin(target / "new.h5")
-    assert target.read_text() == "precious"
 
 
 # --- full disks ------------------------------------------------------------------------------------------------------
@@ -227,13 +209,10 @@ def test_a_full_disk_is_reported_in_one_line_and_the_output_resumes_when_there_i
             begin(target)
         assert os.listdir(tmp_path) == []
     write_part(target, until=4)
-    volume = begin(target)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, closing(begin(target)) as volume:
         patch.setattr(os, "fsync", full)
         with pytest.raises(UserError) as caught:
             write_slabs(volume)
-    volume.close()
     assert str(caught.value).startswith(f"cannot write {target}: No space left on device; free some space")
     assert not target.exists()
     assert write_all(target) == 4
-    check_complete(target)

@@ -5,14 +5,13 @@ The kernel runs in Triton's interpreter; the last test compiles it for GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from reference_samples import VECTORS, cut
 from triton_compile import compile_kernel
-from triton_interpreter import interpreted
 
 from utils.data import symmetry
 from utils.data.loaders import crop_kernels
@@ -21,7 +20,6 @@ from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
 from utils.data.plan import EpochPlan
 
 BOX, CROP = 5, 3
-VECTORS = [(1, 2, 3)]
 ALL = np.arange(symmetry.COUNT)
 BITS = {4: torch.int32, 2: torch.int16}
 
@@ -45,11 +43,8 @@ def random_plan(symmetries: np.ndarray, box: int = BOX, crop: int = CROP) -> Epo
 
 def expected_samples(field: torch.Tensor, plan: EpochPlan, crop: int = CROP) -> torch.Tensor:
     """The samples [N, C, D, D, D] by definition."""
-    samples = []
-    for origin, index in zip(plan.origins, plan.symmetries, strict=True):
-        x, y, z = (slice(start, start + crop) for start in origin)
-        samples.append(symmetry.apply(field.numpy()[:, x, y, z], int(index), VECTORS))
-    return torch.from_numpy(np.stack(samples))
+    pairs = zip(plan.origins, plan.symmetries, strict=True)
+    return torch.from_numpy(np.stack([cut(field.numpy(), origin, crop, index) for origin, index in pairs]))
 
 
 def gathered(
@@ -67,15 +62,6 @@ def gathered(
     return out
 
 
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels compiled in the test run in Triton's interpreter."""
-    with interpreted(monkeypatch):
-        crop_kernels._kernel.cache_clear()
-        yield
-    crop_kernels._kernel.cache_clear()
-
-
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.dtype == expected.dtype
     bits = BITS[got.element_size()]
@@ -86,12 +72,21 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("channels", "channels_last"), [pytest.param(4, False, marks=pytest.mark.slow), (5, True)])
-def test_all_48_symmetries_match_the_definition(channels: int, channels_last: bool) -> None:
-    field, plan = random_field(channels), random_plan(ALL)
-    got = gathered(field, plan, channels_last=channels_last)
-    assert got.is_contiguous(memory_format=memory_format(channels_last))
-    assert_same_bits(got, expected_samples(field, plan))
+@pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_all_48_symmetries_and_crops_of_any_size_match_the_definition(
+    monkeypatch: pytest.MonkeyPatch, channels_last: bool
+) -> None:
+    """In one tile; and in complete and partial ones, under symmetries that move the field's fastest axis and others."""
+    field = random_field(5 if channels_last else 4, box=7)
+    some = ALL[5::8] if channels_last else np.array([7, 29])
+    for tile, crop, symmetries in ((None, 3, ALL), ((2, 4), 5, some), ((2, 4), 1, ALL[:2]), ((2, 4), 7, ALL[29:30])):
+        if tile:
+            monkeypatch.setattr(crop_kernels, "TILE_ALL_CHANNELS", tile)
+            monkeypatch.setattr(crop_kernels, "TILE_ONE_CHANNEL", tile)
+        plan = random_plan(symmetries, box=7, crop=crop)
+        got = gathered(field, plan, crop, channels_last)
+        assert got.is_contiguous(memory_format=memory_format(channels_last))
+        assert_same_bits(got, expected_samples(field, plan, crop))
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -111,20 +106,6 @@ def test_nan_and_subnormals_are_kept() -> None:
     got, expected = gathered(field, plan), expected_samples(field, plan)
     assert got.isnan().sum() == 6 * 4 * CROP**2 * (CROP - 1)
     assert_same_bits(got.nan_to_num(5.0), expected.nan_to_num(5.0))
-
-
-@pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(
-    "channels_last", [pytest.param(False, marks=pytest.mark.slow), True], ids=["channels first", "channels last"]
-)
-def test_a_crop_of_any_size_with_several_tiles(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> None:
-    """Complete and partial tiles, under symmetries that move the field's fastest axis and others."""
-    monkeypatch.setattr(crop_kernels, "TILE_ALL_CHANNELS", (2, 4))
-    monkeypatch.setattr(crop_kernels, "TILE_ONE_CHANNEL", (2, 4))
-    field = random_field(5 if channels_last else 4, box=7)
-    for crop, symmetries in ((5, ALL[5::8] if channels_last else np.array([7, 29])), (1, ALL[:2]), (7, ALL[29:30])):
-        plan = random_plan(symmetries, box=7, crop=crop)
-        assert_same_bits(gathered(field, plan, crop, channels_last), expected_samples(field, plan, crop))
 
 
 # --- addresses -----------------------------------------------------------------------------------------------------

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from reference_samples import Fields, VolumeFile, digest, loader_of, rank_batches, read_fields, reference
-from triton_interpreter import interpreted
+from reference_samples import VolumeFile, digest, loader_of, rank_batches, read_fields, reference
 
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.loaders import crop_kernels, gpu_resident
+from utils.data.loaders import gpu_resident
+from utils.data.loaders.base import memory_format
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.prefetcher import HostPrefetcher
 from utils.data.plan import SamplePlan
@@ -29,46 +26,39 @@ CPU = torch.device("cpu")
 GIB = 2**30
 
 
-@pytest.fixture(scope="module")
-def path(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return volume_file(tmp_path_factory.mktemp("volumes") / "box.h5", box=BOX)
-
-
-@pytest.fixture(scope="module")
-def fields(path: Path) -> Fields:
-    return read_fields(path)
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cuda(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the device's code on CPU tensors: the kernel in Triton's interpreter, without streams."""
-    with interpreted(monkeypatch):
-        monkeypatch.setattr(gpu_resident, "CudaPrefetcher", HostPrefetcher)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        crop_kernels._kernel.cache_clear()
-        yield
-    crop_kernels._kernel.cache_clear()
-
-
-def sample_plan(samples: int, boxes: Any = ((BOX,) * 3,), split: str = "train") -> SamplePlan:
-    return SamplePlan(samples, boxes, CROP, seed=3, split=split)
+    monkeypatch.setattr(gpu_resident, "CudaPrefetcher", HostPrefetcher)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
 # --- the loader ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(("mode", "split", "size"), [("full", "train", 1), ("grid", "train", 2), ("full", "valid", 4)])
+@pytest.mark.parametrize(
+    ("mode", "split", "size", "stored"),
+    [
+        ("full", "train", 1, torch.float16),
+        ("grid", "train", 2, torch.float32),
+        ("full", "valid", 4, torch.float32),
+    ],
+)
 def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
-    volume_file: VolumeFile, tmp_path: Path, mode: str, split: str, size: int
+    volume_file: VolumeFile, tmp_path: Path, mode: str, split: str, size: int, stored: torch.dtype
 ) -> None:
-    """Bit for bit for each rank, over two epochs, one that ends early and one that resumes in the middle."""
-    plan = sample_plan(11, BOXES, split)
+    """Bit for bit for each rank, over two epochs, one that ends early and one that resumes in the middle.
+
+    Batches of volumes that are stored as float16 are those of the rounded volumes.
+    """
+    plan = SamplePlan(11, BOXES, CROP, seed=3, split=split)
     assert set(plan.epoch(0).volumes) == {0, 1}
     paths = [volume_file(tmp_path / f"{seed}.h5", box=box, seed=seed) for seed, box in enumerate(BOXES)]
-    volumes = load_resident([open_volume(path, (4, 5)) for path in paths], CPU, torch.float32)
-    both = [read_fields(path) for path in paths]
-    keys = {"local_batch_size": 4 // size, "symmetries": mode, "channels_last": True}
+    volumes = load_resident([open_volume(path, (4, 5)) for path in paths], CPU, stored)
+    both = [[torch.from_numpy(field).to(stored).float().numpy() for field in read_fields(path)] for path in paths]
+    channels_last = split == "train"
+    keys = {"local_batch_size": 4 // size, "symmetries": mode, "channels_last": channels_last}
     for rank in range(size):
         loader = loader_of(GpuResidentLoader, volumes, plan, rank, size, **keys)
         for epoch, first, taken in ((0, 0, 1), (1, 0, None), (0, 1, None)):
@@ -78,18 +68,8 @@ def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
                 found = [digest(batch) for batch in itertools.islice(batches, taken)]
             assert found == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
         for part in next(loader.epoch(0)):
-            assert part.is_contiguous(memory_format=torch.channels_last_3d)
-
-
-@pytest.mark.usefixtures("cuda")
-def test_float16_storage_gives_the_batches_of_the_rounded_volume(path: Path, fields: Fields) -> None:
-    plan = sample_plan(4)
-    rounded = [field.astype(np.float16).astype(np.float32) for field in fields]
-    volumes = load_resident([open_volume(path, (4, 5))], CPU, torch.float16)
-    batch = next(loader_of(GpuResidentLoader, volumes, plan).epoch(0))
-    assert all(part.is_contiguous() for part in batch)
-    assert batch.inputs.dtype == batch.targets.dtype == torch.float32
-    assert digest(batch) == reference([rounded], plan, 0)
+            assert part.dtype == torch.float32
+            assert part.is_contiguous(memory_format=memory_format(channels_last))
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -110,10 +90,11 @@ def test_volumes_that_do_not_fit_are_reported_with_sizes_and_a_remedy() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_volumes_are_read_into_tensors(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Path, dtype: torch.dtype
+    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """From a contiguous file, and from chunks whose slabs do not divide the box; in one storage."""
     monkeypatch.setattr(hdf5, "SLAB_VALUES", 3 * BOX**2)
+    path = volume_file(tmp_path / "box.h5", box=BOX)
     chunked = volume_file(tmp_path / "chunked.h5", box=BOX, chunks=(1, 5, 4, 7), compression="gzip")
     loaded = load_resident([open_volume(file, (4, 5)) for file in (path, chunked)], CPU, dtype)
     assert len({volume.targets.untyped_storage().data_ptr() for volume in loaded}) == 1
@@ -123,21 +104,19 @@ def test_volumes_are_read_into_tensors(
             assert torch.equal(got, torch.from_numpy(values).to(dtype))
 
 
-def write_box(path: Path, value: float) -> Volume:
-    with h5py.File(path, "w") as file:
-        for name, channels in (("Nbody", 4), ("Hydro", 5)):
-            file[name] = np.zeros((channels, 4, 4, 4), dtype=np.float32)
-        file["Hydro"][2, 1, 1, 1] = value
-    return open_volume(path, (4, 5))
+def volume_with(value: float) -> Volume:
+    inputs, targets = (np.zeros((channels, 4, 4, 4), np.float32) for channels in (4, 5))
+    targets[2, 1, 1, 1] = value
+    return Volume("box.h5", inputs, targets)
 
 
-def test_float16_keeps_its_largest_value_and_nan_and_refuses_larger_values(tmp_path: Path) -> None:
+def test_float16_keeps_its_largest_value_and_nan_and_refuses_larger_values() -> None:
     """--preflight reports NaN."""
     for value in (65504, -65504, float("nan")):
-        (volume,) = load_resident([write_box(tmp_path / f"{value}.h5", value)], CPU, torch.float16)
+        (volume,) = load_resident([volume_with(value)], CPU, torch.float16)
         np.testing.assert_equal(float(volume.targets[2, 1, 1, 1]), value)
     for value in (65505, -1e6, float("inf")):
-        volume = write_box(tmp_path / f"{value}.h5", value)
+        volume = volume_with(value)
         with pytest.raises(UserError, match=r"Hydro\[2\] has values beyond ±65504, .*resident_dtype=float32$"):
             load_resident([volume], CPU, torch.float16)
         assert load_resident([volume], CPU, torch.float32)[0].targets.abs().max() == abs(value)

@@ -30,21 +30,9 @@ def test_each_seed_and_rank_has_one_batch_of_values_between_minus_one_and_one() 
 
 
 def test_number_and_size_of_batches_follow_the_plan() -> None:
-    """Training drops an incomplete batch; the last batch of validation is divided among the ranks."""
+    """Training drops an incomplete batch."""
     training, validation = loader(), loader(split="valid")
     assert len(training) == len(list(training.epoch(0))) == 3
     assert len(validation) == 4
     assert [len(batch.inputs) for batch in validation.epoch(0)] == [3, 3, 3, 1]
     assert [len(batch.inputs) for batch in validation.epoch(0, first_batch=2)] == [3, 1]
-    for rank, sizes in enumerate(([3, 2], [3, 2], [3, 1])):
-        part = loader(samples=14, split="valid", rank=rank, ranks=3)
-        assert [len(batch.inputs) for batch in part.epoch(0)] == sizes
-
-
-def test_channels_last_changes_the_memory_format_but_no_value() -> None:
-    """Also in the smaller last batch, and for a single channel, whose memory has both formats."""
-    plain, last = (loader(split="valid", N_in_channels=1, channels_last=each) for each in (False, True))
-    for batch, batch_last in zip(plain.epoch(0), last.epoch(0), strict=True):
-        assert batch_last.inputs.stride() == (64, 1, 16, 4, 1)
-        assert all(torch.equal(part, other) for part, other in zip(batch, batch_last, strict=True))
-    last.close()

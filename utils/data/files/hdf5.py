@@ -17,7 +17,7 @@ import numpy as np
 
 from utils.config.sections import TransformConfig
 from utils.data.files.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
-from utils.data.files.page_cache import read_ahead
+from utils.data.files.page_cache import MADV_WILLNEED, advise
 from utils.errors import UserError, os_reason
 
 DATASETS = ("Nbody", "Hydro")
@@ -39,7 +39,7 @@ class Volume:
     targets: Any
     files: tuple[str, ...] = ()
     cell: float | None = None  # side of a cell in comoving Mpc/h, if known
-    names: tuple[str, str] = DATASETS
+    names: Sequence[str] = DATASETS
     simulation: Simulation = field(default_factory=dict)  # redshift, cosmology, cell size, as far as the file has them
     periodic: bool = True  # false for a part of a box, as the file states
 
@@ -70,7 +70,9 @@ class Volume:
         """The whole volume in slabs: (field, channel, first x, values [n, Y, Z])."""
         for number, channel, planes in self.slab_locations():
             field = (self.inputs, self.targets)[number]
-            request_read_ahead(field, channel, planes)
+            if isinstance(field, np.ndarray) and planes.stop < field.shape[1]:
+                ahead = slice(planes.stop, planes.stop + SLABS_AHEAD * (planes.stop - planes.start))
+                advise(field[channel, ahead], MADV_WILLNEED)  # otherwise the kernel reads mapped arrays in small pieces
             with reading(self.path):
                 values = field[channel, planes]
             yield number, channel, planes.start, values
@@ -91,10 +93,13 @@ def slab_planes(shape: Sequence[int], chunk: Sequence[int] | None = None) -> lis
     return [slice(start, min(start + thickness, shape[0])) for start in range(0, shape[0], thickness)]
 
 
-def request_read_ahead(field: Any, channel: int, planes: slice) -> None:
-    """Asks the kernel to read the slabs after `planes` from disk; otherwise it reads mapped arrays in small pieces."""
-    if isinstance(field, np.ndarray) and planes.stop < field.shape[1]:
-        read_ahead(field[channel, planes.stop : planes.stop + SLABS_AHEAD * (planes.stop - planes.start)])
+def stored_slabs(stored: Any, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+    """A field [..., X, Y, Z], a dataset or an array, in slabs: planes along x, and their values as float32."""
+    chunk = getattr(stored, "chunks", None)
+    for planes in slab_planes(stored.shape[-3:], chunk and chunk[-3:]):
+        with reading(name):
+            values = as_float32(stored[..., planes, :, :])
+        yield planes, values
 
 
 class FieldReader:
@@ -140,7 +145,7 @@ class FieldReader:
         self.values = None
 
 
-def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], names: tuple[str, str] = DATASETS) -> Volume:
+def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], names: Sequence[str] = DATASETS) -> Volume:
     """Opens a volume; raises UserError if it does not match the arguments."""
     keys = ("N_in_channels", "N_out_channels")
     inputs, targets = (

@@ -6,7 +6,7 @@ Rows of a crop are C times as long as in the HDF5 file, so that a crop from an u
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,52 +17,36 @@ from utils.errors import UserError
 FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/data/convert_to_npy.py writes them
 
 
-@dataclass(frozen=True)
-class NpyVolume:
-    """Paths and mapped arrays [X, Y, Z, C] of the inputs and the targets."""
-
-    paths: tuple[str, str]
-    arrays: tuple[np.ndarray, np.ndarray]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Cells along x, y and z."""
-        x, y, z = self.arrays[0].shape[:-1]
-        return x, y, z
-
-    def volume(self) -> Volume:
-        """The same arrays as a volume with fields [C, X, Y, Z]."""
-        inputs, targets = (np.moveaxis(array, -1, 0) for array in self.arrays)
-        return Volume(" and ".join(self.paths), inputs, targets, self.paths)
-
-
 def open_npy_volume(
     paths: tuple[str | None, str | None],
     keys: tuple[str, str],
     source: str,
     channels: tuple[int, int],
     volume: Volume | None = None,
-    names: tuple[str, str] = DATASETS,
-) -> NpyVolume:
+    names: Sequence[str] = DATASETS,
+) -> Volume:
     """Opens both files; raises UserError if they do not match the arguments, or `volume` if it is given.
 
     `keys` are the config's names of the paths, `source` is the HDF5 file from which they are converted, and `names` are
     its datasets.
     """
     command = f"python -m utils.data.convert_to_npy -i {source} --overwrite"
-    if names != DATASETS:
+    if tuple(names) != DATASETS:
         command += f" -d {names[0]} -l {names[1]}"
-    arrays: list[np.ndarray] = []
+    files: list[str] = []
+    fields: list[np.ndarray] = []  # [C, X, Y, Z]
     grid = volume.shape if volume else None  # that of the inputs is also expected for the targets
-    for path, key, field, count in zip(paths, keys, FIELDS, channels, strict=True):
+    for number, (path, key, field, count) in enumerate(zip(paths, keys, FIELDS, channels, strict=True)):
         remedy = f"create {Path(source).with_name(f'{Path(source).stem}_{field}.npy')} with {command}, and set {key}"
         if path is None:
             raise UserError(f"{key} is not set; {remedy}, or use --data_loader_config=lowmem")
-        arrays.append(_open(path, grid, count, remedy))
-        grid = grid or arrays[0].shape[:-1]
-        if volume is not None and not _same_values(arrays[-1], (volume.inputs, volume.targets)[len(arrays) - 1]):
+        array = _open(path, grid, count, remedy)
+        grid = grid or array.shape[:-1]
+        if volume is not None and not _same_values(array, (volume.inputs, volume.targets)[number]):
             raise UserError(f"{path} does not match {volume.path}: other values; {remedy}")
-    return NpyVolume((str(paths[0]), str(paths[1])), (arrays[0], arrays[1]))
+        files.append(path)
+        fields.append(np.moveaxis(array, -1, 0))
+    return Volume(" and ".join(files), fields[0], fields[1], tuple(files))
 
 
 def _open(path: str, grid: tuple[int, ...] | None, channels: int, remedy: str) -> np.ndarray:

@@ -59,7 +59,7 @@ def layout_attributes(names: list[str], shape: Shape, cell: float, simulation: M
     """
     sizes = {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)}
     universe = {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()}
-    units = {"density": "(mean)", "velocity": "cm/s", "temperature": "K"}
+    units = DEFAULT_UNITS | {"density": "(mean)"}
     return {
         "": {"format": np.bytes_(FORMAT)},
         "domain": sizes,

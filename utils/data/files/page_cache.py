@@ -48,15 +48,11 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
             log.info("%s read into the page cache in %.2f s", text, time.perf_counter() - started)
     if size <= available:
         for array in arrays:  # otherwise the first epoch would take a page fault for every few pages
-            _advise(array, MADV_POPULATE_READ)
+            advise(array, MADV_POPULATE_READ)
 
 
-def read_ahead(array: np.ndarray) -> None:
-    """Hints to the kernel that a mapped array will be read soon, so that it reads large pieces ahead."""
-    _advise(array, MADV_WILLNEED)
-
-
-def _advise(array: np.ndarray, advice: int) -> None:
+def advise(array: np.ndarray, advice: int) -> None:
+    """Tells the kernel how a mapped array will be used."""
     start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     # A view with the channels last has gaps between its values.
     steps = sum((side - 1) * stride for side, stride in zip(array.shape, array.strides, strict=True))

@@ -37,14 +37,16 @@ def free_shared_memory(world: World) -> int:
 
 def check_room(volumes: Sequence[Volume], world: World) -> None:
     """Raises UserError if a node lacks the memory for all volumes together; every rank calls it."""
+    size = sum(volume.bytes for volume in volumes)
     with world.raise_together():
-        if world.is_node_leader:
-            check_fits(volumes, free_shared_memory(world))
+        if world.is_node_leader and (free := free_shared_memory(world)) < size:
+            names, verb = ", ".join(volume.path for volume in volumes), "needs" if len(volumes) == 1 else "need"
+            needed = f"{names} {verb} {size / GIB:.2f} GiB of memory"
+            raise UserError(f"{needed}, and {free / GIB:.2f} GiB are free; {REMEDY}")
 
 
 def share_volume(volume: Volume, world: World) -> Volume:
-    """Reads the volume once per node and returns arrays that all ranks of the node share."""
-    check_room([volume], world)
+    """Reads the volume once per node and returns arrays that all ranks of the node share, after `check_room`."""
     if world.size == 1:
         fields = [np.empty(field.shape, np.float32) for field in (volume.inputs, volume.targets)]
     else:
@@ -53,14 +55,6 @@ def share_volume(volume: Volume, world: World) -> Volume:
         if world.is_node_leader:
             _fill(volume, fields)
     return Volume(volume.path, fields[0], fields[1])
-
-
-def check_fits(volumes: Sequence[Volume], free: int) -> None:
-    """Raises UserError if the volumes together do not fit into the free bytes."""
-    size = sum(volume.bytes for volume in volumes)
-    if free < size:
-        names, verb = ", ".join(volume.path for volume in volumes), "needs" if len(volumes) == 1 else "need"
-        raise UserError(f"{names} {verb} {size / GIB:.2f} GiB of memory, and {free / GIB:.2f} GiB are free; {REMEDY}")
 
 
 def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:

@@ -6,14 +6,14 @@ grids are a directory with one `.npy` file per field, [X, Y, Z] or, as in CAMELS
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from utils.data.files.hdf5 import as_float32, reading, slab_planes
+from utils.data.files.hdf5 import reading
 from utils.errors import UserError
 
 Shape = tuple[int, int, int]
@@ -51,13 +51,6 @@ class GridField:
         """Cells along x, y and z."""
         x, y, z = self.stored.shape
         return x, y, z
-
-    def slabs(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """The field in slabs: planes along x, and a float32 copy of their values."""
-        for planes in slab_planes(self.shape, getattr(self.stored, "chunks", None)):
-            with reading(self.name):
-                values = np.array(as_float32(self.stored[planes]))
-            yield planes, values
 
 
 @dataclass(frozen=True)

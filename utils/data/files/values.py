@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from utils.data.files.hdf5 import IMPORTER, Volume, nonfinite_place, reading
 from utils.errors import UserError
+from utils.progress import Progress
 
 # Channels are scaled to lie roughly in [-1, 1]. A channel is taken for physical if a tenth of its values are beyond
 # PHYSICAL. No transform comes close: the published one reaches about 3 (shocks of 3000 km/s), standardized fields have
@@ -53,19 +54,16 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
             )
 
 
-def check_all(volume: Volume, advance: Callable[[], object] = lambda: None) -> None:
-    """Raises UserError for NaN and infinite values, with the place of the first, and for constant datasets.
-
-    Reads the whole volume; `advance` is called after each slab.
-    """
+def check_all(volume: Volume) -> None:
+    """Reads the whole volume; raises UserError for constant datasets and for the first NaN or infinite value."""
     ranges: list[set[float]] = [set(), set()]
-    for number, channel, start, values in volume.slabs():
-        place = nonfinite_place(values)
-        if place is not None:
-            x, y, z = place
-            raise _nonfinite(volume.path, volume.names[number], (channel, start + x, y, z), values[place])
-        ranges[number] |= {float(values.min()), float(values.max())}
-        advance()
+    with Progress(f"checking all values of {volume.path}", len(volume.slab_locations()), "slabs") as progress:
+        for number, channel, start, values in volume.slabs():
+            if (place := nonfinite_place(values)) is not None:
+                x, y, z = place
+                raise _nonfinite(volume.path, volume.names[number], (channel, start + x, y, z), values[place])
+            ranges[number] |= {float(values.min()), float(values.max())}
+            progress.advance()
     for name, extremes in zip(volume.names, ranges, strict=True):
         if len(extremes) == 1:
             raise _constant(volume.path, name, extremes.pop())

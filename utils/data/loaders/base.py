@@ -11,8 +11,10 @@ import torch
 
 from utils.config import Config
 from utils.data.datasets import get_dataset
+from utils.data.files.hdf5 import Volume
+from utils.data.files.page_cache import warm_page_cache
 from utils.data.plan import SPLITS, Box, SamplePlan, rank_batches
-from utils.data.volumes import Files, channel_counts, split_settings
+from utils.data.volumes import channel_counts, of_both_splits, split_settings
 from utils.distributed.world import World
 
 
@@ -109,10 +111,18 @@ def build_splits(build: Callable[[str], Loader], world: World) -> DataSplits:
 def build_crop_loaders(
     config: Config,
     world: World,
-    volumes: Mapping[str, Sequence[Files]],
-    loader: Callable[[Sequence[Files], SamplePlan, Config, World], Loader],
+    volumes: Mapping[str, Sequence[Volume]],
+    loader: Callable[[Sequence[Volume], SamplePlan, Config, World], Loader],
+    from_files: bool = False,
 ) -> DataSplits:
-    """Builds a loader for the volumes of each split, see `build_splits`."""
+    """Builds a loader for the volumes of each split, see `build_splits`.
+
+    from_files: the loader reads crops from the files, which are therefore read into the page cache first.
+    """
+    if from_files:
+        both = of_both_splits(volumes)
+        mapped = [field for volume in both if volume.mapped for field in (volume.inputs, volume.targets)]
+        warm_page_cache([path for volume in both for path in volume.files], mapped, world)
 
     def build(split: str) -> Loader:
         plan = sample_plan(config, split, [volume.shape for volume in volumes[split]])

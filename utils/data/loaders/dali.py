@@ -20,13 +20,13 @@ import torch
 
 from utils.config import Config
 from utils.data import symmetry
-from utils.data.files.npy import FIELDS, NpyVolume
-from utils.data.files.page_cache import warm_page_cache
+from utils.data.files.hdf5 import Volume
+from utils.data.files.npy import FIELDS
 from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders
 from utils.data.loaders.crops import CropReader
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, HostPrefetcher
 from utils.data.plan import SamplePlan
-from utils.data.volumes import of_both_splits, open_npy_volumes
+from utils.data.volumes import open_npy_volumes
 from utils.distributed.world import World
 from utils.errors import UserError
 
@@ -37,19 +37,15 @@ SPARE = 2  # buffers for the batch that is being read, and for one whose copy to
 def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
     with world.raise_together():
         import_dali()
-    volumes = open_npy_volumes(config, world)
-    both = of_both_splits(volumes)
-    arrays = [array for volume in both for array in volume.arrays]
-    warm_page_cache([path for volume in both for path in volume.paths], arrays, world)
-    return build_crop_loaders(config, world, volumes, DaliLoader)
+    return build_crop_loaders(config, world, open_npy_volumes(config, world), DaliLoader, from_files=True)
 
 
 class DaliLoader(CropLoader):
     """Loads one rank's part of a sample plan from the volumes of a split."""
 
-    def __init__(self, volumes: Sequence[NpyVolume], plan: SamplePlan, config: Config, world: World) -> None:
+    def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
-        self._arrays, self._on_gpu = [volume.arrays for volume in volumes], world.device.type == "cuda"
+        self._volumes, self._on_gpu = volumes, world.device.type == "cuda"
         # For each field the source channels [48, C] and their signs [48, C], on the device.
         self._tables = [
             [
@@ -64,7 +60,7 @@ class DaliLoader(CropLoader):
         ]
         prefetcher = CudaPrefetcher if self._on_gpu else HostPrefetcher
         self._prefetcher = prefetcher(world.device, self.shapes, config.channels_last)
-        self._reader = CropReader(self, [volume.volume().path for volume in volumes], buffers, self._copy)
+        self._reader = CropReader(self, [volume.path for volume in volumes], buffers, self._copy)
         self._pipeline = self._build()
         # DALI's first run fills its whole queue and needs input for that, however short the epoch is.
         for buffer in buffers[:QUEUE]:
@@ -118,8 +114,9 @@ class DaliLoader(CropLoader):
     def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
         """Copies a crop to its place in the buffers."""
         x, y, z = (slice(int(start), int(start) + self.plan.crop) for start in origin)
-        for array, out in zip(self._arrays[volume], sample, strict=True):
-            np.copyto(out, array[x, y, z])
+        fields = self._volumes[volume].inputs, self._volumes[volume].targets
+        for field, out in zip(fields, sample, strict=True):
+            np.copyto(out, np.moveaxis(field[:, x, y, z], 0, -1))
 
     def _feed(self, buffer: Batch) -> None:
         """Passes a batch to DALI. A shorter one keeps old crops at its end."""

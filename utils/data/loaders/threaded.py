@@ -13,7 +13,6 @@ import torch
 
 from utils.config import Config
 from utils.data.files.hdf5 import Volume
-from utils.data.files.page_cache import warm_page_cache
 from utils.data.files.shared_memory import check_room, share_volume
 from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders, memory_format
 from utils.data.loaders.crops import BATCHES_AHEAD, CropCopier, CropReader
@@ -28,11 +27,7 @@ log = logging.getLogger(__name__)
 
 def build_lowmem(config: Config, world: World, reserve: int = 0) -> DataSplits:
     """Crops from the files, which are mapped if they are contiguous."""
-    volumes = open_volumes(config, world)
-    both = of_both_splits(volumes)
-    mapped = [field for volume in both if volume.mapped for field in (volume.inputs, volume.targets)]
-    warm_page_cache([path for volume in both for path in volume.files], mapped, world)
-    return build_crop_loaders(config, world, volumes, ThreadedCropLoader)
+    return build_crop_loaders(config, world, open_volumes(config, world), ThreadedCropLoader, from_files=True)
 
 
 def build_inmem(config: Config, world: World, reserve: int = 0) -> DataSplits:
