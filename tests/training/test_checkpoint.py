@@ -39,8 +39,7 @@ from utils.training.checkpoint import (
     step_directory,
     verify,
 )
-from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter
-from utils.training.host_copy import HostCopy
+from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter, HostCopy
 from utils.training.resume import Start
 from utils.training.state import TrainState
 

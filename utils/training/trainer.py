@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from utils.config import Config
 from utils.data import Batch, DataSplits
-from utils.distributed.signals import Request, StopCoordinator
-from utils.distributed.world import World
+from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped, UserError
 from utils.optim.schedules import build_schedule
 from utils.progress import Progress, format_duration
@@ -21,11 +20,12 @@ from utils.steps.annotate import annotate
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.training import tags
-from utils.training.callbacks import Callbacks
+from utils.training.callbacks import Evaluation, Profiler
 from utils.training.checkpoint_writer import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_states
+from utils.training.run import Run
 from utils.training.state import FitResult, TrainState
 
 log = logging.getLogger(__name__)
@@ -52,19 +52,21 @@ class Trainer:
         config: Config,
         step: EagerStep,
         loaders: DataSplits,
-        world: World,
+        run: Run,
         state: TrainState,
-        callbacks: Callbacks,
+        profiler: Profiler,
+        evaluation: Evaluation,
+        signals: Signals,
     ) -> None:
-        self.config, self.step, self.loaders, self.world, self.state = config, step, loaders, world, state
-        self.records, self.checkpoint_writer = callbacks.records, callbacks.checkpoint_writer
-        self.profiler, self.evaluation, self.signals = callbacks.profiler, callbacks.evaluation, callbacks.signals
+        self.config, self.step, self.loaders, self.state = config, step, loaders, state
+        self.world, self.records, self.checkpoint_writer = run.world, run.records, run.checkpoint_writer
+        self.profiler, self.evaluation, self.signals = profiler, evaluation, signals
         self.schedule = build_schedule(config)
         batch, probe = config.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
-        self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), world)
-        self._coordinator = StopCoordinator(world)
-        self._save_timer = SaveTimer(config.checkpoint.every_minutes, world)
+        self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), self.world)
+        self._coordinator = StopCoordinator(self.world)
+        self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
         self._teraflop_per_sample = 0.0
         self._first_step = state.step
         self._started = time.perf_counter() - state.seconds  # as if this process had trained all steps
