@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -84,7 +83,8 @@ class Trainer:
                 self._train_epoch()
                 validation = self._validate()
                 self._log_epoch(validation)
-                ended = self._after_epoch(validation)
+                # The present state stays for now: a stop during the evaluation repeats the validation, too.
+                ended = self.state.after_epoch(validation.loss, self.config.early_stopping.min_delta)
                 is_last = self._is_complete(ended)
                 scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last, self.stop_if_requested)
                 self._record_epoch(validation, scores)
@@ -190,12 +190,6 @@ class Trainer:
         self.state.metrics = dict(zip(self.config.metrics, metrics, strict=True))
         return Validation(loss, self.state.metrics, time.perf_counter() - started)
 
-    def _after_epoch(self, validation: Validation) -> TrainState:
-        """The state at the end of the epoch. The present one stays: a stop during an evaluation repeats both."""
-        ended = copy.copy(self.state)
-        ended.finish_epoch(validation.loss, self.config.early_stopping.min_delta)
-        return ended
-
     def _finish_epoch(self, ended: TrainState) -> None:
         """Advances to the state of the next epoch."""
         self.state = ended
@@ -262,6 +256,8 @@ class Trainer:
                 log.info(line)
         lr = self.schedule(state.step - 1)
         speed = interval.steps * self.config.global_batch_size / interval.seconds()
+        steps = self.config.num_epochs * len(self.loaders.train)
+        remaining = (steps / state.step - 1) * self._seconds()  # from the mean time per step so far
         scalars = {
             tags.STEP_LOSS: _mean(losses),
             tags.STEP_GRADIENT_NORM: records[-1].gradient_norm,
@@ -274,18 +270,13 @@ class Trainer:
             f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, "
             f"{scalars[tags.STEP_TFLOPS_PER_RANK]:.3g} TFLOP/s per rank, learning rate {lr:.2e}, "
             f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
-            f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(self._remaining_seconds())} left"
+            f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(remaining)} left"
         )
         if state.skipped:
             scalars[tags.STEP_SKIPPED_UPDATES] = state.skipped
         if self._noise is not None:
             scalars |= self._noise.scalars()
         self.records.scalars(scalars, state.step)
-
-    def _remaining_seconds(self) -> float:
-        """Estimate from the mean time per step so far."""
-        steps = self.config.num_epochs * len(self.loaders.train)
-        return (steps / self.state.step - 1) * self._seconds()
 
     def _read_steps(self) -> None:
         """Reads the steps since the last read into `state.unlogged`; counts and logs skipped updates."""
