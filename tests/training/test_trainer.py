@@ -17,11 +17,10 @@ import torch
 from log_lines import CollectedLines
 from processes import run_ranks
 from torch import nn
-from trainings import CLOCKS
+from trainings import ALONE, CLOCKS
 
 from utils.config import Config
 from utils.data import Batch, DataSplits
-from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
@@ -35,7 +34,6 @@ from utils.training.metrics import LossRecorder
 from utils.training.state import FitResult, TrainState
 from utils.training.trainer import Trainer
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2
 NAN, INF = float("nan"), float("inf")
 
