@@ -486,7 +486,7 @@ def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", die)
-        patch.setattr(shutil, "rmtree", lambda path: die(path))
+        patch.setattr(shutil, "rmtree", lambda path, **_: die(path))
         with pytest.raises(Killed):
             begin(recorded, resume="no")
     assert not {"summary.json", "config.yaml"} & set(names(recorded))

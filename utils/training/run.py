@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from utils.data.volumes import training_simulation
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_write, recover
+from utils.files import atomic_write, recover, remove
 from utils.log import log_file
 from utils.steps.eager import EagerStep
 from utils.training import tags
@@ -235,9 +234,6 @@ def _remove_run(directory: Path) -> None:
     """Removes what an earlier run has written."""
     paths = [path for pattern in WRITTEN for path in sorted(directory.glob(pattern))]
     for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
     if paths:
         log.info("Removed the earlier run in %s: %s", directory, ", ".join(path.name for path in paths))
