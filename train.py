@@ -25,7 +25,6 @@ from utils.profiling.profiler import build_profiler
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
-from utils.training.callbacks import Callbacks
 from utils.training.choice import identity, run_request
 from utils.training.run import Run
 from utils.training.trainer import Trainer
@@ -67,10 +66,9 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             build.log_settings(config, step, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)
-            callbacks = Callbacks(run.records, run.checkpoint_writer, profiler, evaluation, signals)
-            result = Trainer(config, step, loaders, world, state, callbacks).fit()
+            result = Trainer(config, step, loaders, run, state, profiler, evaluation, signals).fit()
             world.heartbeat.progress("end")
-            run.finish(result, report_on_run(config, step, loaders.valid, run, result.steps))
+            run.finish(result, *report_on_run(config, step, loaders.valid, run, result.steps))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import predict
 import train
-from utils import __version__, cli
+from utils import __version__, cli, version_line
 from utils.config import Config, flatten, load, to_yaml
 from utils.config.sections import ProfileConfig
 from utils.data import get_loader
@@ -152,6 +153,19 @@ def test_version_is_one_line_of_every_script_and_the_same_in_all_files(capsys: p
     top = Path(train.__file__).parent
     assert f'\nversion = "{__version__}"\n' in (top / "pyproject.toml").read_text()
     assert f'\nversion: "{__version__}"\n' in (top / "CITATION.cff").read_text()
+
+
+def test_without_git_the_commit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the files on another machine has no history."""
+
+    def no_checkout(command: list[str], **_: Any) -> Any:
+        raise subprocess.CalledProcessError(128, command)
+
+    monkeypatch.setattr(subprocess, "run", no_checkout)
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    assert "commit unknown" in version_line()
+    monkeypatch.setenv("GIT_COMMIT", "0123abc")
+    assert "commit 0123abc" in version_line()
 
 
 def test_help_lists_every_flag_and_is_printed_only_by_rank_0(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from utils import cli
+from utils import config as configs
 from utils.config import Config, default_name, differences, flatten, load, parse_value, read_file, to_yaml, validate
 from utils.config.messages import keys_of, similar
 from utils.errors import UserError
@@ -81,10 +82,15 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
         assert load(write(tmp_path, to_yaml(config, name)), name) == config
 
 
-def test_differences_have_the_values_that_are_not_the_defaults_or_those_of_another_config() -> None:
-    config = validate({"num_epochs": 3, "lr_schedule": {"start_lr": 1e-3}}, "test")
-    assert differences(config) == {"num_epochs": 3, "lr_schedule.start_lr": 1e-3}
-    assert differences(Config(), config) == {"num_epochs": 10, "lr_schedule.start_lr": 2e-4}
+def test_the_log_shows_what_differs_from_the_defaults() -> None:
+    """It once began with all hundred keys."""
+    config = validate({"num_epochs": 3, "network": {"width": 8}}, "test")
+    assert differences(Config(), config) == {"num_epochs": 10, "network.width": 64}
+    assert configs.describe_config(config, "x").splitlines() == [
+        "Config x, keys that differ from the defaults:",
+        "  num_epochs: 3 (default 10)",
+        "  network.width: 8 (default 64)",
+    ]
 
 
 def test_config_may_be_in_another_file_of_the_same_directory(tmp_path: Path) -> None:
@@ -221,43 +227,30 @@ def test_wrong_extends_is_refused_in_one_line(tmp_path: Path, text: str, says: s
 
 
 @pytest.mark.parametrize(
-    ("values", "overrides", "enabled", "precision"),
+    ("values", "flags", "enabled", "precision"),
     [
-        ("amp_mode: None", {}, False, "bfloat16"),
-        ("amp_mode: 'fp16'", {}, True, "float16"),
-        ("amp_mode: none, enable_amp: True", {}, True, "bfloat16"),
-        ("amp_mode: none, enable_amp: True, precision: float16", {}, True, "float16"),
-        ("amp_mode: fp16, enable_amp: False, enable_fused: True", {}, True, "float16"),
-        ("amp_mode: none", {"enable_amp": True}, True, "bfloat16"),
-        ("amp_mode: fp16", {"enable_amp": False}, False, "float16"),
-        ("enable_amp: True, precision: float16", {"amp_mode": "bf16"}, True, "bfloat16"),
-        ("amp_mode: bf16, enable_amp: True", {"amp_mode": None}, False, "bfloat16"),
-    ],
-)
-def test_amp_mode_of_a_yaml_file_and_its_overrides(
-    tmp_path: Path, values: str, overrides: dict[str, Any], enabled: bool, precision: str
-) -> None:
-    config = load(write(tmp_path, f"test: {{{values}}}"), "test", overrides)
-    assert (config.enable_amp, config.precision) == (enabled, precision)
-
-
-@pytest.mark.parametrize(
-    ("flags", "enabled", "precision"),
-    [
-        ("--amp_mode=none", False, "bfloat16"),
-        ("--amp_mode=fp16 --enable_amp --enable_fused", True, "float16"),
-        ("--set=amp_mode=bf16", True, "bfloat16"),
+        ("amp_mode: None", "", False, "bfloat16"),
+        ("amp_mode: 'fp16'", "", True, "float16"),
+        ("amp_mode: none, enable_amp: True", "", True, "bfloat16"),
+        ("amp_mode: none, enable_amp: True, precision: float16", "", True, "float16"),
+        ("amp_mode: fp16, enable_amp: False, enable_fused: True", "", True, "float16"),
+        ("amp_mode: none", "--set=enable_amp=true", True, "bfloat16"),
+        ("amp_mode: fp16", "--set=enable_amp=false", False, "float16"),
+        ("enable_amp: True, precision: float16", "--set=amp_mode=bf16", True, "bfloat16"),
+        ("amp_mode: bf16, enable_amp: True", "--set=amp_mode=None", False, "bfloat16"),
+        ("enable_amp: True", "--amp_mode=none", False, "bfloat16"),
+        ("enable_amp: False", "--amp_mode=fp16 --enable_amp --enable_fused", True, "float16"),
         # --set overrides flags.
-        ("--enable_amp --set=amp_mode=none", False, "bfloat16"),
-        ("--amp_mode=fp16 --set=enable_amp=false", False, "float16"),
-        ("--amp_mode=fp16 --set=precision=bfloat16", True, "bfloat16"),
+        ("enable_amp: True", "--enable_amp --set=amp_mode=none", False, "bfloat16"),
+        ("enable_amp: True", "--amp_mode=fp16 --set=enable_amp=false", False, "float16"),
+        ("enable_amp: False", "--amp_mode=fp16 --set=precision=bfloat16", True, "bfloat16"),
     ],
 )
-def test_amp_mode_of_the_command_line(tmp_path: Path, flags: str, enabled: bool, precision: str) -> None:
-    for value in ("True", "False"):
-        path = write(tmp_path, f"test: {{enable_amp: {value}}}")
-        config = load(path, "test", cli.parse(flags.split()).overrides)
-        assert (config.enable_amp, config.precision) == (enabled, precision)
+def test_amp_mode_of_a_yaml_file_and_of_the_command_line(
+    tmp_path: Path, values: str, flags: str, enabled: bool, precision: str
+) -> None:
+    config = load(write(tmp_path, f"test: {{{values}}}"), "test", cli.parse(flags.split()).overrides)
+    assert (config.enable_amp, config.precision) == (enabled, precision)
 
 
 def test_an_unknown_amp_mode_is_refused() -> None:

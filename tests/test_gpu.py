@@ -34,7 +34,7 @@ from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER
-from utils.training.host_copy import HostCopy
+from utils.training.checkpoint_writer import HostCopy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

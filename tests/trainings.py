@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.training import checkpoint, tags
 from utils.training.checkpoint import BEST, FOLDER
 from utils.training.loggers import tensorboard
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")
+ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS = 16  # of config test: two epochs of eight
 # Measured times, which differ from run to run.
 CLOCKS = {"seconds", tags.ITERATIONS_PER_SECOND, tags.STEP_SAMPLES_PER_SECOND, tags.STEP_TFLOPS_PER_RANK}

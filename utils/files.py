@@ -72,7 +72,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 def recover(directory: Path) -> None:
     """Cleans up after a process that was killed while it wrote to the directory; no other may be writing to it."""
     for partial in directory.glob(".*.partial"):
-        _remove(partial)
+        remove(partial, ignore_errors=True)
     for replaced in directory.glob(".*.replaced"):
         target = directory / replaced.name[1:].removesuffix(".replaced")
         if not target.exists():  # killed between two renames
@@ -85,9 +85,10 @@ def _partial(target: Path) -> Path:
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path, ignore_errors: bool = False) -> None:
+    """Removes a file, a link, or a directory with all that is in it; `ignore_errors` counts for directories."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=ignore_errors)
     else:
         path.unlink(missing_ok=True)
 

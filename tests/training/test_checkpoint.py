@@ -40,7 +40,6 @@ from utils.training.checkpoint import (
     verify,
 )
 from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter
-from utils.training.host_copy import HostCopy
 from utils.training.resume import Start
 from utils.training.state import TrainState
 
@@ -155,7 +154,9 @@ def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path,
 def test_non_finite_weights_are_never_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, dtype: torch.dtype
 ) -> None:
+    """A stop in between must not report the checkpoint as saved; the next save is tried."""
     saves, content = writer(tmp_path), tensors(1.0)
+    saves.check()  # nothing to save so far
     content["network"] |= {"none": torch.zeros(0), "half": torch.full((70_000,), 60_000.0).to(dtype)}
     saves.save(content, TrainState(step=1), wait=True)
     assert saved_steps(tmp_path) == [1], "large values are finite"
@@ -163,9 +164,12 @@ def test_non_finite_weights_are_never_saved(
     saves.save(content, TrainState(step=2), wait=True)
     assert saved_steps(tmp_path) == [1]
     assert "No checkpoint at step 2: the weights are not finite" in caplog.text
+    with pytest.raises(UserError, match=rf"^the checkpoint of step 2 is not in {tmp_path}: the weights are not finite"):
+        saves.check()
     content["network"]["half"][69_999] = 0
     saves.save(content, TrainState(step=3), wait=True)
     assert saved_steps(tmp_path) == [3, 1]
+    saves.check()
 
 
 def test_sha256sum_accepts_a_checkpoint(tmp_path: Path) -> None:
@@ -258,15 +262,6 @@ class Bomb:
         return os.mkdir, ("went-off",)
 
 
-def test_a_checkpoint_of_another_format_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = folder_of(tmp_path)
-    weights = step_directory(folder, 2) / WEIGHTS
-    torch.save({**torch.load(weights, weights_only=True), "format": 1}, weights)
-    rewrite_digests(weights.parent)
-    assert_newest(folder, 1)
-    assert "is skipped: weights.pt was not written by this version of the program" in caplog.text
-
-
 def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, (1, 2, 100_000_000))
     shutil.rmtree(step_directory(folder, 100_000_000))
@@ -298,6 +293,7 @@ UNKNOWN_FILES: dict[str, Callable[[Path], object]] = {
     "pickled bomb": lambda path: path.write_bytes(pickle.dumps(Bomb(), protocol=2)),
     "cut": lambda path: (torch.save({"format": 2, "network": torch.zeros(99)}, path), truncate(path)),
     "other weights": lambda path: torch.save(torch.nn.Linear(1, 1).state_dict(), path),
+    "other format": lambda path: torch.save({"format": 1, "network": {}}, path),
 }
 
 
@@ -307,7 +303,7 @@ def test_files_of_other_programs_are_refused_in_one_line(
 ) -> None:
     """As weights and in a run directory; no code in them is run, and PyTorch's advice to do so is not repeated."""
     monkeypatch.chdir(tmp_path)
-    reason = "was not written by this version" if kind == "other weights" else "is damaged or not a PyTorch checkpoint"
+    reason = "was not written by this version" if "other" in kind else "is damaged or not a PyTorch checkpoint"
     UNKNOWN_FILES[kind](Path("x.pt"))
     with pytest.raises(UserError, match=rf"^cannot read x.pt: x.pt {reason}[^\n]*; [^\n]*$"):
         read_weights(Path("x.pt"))
@@ -410,17 +406,6 @@ def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, k
     assert saved_steps(folder) == [8, 7, 6][:keep_last]
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    """A training run that is stopped in a validation saves again at the same step."""
-    saves = writer(tmp_path)
-    save(saves, 1, best_step=1)
-    saves.save(tensors(5.0), TrainState(step=1), wait=True)
-    saved = load_newest(tmp_path)
-    assert saved is not None
-    assert saved.weights["network"]["weight"][0] == 5
-    assert names(tmp_path) == [BEST, "step_00000001"]
-
-
 # --- errors while saving ---------------------------------------------------------------------------------------------
 
 
@@ -468,22 +453,31 @@ def test_a_disk_error_costs_one_checkpoint(
     assert warnings(caplog) == expected
 
 
-@pytest.mark.parametrize("function", ["symlink", "replace"])
-def test_a_failing_link_leaves_the_checkpoint_and_the_earlier_link(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str
+@pytest.mark.parametrize(
+    ("function", "fault", "kept"),
+    [
+        # A FAT file system has no links. Fixed: "Cannot write checkpoint" was logged, and old ones were never removed.
+        ("symlink", "point {}/best to the best checkpoint", [3, 1]),
+        ("replace", "point {}/best to the best checkpoint", [3, 1]),
+        ("rmdir", "remove an old checkpoint in {}", [3, 2, 1]),  # as on NFS while a prediction reads it
+    ],
+)
+def test_a_link_or_removal_that_fails_costs_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str, fault: str, kept: list[int]
 ) -> None:
-    """Fixed: "Cannot write checkpoint" was logged instead, and old checkpoints were never removed."""
+    """The new checkpoint is on the disk, and a stop may say so. A link that cannot be replaced stays."""
     saves = writer(tmp_path, 1)
     save(saves, 1, best_step=1)
-    with failing(function, PermissionError(1, "Operation not permitted")):  # a FAT file system says so
+    with failing(function, PermissionError(1, "Operation not permitted")):
         for step in (2, 3):
             save(saves, step, best_step=step)
-    line = f"Cannot point {tmp_path / BEST} to the best checkpoint: Operation not permitted"
-    assert warnings(caplog) == [line] * 2
-    assert saved_steps(tmp_path) == [3, 1]
-    assert os.readlink(tmp_path / BEST) == "step_00000001"
+    assert warnings(caplog) == [f"Cannot {fault.format(tmp_path)}: Operation not permitted"] * 2
+    assert saved_steps(tmp_path) == kept
+    assert os.readlink(tmp_path / BEST) == ("step_00000003" if function == "rmdir" else "step_00000001")
     assert_newest(tmp_path, 3)
     saves.check()
+    save(saves, 4, best_step=4)
+    assert saved_steps(tmp_path) == [4]
 
 
 def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
@@ -535,7 +529,10 @@ def test_a_check_waits_until_the_checkpoint_is_replaced(
     assert moving.wait(GENEROUS)
     threading.Timer(0.2, may_write.set).start()
     saves.check()
-    assert load_newest(folder) is not None
+    saved = load_newest(folder)
+    assert saved is not None
+    assert saved.weights["network"]["weight"][0] == 5
+    assert names(folder) == ["step_00000001", "step_00000002"]
 
 
 # --- kill -9 during a save ----------------------------------------------------------------------------------
@@ -588,30 +585,3 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     save(writer(folder), 4, best_step=4)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"
-
-
-def test_a_lack_of_finite_weights_costs_one_checkpoint(tmp_path: Path) -> None:
-    """A stop in between must not report the checkpoint as saved; the next save is tried."""
-    saves = writer(tmp_path)
-    saves.check()  # nothing to save so far
-    with mock.patch.object(HostCopy, "take", return_value=None):
-        save(saves, 1)
-    with pytest.raises(UserError, match=rf"^the checkpoint of step 1 is not in {tmp_path}: the weights are not finite"):
-        saves.check()
-    save(saves, 2)
-    assert saved_steps(tmp_path) == [2]
-    saves.check()
-
-
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on NFS while a prediction reads it. The new checkpoint is on the disk, and a stop may say so."""
-    saves = writer(tmp_path, 1)
-    save(saves, 1)
-    with failing("rmdir", OSError(39, "Directory not empty")):
-        save(saves, 2)
-    assert warnings(caplog) == [f"Cannot remove an old checkpoint in {tmp_path}: Directory not empty"]
-    saves.check()
-    save(saves, 3)
-    assert saved_steps(tmp_path) == [3]

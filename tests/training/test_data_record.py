@@ -15,18 +15,13 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
-import torch
-from trainings import YAML
+from trainings import ALONE, YAML
 
 from utils import config as configs
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.training import checkpoint
 from utils.training.choice import Request
-from utils.training.data_record import BLOCKS, HEAD, data_changes, data_record
+from utils.training.provenance import BLOCKS, HEAD, data_changes, data_record
 from utils.training.run import Run
-
-ALONE = World(Launch("test"), torch.device("cpu"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The measured gradient noise scale is the true one of a quadratic; it is resumed and reported."""
+"""The measured gradient noise scale is the true one of a quadratic, and is reported."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import pytest
 import torch
 from processes import run_ranks
 from torch import nn
+from trainings import ALONE
 
 from networks.losses import NetworkWithLoss
 from utils.config import Config
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.steps.eager import EagerStep
 from utils.training.noise_scale import NoiseScale
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 SIZE, NOISE, STEPS = 200, 3.0, 250
 TRUE_GRADIENT_SQUARE, TRUE_NOISE = 0.5**2 * SIZE, NOISE**2 * SIZE  # of the quadratic below, at parameters of zero
 
@@ -100,18 +99,6 @@ def test_a_step_without_parts_has_no_probe() -> None:
         model = NetworkWithLoss(network, HalfSquare())
         step = EagerStep(model, torch.optim.SGD(network.parameters(), lr=0.0), config, ALONE)
         assert step.probe is None
-
-
-def test_the_estimate_resumes_where_it_stopped() -> None:
-    whole: list[float] = []
-    parts: list[float] = []
-    estimates = NoiseScale(8, 32, whole), NoiseScale(8, 32, parts)
-    for number in range(6):
-        if number == 3:
-            estimates = estimates[0], NoiseScale(8, 32, parts)
-        for estimate in estimates:
-            estimate.add(10.0 + number, 4.0)
-    assert parts == whole
 
 
 @pytest.mark.parametrize(

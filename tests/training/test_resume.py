@@ -20,12 +20,22 @@ import torch
 from disks import fill, small_disk
 from log_lines import messages, other_lines
 from processes import GENEROUS, run_ranks
-from trainings import STEPS, YAML, NoWaiting, assert_equal, assert_same_training, curves, directory, last, metrics
+from trainings import (
+    ALONE,
+    STEPS,
+    YAML,
+    NoWaiting,
+    assert_equal,
+    assert_same_training,
+    curves,
+    directory,
+    last,
+    metrics,
+)
 
 import train
 from utils import cli
 from utils import config as configs
-from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
@@ -41,7 +51,6 @@ from utils.training.checkpoint import (
     step_directory,
 )
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 
 CASES: dict[str, list[str]] = {
@@ -258,27 +267,19 @@ def flip(path: Path) -> None:
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    """The directory of a run that was stopped after step 7, which tests must not change."""
-    expdir = tmp_path_factory.mktemp("stopped")
-    assert not run(ALONE, [*data_flags, *OFTEN, f"--set=expdir={expdir}"], 7)
-    assert saved_steps(directory(expdir) / FOLDER) == [7, 6, 3]
-    return directory(expdir)
-
-
 def test_resumes_from_the_checkpoint_before_a_damaged_one(
-    tmp_path: Path, command: Any, whole: Path, stopped: Path
+    tmp_path: Path, data_flags: list[str], command: Any, whole: Path
 ) -> None:
     """tests/training/test_checkpoint.py has every kind of damage."""
-    run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
-    flip(step_directory(run / FOLDER, 7) / TRAINING)
+    assert not run(ALONE, [*data_flags, *OFTEN, f"--set=expdir={tmp_path}"], 7)
+    resumed = directory(tmp_path)
+    flip(step_directory(resumed / FOLDER, 7) / TRAINING)
     code, stderr = command(*OFTEN)
     assert code == 0, stderr
     (warning,) = messages(stderr, "WARNING")
-    assert warning.startswith(f"Checkpoint {step_directory(run / FOLDER, 7)} is skipped: ")
-    assert f"Resuming from {step_directory(run / FOLDER, 6)}, after step 6" in messages(stderr, "INFO")
-    assert_same_training(whole, run)
+    assert warning.startswith(f"Checkpoint {step_directory(resumed / FOLDER, 7)} is skipped: ")
+    assert f"Resuming from {step_directory(resumed / FOLDER, 6)}, after step 6" in messages(stderr, "INFO")
+    assert_same_training(whole, resumed)
 
 
 @pytest.mark.parametrize("is_missing", [False, True])

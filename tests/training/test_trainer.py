@@ -17,25 +17,23 @@ import torch
 from log_lines import CollectedLines
 from processes import run_ranks
 from torch import nn
-from trainings import CLOCKS
+from trainings import ALONE, CLOCKS
 
 from utils.config import Config
 from utils.data import Batch, DataSplits
-from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint_writer, metrics
 from utils.training import trainer as trainers
-from utils.training.callbacks import Callbacks, Evaluation
+from utils.training.callbacks import Evaluation, Profiler
 from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.loggers.base import Logger
 from utils.training.metrics import LossRecorder
 from utils.training.state import FitResult, TrainState
 from utils.training.trainer import Trainer
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2
 NAN, INF = float("nan"), float("inf")
 
@@ -170,8 +168,9 @@ def make(
     checkpointer = RecordedCheckpointer(logger)
     keys = {"num_epochs": EPOCHS, "global_batch_size": BATCH, "Nsamples": BATCH * STEPS, "log_interval": log_interval}
     keys |= {"lr_schedule": {"start_lr": 1.0, "end_lr": 0.0}, "checkpoint": {"every_minutes": None}}
-    callbacks = Callbacks(logger, checkpointer, signals=signals or Signals())
-    trainer = Trainer(Config(**{**keys, **settings}), step, loaders, world, state or TrainState(), callbacks)
+    run: Any = SimpleNamespace(world=world, records=logger, checkpoint_writer=checkpointer)
+    config, state = Config(**{**keys, **settings}), state or TrainState()
+    trainer = Trainer(config, step, loaders, run, state, Profiler(), Evaluation(), signals or Signals())
     return trainer, logger, checkpointer, loaders
 
 

@@ -14,19 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from processes import Program
-from trainings import directory
+from trainings import ALONE, directory
 
 import train
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.training.loggers import build_loggers, check_loggers
 from utils.training.loggers.base import LoggedRun, Resumed, RunRecords
 from utils.training.loggers.wandb import SETTINGS
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 installed = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 
 

@@ -6,7 +6,7 @@ translates the tutorial's later keys, applies overrides, and writes a config bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -75,15 +75,13 @@ def validate_section(
 
 def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """A config, or its plain values, as a flat mapping from dotted keys, as --set takes them."""
-
-    def walk(prefix: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                yield from walk(f"{prefix}{key}.", value)
-            else:
-                yield prefix + key, value
-
-    return dict(walk("", config.model_dump() if isinstance(config, Config) else config))
+    flat: dict[str, Any] = {}
+    for key, value in (config.model_dump() if isinstance(config, Config) else config).items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": inner for name, inner in flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def differences(config: Config, base: Config | None = None) -> dict[str, Any]:

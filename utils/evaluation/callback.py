@@ -25,7 +25,7 @@ from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
 from utils.training.callbacks import Evaluation
-from utils.training.run import Run, RunReport
+from utils.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -117,14 +117,16 @@ def build_evaluation(config: Config, volume: Volume | None, step: EagerStep, run
     return Evaluation() if volume is None else VolumeEvaluation(config, volume, step, run)
 
 
-def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> RunReport:
-    """Measures the baselines on the validation `loader`, and draws the pictures. Every rank calls it.
+def report_on_run(
+    config: Config, step: EagerStep, loader: Loader, run: Run, steps: int
+) -> tuple[dict[str, float], list[str]]:
+    """Losses of the baselines on the validation `loader`, and lines about the pictures that it draws.
 
-    `steps` is the number of steps that the run has made.
+    Every rank calls it. `steps` is the number of steps that the run has made.
     """
     losses = baseline_losses(config, loader, step.loss, run.world) if config.report_baselines else {}
     draws = config.report_pictures and run.world.is_root
-    return RunReport(losses, _draw(config, step, loader, run, steps) if draws else [])
+    return losses, _draw(config, step, loader, run, steps) if draws else []
 
 
 def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> list[str]:

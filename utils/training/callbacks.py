@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from utils.distributed.signals import Signals
-from utils.training.checkpoint_writer import CheckpointWriter
-from utils.training.loggers.base import Logger
 
 
 class Profiler:
@@ -33,12 +28,3 @@ class Evaluation:
         signal.
         """
         return {}
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    records: Logger = field(default_factory=Logger)
-    checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
-    profiler: Profiler = field(default_factory=Profiler)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    signals: Signals = field(default_factory=Signals)

@@ -10,11 +10,10 @@ import contextlib
 import dataclasses
 import json
 import logging
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from utils import config as configs
 from utils.data import get_loader
@@ -22,19 +21,18 @@ from utils.data.volumes import training_simulation
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_write, recover
+from utils.files import atomic_write, recover, remove
 from utils.log import log_file
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
 from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter
 from utils.training.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, is_free
-from utils.training.data_record import data_changes, data_record
 from utils.training.evaluations import FOLDER as EVALUATIONS
 from utils.training.evaluations import remove_after
 from utils.training.loggers import build_loggers, check_loggers
 from utils.training.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.training.provenance import provenance, read_provenance
+from utils.training.provenance import data_changes, data_record, provenance, read_provenance
 from utils.training.resume import Start, find_start
 from utils.training.state import FitResult, TrainState
 
@@ -46,13 +44,6 @@ RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of
 WRITTEN = [SUMMARY, CONFIG, FOLDER, "metrics.jsonl", "logs", "out.log", EVALUATIONS, "report.html", "wandb"]
 WRITTEN += ["loss_curves.png", "slices.png", "trace*.json.gz", "top_operations*.txt"]
 WRITTEN += ["flight_recorder_rank*.json", PROVENANCE]
-
-
-class RunReport(NamedTuple):
-    """Lines of the result table in addition to the result."""
-
-    losses: dict[str, float]  # of the baselines, by name
-    lines: list[str]  # the files that were written
 
 
 @dataclass
@@ -133,13 +124,16 @@ class Run:
                 self._begin(record)
         return state
 
-    def finish(self, result: FitResult, report: RunReport) -> None:
-        """Logs the result table and writes summary.json, the last file of a run; every rank calls it."""
+    def finish(self, result: FitResult, baselines: Mapping[str, float], lines: Sequence[str]) -> None:
+        """Logs the result table and writes summary.json, the last file of a run; every rank calls it.
+
+        The table has the losses of the `baselines`, by name, and ends with `lines` about files.
+        """
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
         results = {tags.hparam(name): value for name, value in final.items()}
         self.records.hparams(self.request.config, results, result.steps + 1)
-        losses = {self.start.initial_network: result.initial_loss, **report.losses}
-        table = [*result.table(losses), f"run directory  {self.directory}", *report.lines]
+        losses = {self.start.initial_network: result.initial_loss, **baselines}
+        table = [*result.table(losses), f"run directory  {self.directory}", *lines]
         log.info("\n  ".join(["Result:", *table]))
         with self.world.raise_together():
             self.checkpoint_writer.check()
@@ -240,9 +234,6 @@ def _remove_run(directory: Path) -> None:
     """Removes what an earlier run has written."""
     paths = [path for pattern in WRITTEN for path in sorted(directory.glob(pattern))]
     for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(path)
     if paths:
         log.info("Removed the earlier run in %s: %s", directory, ", ".join(path.name for path in paths))

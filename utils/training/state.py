@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,15 +35,17 @@ class TrainState:
     epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
     seconds: float = 0.0  # time since the run started, summed over all its processes
 
-    def finish_epoch(self, validation_loss: float, min_delta: float) -> None:
-        """Advances to the next epoch."""
-        self.final_loss = validation_loss
-        if validation_loss < self.best_loss:
-            self.best_loss, self.best_step = validation_loss, self.step
-        self.epochs_without_improvement += 1
-        if validation_loss < self.loss_to_beat - min_delta:
-            self.loss_to_beat, self.epochs_without_improvement = validation_loss, 0
-        self.epoch, self.batch, self.losses, self.epoch_seconds = self.epoch + 1, 0, [], 0.0
+    def after_epoch(self, validation_loss: float, min_delta: float) -> TrainState:
+        """The state with which the next epoch starts; this one stays."""
+        state = copy.copy(self)
+        state.final_loss = validation_loss
+        if validation_loss < state.best_loss:
+            state.best_loss, state.best_step = validation_loss, state.step
+        state.epochs_without_improvement += 1
+        if validation_loss < state.loss_to_beat - min_delta:
+            state.loss_to_beat, state.epochs_without_improvement = validation_loss, 0
+        state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
+        return state
 
     def stops_early(self, patience: int | None) -> bool:
         """True at the end of an epoch after which the loss has not improved for `patience` epochs; None: never."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -12,8 +11,7 @@ from typing import NamedTuple
 
 from utils.config import Config
 from utils.data import Batch, DataSplits
-from utils.distributed.signals import Request, StopCoordinator
-from utils.distributed.world import World
+from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped, UserError
 from utils.optim.schedules import build_schedule
 from utils.progress import Progress, format_duration
@@ -21,11 +19,12 @@ from utils.steps.annotate import annotate
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.training import tags
-from utils.training.callbacks import Callbacks
+from utils.training.callbacks import Evaluation, Profiler
 from utils.training.checkpoint_writer import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_states
+from utils.training.run import Run
 from utils.training.state import FitResult, TrainState
 
 log = logging.getLogger(__name__)
@@ -52,19 +51,21 @@ class Trainer:
         config: Config,
         step: EagerStep,
         loaders: DataSplits,
-        world: World,
+        run: Run,
         state: TrainState,
-        callbacks: Callbacks,
+        profiler: Profiler,
+        evaluation: Evaluation,
+        signals: Signals,
     ) -> None:
-        self.config, self.step, self.loaders, self.world, self.state = config, step, loaders, world, state
-        self.records, self.checkpoint_writer = callbacks.records, callbacks.checkpoint_writer
-        self.profiler, self.evaluation, self.signals = callbacks.profiler, callbacks.evaluation, callbacks.signals
+        self.config, self.step, self.loaders, self.state = config, step, loaders, state
+        self.world, self.records, self.checkpoint_writer = run.world, run.records, run.checkpoint_writer
+        self.profiler, self.evaluation, self.signals = profiler, evaluation, signals
         self.schedule = build_schedule(config)
         batch, probe = config.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
-        self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), world)
-        self._coordinator = StopCoordinator(world)
-        self._save_timer = SaveTimer(config.checkpoint.every_minutes, world)
+        self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), self.world)
+        self._coordinator = StopCoordinator(self.world)
+        self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
         self._teraflop_per_sample = 0.0
         self._first_step = state.step
         self._started = time.perf_counter() - state.seconds  # as if this process had trained all steps
@@ -82,7 +83,8 @@ class Trainer:
                 self._train_epoch()
                 validation = self._validate()
                 self._log_epoch(validation)
-                ended = self._after_epoch(validation)
+                # The present state stays for now: a stop during the evaluation repeats the validation, too.
+                ended = self.state.after_epoch(validation.loss, self.config.early_stopping.min_delta)
                 is_last = self._is_complete(ended)
                 scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last, self.stop_if_requested)
                 self._record_epoch(validation, scores)
@@ -188,12 +190,6 @@ class Trainer:
         self.state.metrics = dict(zip(self.config.metrics, metrics, strict=True))
         return Validation(loss, self.state.metrics, time.perf_counter() - started)
 
-    def _after_epoch(self, validation: Validation) -> TrainState:
-        """The state at the end of the epoch. The present one stays: a stop during an evaluation repeats both."""
-        ended = copy.copy(self.state)
-        ended.finish_epoch(validation.loss, self.config.early_stopping.min_delta)
-        return ended
-
     def _finish_epoch(self, ended: TrainState) -> None:
         """Advances to the state of the next epoch."""
         self.state = ended
@@ -260,6 +256,8 @@ class Trainer:
                 log.info(line)
         lr = self.schedule(state.step - 1)
         speed = interval.steps * self.config.global_batch_size / interval.seconds()
+        steps = self.config.num_epochs * len(self.loaders.train)
+        remaining = (steps / state.step - 1) * self._seconds()  # from the mean time per step so far
         scalars = {
             tags.STEP_LOSS: _mean(losses),
             tags.STEP_GRADIENT_NORM: records[-1].gradient_norm,
@@ -272,18 +270,13 @@ class Trainer:
             f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, "
             f"{scalars[tags.STEP_TFLOPS_PER_RANK]:.3g} TFLOP/s per rank, learning rate {lr:.2e}, "
             f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
-            f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(self._remaining_seconds())} left"
+            f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(remaining)} left"
         )
         if state.skipped:
             scalars[tags.STEP_SKIPPED_UPDATES] = state.skipped
         if self._noise is not None:
             scalars |= self._noise.scalars()
         self.records.scalars(scalars, state.step)
-
-    def _remaining_seconds(self) -> float:
-        """Estimate from the mean time per step so far."""
-        steps = self.config.num_epochs * len(self.loaders.train)
-        return (steps / self.state.step - 1) * self._seconds()
 
     def _read_steps(self) -> None:
         """Reads the steps since the last read into `state.unlogged`; counts and logs skipped updates."""

@@ -42,14 +42,15 @@ class LoggedRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
-    def keeps(self, record: Mapping[str, float]) -> bool:
-        """False for records after the resumption, and for those of the end of an epoch that ends again."""
-        step, in_epoch = self.resumed
-        return record.get("step", math.inf) < step + (0 if in_epoch and tags.ends_epoch(record) else 1)
-
     def kept_records(self) -> list[dict[str, Any]]:
-        """The records of earlier processes up to the resumption; the caller may already have written later ones."""
-        return [record for record in read_records(self.directory / METRICS) if self.keeps(record)]
+        """The records of earlier processes up to the resumption, without those of an epoch's end that comes again."""
+        step, in_epoch = self.resumed
+        records = read_records(self.directory / METRICS)
+        return [
+            record
+            for record in records
+            if record["step"] < step or (record["step"] == step and not (in_epoch and tags.ends_epoch(record)))
+        ]
 
 
 class Logger:
@@ -92,10 +93,9 @@ class RunRecords(Logger):
     @cached_property
     def _metrics(self) -> IO[str]:
         path = self._run.directory / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and self._run.keeps(_record(line))]
+        kept = "".join(json.dumps(record) + "\n" for record in self._run.kept_records())
         with atomic_write([path]) as (partial,):
-            partial.write_text("".join(kept), encoding="utf-8")
+            partial.write_text(kept, encoding="utf-8")
         return open(path, "a", buffering=1, encoding="utf-8")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -144,13 +144,8 @@ class RunRecords(Logger):
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [record for line in lines if (record := _record(line))]
-
-
-def _record(line: str) -> dict[str, Any]:
-    """The numbers in a line; empty if it is truncated."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return {}
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
