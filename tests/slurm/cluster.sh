@@ -40,7 +40,7 @@ install_packages() {
   [ -z "$made" ] || rm -f "$policy"
   if [ -n "$failed" ]; then
     tail -n 5 "$d/log/apt.log" >&2
-    status=69 fail "cannot install Debian's slurm-wlm" # EX_UNAVAILABLE
+    status=69 fail "cannot install Debian's slurm-wlm"
   fi
 }
 
@@ -126,8 +126,8 @@ start_node() {
 }
 
 up() {
-  [ "$(id -u)" -eq 0 ] || fail "must be root"
-  [ -e /etc/debian_version ] || fail "needs Debian's packages"
+  [ "$(id -u)" -eq 0 ] || status=69 fail "must be root" # EX_UNAVAILABLE
+  [ -e /etc/debian_version ] || status=69 fail "needs Debian's packages"
   case $d in *[[:space:]]*) fail "slurm.conf allows no spaces: SLURM_CLUSTER_DIR=$d" ;; esac
   [ ! -e "$d/up" ] || fail "the cluster in $d is already up; run $0 down first"
   mkdir -p "$d"/{state,log,dev,munge}
