@@ -6,6 +6,7 @@ Import direction: see LAYERS. networks is independent of utils.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Callable
@@ -79,7 +80,9 @@ SOURCES = sources()
 ENTRY_SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 
 
-IMPORTS = {module: imports(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+@functools.cache
+def imports_of(module: str) -> list[Import]:
+    return imports(SOURCES[module].read_text(encoding="utf-8"))
 
 
 def within(name: str, package: str) -> bool:
@@ -93,7 +96,7 @@ def faults(package: str, forbidden: Callable[[str, Import], bool]) -> list[str]:
     return [
         f"{module}, line {found.line}: {found.name}"
         for module in modules
-        for found in IMPORTS[module]
+        for found in imports_of(module)
         if forbidden(module, found)
     ]
 
@@ -112,7 +115,7 @@ def test_networks_imports_only_torch_and_itself() -> None:
     """The exceptions are the modules of Triton kernels, which are imported when the first kernel is needed."""
     allowed = {"__future__", "abc", "collections", "dataclasses", "difflib", "functools", "math", "typing"}
     allowed |= {"networks", "torch"}
-    assert any(within(found.name, "torch") for found in IMPORTS["networks.unet"])
+    assert any(within(found.name, "torch") for found in imports_of("networks.unet"))
 
     def forbidden(module: str, found: Import) -> bool:
         return found.name.split(".")[0] not in allowed | ({"triton"} if module in TRITON_MODULES else set())
@@ -173,7 +176,7 @@ def test_packages_import_only_packages_of_lower_layers() -> None:
 
 def test_imports_of_modules_have_no_cycles() -> None:
     graph = {
-        module: {target for found in IMPORTS[module] if found.at_import and (target := module_of(found.name))}
+        module: {target for found in imports_of(module) if found.at_import and (target := module_of(found.name))}
         for module in SOURCES
     }
     assert {"utils.config", "utils.errors"} <= graph["utils.cli"]
