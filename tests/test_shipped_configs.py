@@ -158,11 +158,10 @@ def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_s
     ("keys", "name", "step"),
     [
         (TUTORIAL_KEYS, "base", "no autocast"),
-        (TUTORIAL_KEYS, "opt", "bfloat16 autocast"),
         (LATER_KEYS, "opt", "bfloat16 autocast"),
         (LATER_KEYS, "bf16", "bfloat16 autocast"),
     ],
-    ids=["SC21", "SC21 with AMP", "SC22 with an inherited amp_mode", "SC22 with amp_mode"],
+    ids=["SC21", "SC22 with an inherited amp_mode", "SC22 with amp_mode"],
 )
 def test_files_with_the_keys_of_the_tutorial_and_of_its_later_edition_train(
     keys: str, name: str, step: str, tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str]
