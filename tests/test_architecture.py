@@ -9,6 +9,7 @@ import ast
 import functools
 import graphlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,19 +45,16 @@ class Import(NamedTuple):
 def imports(source: str) -> list[Import]:
     """All imports in a source text."""
     found: list[Import] = []
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
     def visit(node: ast.AST, at_import: bool) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            at_import = False
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            at_import = False
-        names: list[str] = []
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        at_import = at_import and not for_types and not isinstance(node, functions)
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found.extend(Import(alias.name, at_import, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno}: relative import; these checks need absolute imports"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found.extend(Import(name, at_import, getattr(node, "lineno", 0)) for name in names)
+            found.extend(Import(f"{node.module}.{alias.name}", at_import, node.lineno) for alias in node.names)
         for child in ast.iter_child_nodes(node):
             visit(child, at_import)
 
@@ -91,15 +89,15 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def offenders(package: str, *forbidden: str) -> list[str]:
-    """Imports of the forbidden packages in modules of `package`."""
-    modules = [module for module in SOURCES if within(module, package)]
+def faults(package: str, forbidden: Callable[[str, Import], bool]) -> list[str]:
+    """The forbidden imports in modules of a package; "" stands for all."""
+    modules = [module for module in SOURCES if not package or within(module, package)]
     assert modules, package
     return [
         f"{module}, line {found.line}: {found.name}"
         for module in modules
         for found in imports_of(module)
-        if any(within(found.name, other) for other in forbidden)
+        if forbidden(module, found)
     ]
 
 
@@ -117,27 +115,28 @@ def test_networks_imports_only_torch_and_itself() -> None:
     """The exceptions are the modules of Triton kernels, which are imported when the first kernel is needed."""
     allowed = {"__future__", "abc", "collections", "dataclasses", "difflib", "functools", "math", "typing"}
     allowed |= {"networks", "torch"}
-    found = [(module, found) for module in SOURCES if within(module, "networks") for found in imports_of(module)]
-    assert any(within(name, "torch") for _, (name, _, _) in found)
-    assert [
-        (module, name, line)
-        for module, (name, _, line) in found
-        if name.split(".")[0] not in allowed and not (module in TRITON_MODULES and within(name, "triton"))
-    ] == []
+    assert any(within(found.name, "torch") for found in imports_of("networks.unet"))
+
+    def forbidden(module: str, found: Import) -> bool:
+        return found.name.split(".")[0] not in allowed | ({"triton"} if module in TRITON_MODULES else set())
+
+    assert faults("networks", forbidden) == []
 
 
 def test_only_modules_that_build_or_train_networks_import_them() -> None:
     building = ("steps", "inference.export", "inference.trained_network", "profiling.preflight")
     allowed = tuple(f"utils.{name}" for name in building)
-    assert [fault for fault in offenders("utils", "networks") if not fault.startswith(allowed)] == []
+    assert (
+        faults("utils", lambda module, found: within(found.name, "networks") and not module.startswith(allowed)) == []
+    )
 
 
 def test_no_module_imports_an_entry_script() -> None:
     """The exception is train_graph.py, which is train.py with another step."""
     assert {"train", "train_graph", "predict", "evaluate", "export"} == ENTRY_SCRIPTS
     for package in ("utils", "networks", *ENTRY_SCRIPTS):
-        allowed = {"train"} if package == "train_graph" else set()
-        assert offenders(package, *(ENTRY_SCRIPTS - allowed)) == []
+        others = ENTRY_SCRIPTS - ({"train"} if package == "train_graph" else set())
+        assert faults(package, lambda _, found, others=others: found.name.split(".")[0] in others) == []
 
 
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
@@ -166,18 +165,13 @@ def package_of(module: str) -> str:
 
 def test_packages_import_only_packages_of_lower_layers() -> None:
     """So no two packages import each other."""
-    packages = {package_of(module) for module in SOURCES if module.startswith("utils.")}
-    assert packages == set(LAYER)
-    assert [
-        f"{module}, line {found.line}: {found.name}"
-        for module in SOURCES
-        if module.startswith("utils.")
-        for found in imports_of(module)
-        if (target := module_of(found.name)) is not None
-        and target.startswith("utils.")
-        and package_of(target) != package_of(module)
-        and LAYER[package_of(target)] >= LAYER[package_of(module)]
-    ] == []
+    assert {package_of(module) for module in SOURCES if module.startswith("utils.")} == set(LAYER)
+
+    def forbidden(module: str, found: Import) -> bool:
+        own, other = package_of(module), package_of(module_of(found.name) or "")
+        return other in LAYER and other != own and LAYER[other] >= LAYER[own]
+
+    assert faults("utils", forbidden) == []
 
 
 def test_imports_of_modules_have_no_cycles() -> None:
@@ -192,15 +186,12 @@ def test_imports_of_modules_have_no_cycles() -> None:
 def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> None:
     """The simulation needs scipy and colossus, so a module that imports it at the top would also need them."""
     allowed = SIMULATION | TRITON_MODULES | DRAWING
-    forbidden = OPTIONAL | allowed | {"torch.utils.tensorboard"}
-    assert [
-        f"{module}, line {line}: {name}"
-        for module in SOURCES
-        for name, at_import, line in imports_of(module)
-        if at_import
-        and module not in SIMULATION | TRITON_MODULES | DRAWING
-        and any(within(name, other) for other in forbidden)
-    ] == []
+    optional = OPTIONAL | allowed | {"torch.utils.tensorboard"}
+
+    def forbidden(module: str, found: Import) -> bool:
+        return found.at_import and module not in allowed and any(within(found.name, other) for other in optional)
+
+    assert faults("", forbidden) == []
 
 
 # --- size and place --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 import yaml
 from log_lines import messages, other_lines
 from processes import TOP, rank_variables
+from volume_files import write_volume
 
 import train
 from networks import build_network
@@ -47,17 +48,27 @@ def small_config(overrides: dict[str, Any] | None = None) -> Config:
 
 
 @pytest.fixture
-def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch):
-    """refuse(flags, *says): training and preflight of config 'test' must refuse these flags in one line."""
+def fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Any]:
+    """fails(flags): the output of a training of config 'test' that must end with exit code 2."""
     monkeypatch.chdir(TOP)
+
+    def run(flags: list[str]) -> Any:
+        with pytest.raises(SystemExit) as stop:
+            train.main(["--config=test", *flags])
+        assert stop.value.code == 2
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, data_flags: list[str], fails: Callable[[list[str]], Any]) -> Callable[..., None]:
+    """refuse(flags, *says): training and preflight of config 'test' must refuse these flags in one line."""
 
     def check(flags: list[str], *says: str, preflight: bool = True) -> None:
         expdir = tmp_path / "runs"
         for preflight_flag in ([], ["--preflight"]) if preflight else ([],):
-            with pytest.raises(SystemExit) as stop:
-                train.main(["--config=test", *data_flags, f"--set=expdir={expdir}", *flags, *preflight_flag])
-            assert stop.value.code == 2
-            output = capsys.readouterr()
+            output = fails([*data_flags, f"--set=expdir={expdir}", *flags, *preflight_flag])
             if preflight_flag:
                 assert all(line.startswith("preflight: ") for line in output.out.splitlines())
                 assert "all checks passed" not in output.out
@@ -127,29 +138,29 @@ def test_invalid_environment_is_refused_in_one_line(
 # --- data files ------------------------------------------------------------------------------------------------------
 
 
-def snapshot(path: Path, volume_file: Any) -> None:
+def snapshot(path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["native_fields/baryon_density"] = np.ones((16, 16, 16), np.float32)
 
 
-def truncated(path: Path, volume_file: Any) -> None:
-    volume_file(path)
+def truncated(path: Path) -> None:
+    write_volume(path)
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def physical(path: Path, volume_file: Any) -> None:
-    with h5py.File(volume_file(path), "r+") as file:
+def physical(path: Path) -> None:
+    with h5py.File(write_volume(path), "r+") as file:
         file["Hydro"][1:4] *= 1000  # km/s
 
 
-def all_zero(path: Path, volume_file: Any) -> None:
+def all_zero(path: Path) -> None:
     """A fixed bug: the run ended with a ZeroDivisionError after its last epoch."""
-    with h5py.File(volume_file(path), "r+") as file:
+    with h5py.File(write_volume(path), "r+") as file:
         file["Hydro"][...] = 0
 
 
-def all_nan(path: Path, volume_file: Any) -> None:
-    with h5py.File(volume_file(path), "r+") as file:
+def all_nan(path: Path) -> None:
+    with h5py.File(write_volume(path), "r+") as file:
         file["Hydro"][2] = np.nan
 
 
@@ -161,36 +172,24 @@ def all_nan(path: Path, volume_file: Any) -> None:
         (all_zero, "Hydro is 0 everywhere; write its values"),
         (truncated, "the file is truncated"),
         (snapshot, "bad.h5 is a snapshot of Nyx; import it with python -m utils.data.import_volume --input "),
-        (
-            lambda path, volume_file: volume_file(path, box=24),
-            "has 24 cells per side, but box_size is 16; set box_size",
-        ),
-        (lambda path, volume_file: volume_file(path, box=(16, 7, 16)), "crops of data_size 8 do not fit; lower"),
+        (lambda path: write_volume(path, box=24), "has 24 cells per side, but box_size is 16; set box_size"),
+        (lambda path: write_volume(path, box=(16, 7, 16)), "crops of data_size 8 do not fit; lower"),
     ],
 )
 def test_invalid_data_file_is_refused_in_one_line_with_its_name(
-    refuse: Callable[..., None], tmp_path: Path, volume_file, make: Callable[[Path, Any], None], says: str
+    refuse: Callable[..., None], tmp_path: Path, make: Callable[[Path], Any], says: str
 ) -> None:
     path = tmp_path / "bad.h5"
-    make(path, volume_file)
-    before = path.read_bytes() if path.is_file() else None
+    make(path)
+    before = path.read_bytes()
     for key in ("train_path", "val_path"):
         refuse([f"--set={key}={path}"], str(path), says)
-    assert (path.read_bytes() if path.is_file() else None) == before
-
-
-def failed_training(capsys: pytest.CaptureFixture[str], flags: list[str]) -> str:
-    """The stderr of a run that must end with exit code 2."""
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--config=test", *flags])
-    assert stop.value.code == 2
-    return capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
-    data_flags: list[str], tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    data_flags: list[str], tmp_path: Path, fails: Callable[[list[str]], Any]
 ) -> None:
-    monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1ranks" / "00"
     directory.mkdir(parents=True)
     state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
@@ -204,21 +203,16 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
 
     before = contents()
     assert len(before) == 6
-    all_nan(tmp_path / "nan.h5", volume_file)
-    for flag in (
-        f"--set=val_path={tmp_path / 'nan.h5'}",
-        "--set=train_path=/nowhere.h5",
-        "--set=num_epoch=3",
-        "--set=data_size=6",
-    ):
-        failed_training(capsys, [*data_flags, f"--set=expdir={tmp_path}", flag, "--resume=no"])
+    all_nan(tmp_path / "nan.h5")
+    for flag in (f"val_path={tmp_path / 'nan.h5'}", "train_path=/nowhere.h5", "num_epoch=3", "data_size=6"):
+        fails([*data_flags, f"--set=expdir={tmp_path}", f"--set={flag}", "--resume=no"])
     assert contents() == before
 
 
 # --- NaN in the data -------------------------------------------------------------------------------------------------
 
 
-def volume_with_a_nan(path: Path, volume_file: Any) -> int:
+def volume_with_a_nan(path: Path) -> int:
     """Writes a volume with one NaN; returns the first step that reads it, 5 to 7, counted from 1."""
     config = small_config()
     origins, batch = sample_plan(config, "train", [(16, 16, 16)]).epoch(0).origins, config.global_batch_size
@@ -226,7 +220,7 @@ def volume_with_a_nan(path: Path, volume_file: Any) -> int:
         inside = ((origins <= cell) & (np.array(cell) < origins + config.data_size)).all(axis=1)
         step = int(inside.argmax()) // batch + 1
         if inside.any() and 4 < step < 8:
-            with h5py.File(volume_file(path, seed=1), "r+") as file:
+            with h5py.File(write_volume(path, seed=1), "r+") as file:
                 file["Nbody"][(2, *cell)] = np.nan
             return step
     raise AssertionError("no such cell")
@@ -235,16 +229,16 @@ def volume_with_a_nan(path: Path, volume_file: Any) -> int:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the data finds nothing, as its sample of a large file may miss a NaN."""
-    monkeypatch.chdir(TOP)
     monkeypatch.setattr(data, "check_data", lambda *_: None)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_training_skips_updates_with_nan_up_to_a_limit(
-    data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], unchecked: None
+    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Callable[[list[str]], Any]
 ) -> None:
     """The run continues to its end, or stops after max_consecutive_skips."""
     path = tmp_path / "nan.h5"
-    step = volume_with_a_nan(path, volume_file)
+    step = volume_with_a_nan(path)
     train.main(["--config=test", *data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
     description = f"tep {step}: loss nan on rank 0, gradient norm nan, learning rate "
     warnings = messages(capsys.readouterr().err, "WARNING")
@@ -260,21 +254,22 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     assert re.search(rf"^  skipped updates +{len(warnings)}   see the warnings", table, re.MULTILINE)
     # With a limit of one step:
     flags = [f"--set=train_path={path}", f"--set=expdir={tmp_path / 'stopped'}", "--set=checkpoint.every_steps=1"]
-    output = failed_training(capsys, [*data_flags, *flags, "--set=max_consecutive_skips=1"])
-    check_error(output, "training stopped: 1 updates in a row were skipped", description, "--preflight")
+    output = fails([*data_flags, *flags, "--set=max_consecutive_skips=1"])
+    check_error(output.err, "training stopped: 1 updates in a row were skipped", description, "--preflight")
     saved = load_newest(tmp_path / "stopped/test/1ranks/00/checkpoints")
     assert saved is not None
     assert saved.state.step == step - 1
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_run_in_which_every_update_was_skipped_is_no_success(
-    data_flags: list[str], tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str], unchecked: None
+    data_flags: list[str], tmp_path: Path, fails: Callable[[list[str]], Any]
 ) -> None:
     """With fewer steps than max_consecutive_skips it once ended with the result of a "trained network"."""
-    all_nan(tmp_path / "nan.h5", volume_file)
+    all_nan(tmp_path / "nan.h5")
     flags = [*data_flags, f"--set=train_path={tmp_path / 'nan.h5'}", f"--set=expdir={tmp_path}", "--num_epochs=1"]
     for _ in range(2):  # the same command says so again
-        output = failed_training(capsys, flags)
+        output = fails(flags).err
         check_error(output, "training failed: all 8 updates were skipped", "check the data with --preflight")
         assert "Result:" not in output
     assert not (tmp_path / "test/1ranks/00/summary.json").exists()
@@ -285,14 +280,13 @@ def test_a_run_in_which_every_update_was_skipped_is_no_success(
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_invalid_config_is_reported_only_by_rank_0(
-    data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str
+    data_flags: list[str], fails: Callable[[list[str]], Any], monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
     """The error occurs before the ranks are connected."""
-    monkeypatch.chdir(TOP)
     monkeypatch.setattr(errors, "GRACE_SECONDS", 0.0)
     for name, value in rank_variables(int(rank), 2, 1).items():
         monkeypatch.setenv(name, value)
-    output = failed_training(capsys, [*data_flags, "--set=num_epoch=3"])
+    output = fails([*data_flags, "--set=num_epoch=3"]).err
     if rank == "0":
         check_error(output, "unknown key num_epoch; did you mean num_epochs?")
     else:

@@ -31,12 +31,6 @@ FAST = ("mnist_cnn", "reuters_cnn", "cifar10_bn")
 SMALL = {"Nsamples": 12, "Nsamples_val": 4, "local_batch_size": 4, "num_epochs": 2, "log_interval": 2}
 
 
-def run(world: World, flags: list[str]) -> None:
-    options = cli.parse([f"--yaml_config={YAML}", "--set=device=cpu", *flags])
-    config = configs.load(YAML, options.config, options.overrides).for_world(world.size)
-    train.run(options, config, world, EagerStep, Signals())
-
-
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The error line of a training run that ends with exit code 2."""
     with pytest.raises(SystemExit) as stop:
@@ -78,7 +72,9 @@ def test_config_passes_the_preflight_and_trains_on_files_in_the_published_format
 
 def train_digits(world: World, flags: list[str]) -> dict[str, float]:
     """Trains; returns the baseline of the validation labels."""
-    run(world, flags)
+    options = cli.parse([f"--yaml_config={YAML}", "--set=device=cpu", *flags])
+    config = configs.load(YAML, options.config, options.overrides).for_world(world.size)
+    train.run(options, config, world, EagerStep, Signals())
     config = configs.load(YAML, "digits_naive").for_world(world.size)
     return class_frequency_loss(open_loaders(config, world).valid, world)
 

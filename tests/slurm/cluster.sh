@@ -40,7 +40,7 @@ install_packages() {
   [ -z "$made" ] || rm -f "$policy"
   if [ -n "$failed" ]; then
     tail -n 5 "$d/log/apt.log" >&2
-    status=69 fail "cannot install Debian's slurm-wlm" # EX_UNAVAILABLE
+    status=69 fail "cannot install Debian's slurm-wlm"
   fi
 }
 
@@ -126,8 +126,8 @@ start_node() {
 }
 
 up() {
-  [ "$(id -u)" -eq 0 ] || fail "must be root"
-  [ -e /etc/debian_version ] || fail "needs Debian's packages"
+  [ "$(id -u)" -eq 0 ] || status=69 fail "must be root" # EX_UNAVAILABLE
+  [ -e /etc/debian_version ] || status=69 fail "needs Debian's packages"
   case $d in *[[:space:]]*) fail "slurm.conf allows no spaces: SLURM_CLUSTER_DIR=$d" ;; esac
   [ ! -e "$d/up" ] || fail "the cluster in $d is already up; run $0 down first"
   mkdir -p "$d"/{state,log,dev,munge}
@@ -161,29 +161,23 @@ clean_up() {
   SLURM_CLUSTER_KEEP=1 down >&2
 }
 
-# False for a zombie, for which kill -0 succeeds: pid 1 of a container may need seconds to reap it.
-alive() {
-  local state
-  state=$(sed -n 's/^State:[[:space:]]*\(.\).*/\1/p' "/proc/$1/status" 2>/dev/null) || return 1
-  [ -n "$state" ] && [ "$state" != Z ]
-}
-
-# True if the process is still that program of this cluster: the pid may have been reused.
-ours() {
+# True if the process is still that program of this cluster: the pid may have been reused. A zombie, which pid 1 of a
+# container may need seconds to reap, has no command line.
+runs() {
   tr '\0' ' ' <"/proc/$1/cmdline" 2>/dev/null | grep -F -- "$d/" | grep -q -- "$2"
 }
 
 stop_daemon() {
   local pid name=$2
   pid=$(tr -dc 0-9 <"$1")
-  if ! alive "$pid" || ! ours "$pid" "$name"; then return; fi
+  runs "$pid" "$name" || return 0
   kill -TERM "$pid"
   for _ in {1..200}; do
-    alive "$pid" || return 0
+    runs "$pid" "$name" || return 0
     sleep 0.05
   done
   echo "$name ($pid) ignores SIGTERM; killing it" >&2
-  if ours "$pid" "$name"; then kill -KILL "$pid"; fi
+  kill -KILL "$pid"
 }
 
 down() {

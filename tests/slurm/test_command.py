@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,18 +18,23 @@ TASK = ["bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_"]
 
 
 class Submission:
-    """submit_pm.sh in the environment of a job, with an srun that records its arguments and executes SRUN_THEN."""
+    """submit_pm.sh in a batch job, with an srun that executes SRUN_THEN and a scontrol that prints JOB; both record
+    their arguments."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.written = folder, folder / "arguments"
-        srun = folder / "srun"
-        record = f"printf '%s\\0' \"$@\" >{shlex.quote(str(self.written))}"
-        srun.write_text(f'#!/bin/sh\n{record}\neval "${{SRUN_THEN:-}}"\n')
-        srun.chmod(0o755)
+        self.folder, self.written = folder, folder / "srun.log"
+        commands = {
+            "srun": 'printf "%s\\0" "$@" >"$0.log"; eval "${SRUN_THEN:-}"',
+            "scontrol": 'echo "$@" >>"$0.log"; echo "${JOB:-}"',
+        }
+        for name, script in commands.items():
+            (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+            (folder / name).chmod(0o755)
 
     def run(self, *arguments: str, where: str = str(TOP), **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
-        command = ["bash", str(TOP / "submit_pm.sh"), *arguments]
+        # As in a batch job, the shell of the script is Slurm's task.
+        command = ["bash", "-c", 'SLURM_TASK_PID=$$ exec bash "$0" "$@"', str(TOP / "submit_pm.sh"), *arguments]
         return subprocess.run(command, cwd=where, env={**environment, **variables}, capture_output=True, text=True)
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
@@ -69,16 +73,11 @@ def test_data_and_log_directories_become_settings_without_a_container(submission
 
 def test_files_with_the_names_of_the_published_data_set_are_found(submission: Submission, tmp_path: Path) -> None:
     """A config that names files in /data, under either name, still reads them in a container."""
-    plain = {
-        "train_path": "train.h5",
-        "train_path_npy_data": "train_data.npy",
-        "train_path_npy_label": "train_label.npy",
-    }
-    plain |= {name.replace("train", "val"): file.replace("train", "val") for name, file in plain.items()}
-    published = {
-        name: file.replace("train", "downsamp_2048crop_train").replace("val", "downsamp_1024crop_valid")
-        for name, file in plain.items()
-    }
+    long_names = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}
+    endings = {"": ".h5", "_npy_data": "_data.npy", "_npy_label": "_label.npy"}
+    pairs = list(itertools.product(long_names, endings))
+    plain = {f"{part}_path{key}": part + endings[key] for part, key in pairs}
+    published = {f"{part}_path{key}": long_names[part] + endings[key] for part, key in pairs}
     for file in published.values():
         (tmp_path / file).touch()
 
@@ -121,7 +120,7 @@ def test_logs_go_to_the_scratch_file_system_if_there_is_one(submission: Submissi
 
 def test_directories_may_have_any_name(submission: Submission, tmp_path: Path) -> None:
     """The path arrives unchanged in the config: without quotes, YAML reads '/x/run #1' as /x/run."""
-    names = (
+    names = [
         "run #1",
         "a: b",
         "it's",
@@ -133,7 +132,7 @@ def test_directories_may_have_any_name(submission: Submission, tmp_path: Path) -
         "-x",
         "*",
         "a\nb\n\n",
-    )
+    ]
     for script in ("export_DDP_vars.sh", "train.py"):
         (tmp_path / script).touch()
     for name in names:
@@ -181,21 +180,20 @@ def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submiss
     assert not [path for folder in (TOP, logs) for path in folder.glob(".exit*")]
 
 
-def test_shifter_runs_the_image_of_the_job(submission: Submission) -> None:
-    job_image = {"SLURM_SPANK__SLURM_SPANK_OPTION_shifter_image": "some/image:1"}
+def test_image_cuda_version_and_options_become_options_of_the_runtime(submission: Submission) -> None:
+    """The CUDA version of the image chooses NERSC's plug-in for NCCL."""
     rest = [*TASK, "python", "train.py"]
+    image = {"CONTAINER_IMAGE": "some/image:1"}
+    job_image = {"SLURM_SPANK__SLURM_SPANK_OPTION_shifter_image": "other/image:1"}
     assert submission.command(**job_image) == ["shifter", "--module=gpu,nccl-cu13-plugin", *rest]
-    given = submission.command(**job_image, CONTAINER_IMAGE="other/image:1")
-    assert given[:2] == ["shifter", "--image=other/image:1"]
+    assert submission.command(**job_image, **image)[:2] == ["shifter", "--image=some/image:1"]
     assert submission.command(**job_image, CONTAINER_RUNTIME="none") == rest
-
-
-def test_the_cuda_version_of_the_image_chooses_the_plugin_for_nccl(submission: Submission) -> None:
-    expected = {"12": ("--module=gpu,nccl-plugin", "--nccl"), "13": ("--module=gpu,nccl-cu13-plugin", "--nccl-cu13")}
-    for version, plugins in expected.items():
-        image = {"CONTAINER_IMAGE": "some/image:1", "CONTAINER_CUDA": version}
-        given = [submission.command(**image, CONTAINER_RUNTIME=name) for name in ("shifter", "podman-hpc")]
-        assert (given[0][2], given[1][8]) == plugins
+    plugins = {"12": ("--module=gpu,nccl-plugin", "--nccl"), "13": ("--module=gpu,nccl-cu13-plugin", "--nccl-cu13")}
+    for version, (shifter, podman) in plugins.items():
+        assert shifter in submission.command(**image, CONTAINER_CUDA=version)
+        assert podman in submission.command(**image, CONTAINER_CUDA=version, CONTAINER_RUNTIME="podman-hpc")
+    given = submission.command(**image, CONTAINER_OPTIONS="--one  --two=2")
+    assert given == ["shifter", "--image=some/image:1", "--one", "--two=2", *rest], "in place of the default ones"
 
 
 def test_each_runtime_gets_gpus_code_data_and_logs(submission: Submission, tmp_path: Path) -> None:
@@ -220,12 +218,6 @@ def test_each_runtime_gets_gpus_code_data_and_logs(submission: Submission, tmp_p
     assert submission.command(**variables, CONTAINER_RUNTIME="pyxis") == [*pyxis, *rest]
 
 
-def test_options_of_the_runtime_replace_the_default_ones(submission: Submission) -> None:
-    image = {"CONTAINER_IMAGE": "some/image:1", "CONTAINER_OPTIONS": "--one  --two=2"}
-    given = submission.command(**image)
-    assert given == ["shifter", "--image=some/image:1", "--one", "--two=2", *TASK, "python", "train.py"]
-
-
 def test_directories_that_a_runtime_cannot_mount_are_refused(submission: Submission, tmp_path: Path) -> None:
     refused = {"shifter": ":", "podman-hpc": ":", "apptainer": ",", "singularity": ",", "pyxis": " "}
     for runtime, character in refused.items():
@@ -237,40 +229,34 @@ def test_directories_that_a_runtime_cannot_mount_are_refused(submission: Submiss
         assert f"{runtime} cannot mount {tmp_path}/a" in done.stderr
 
 
-def test_nsys_wraps_the_command(submission: Submission) -> None:
+def test_nsys_wraps_the_command_and_writes_to_the_log_directory(submission: Submission, tmp_path: Path) -> None:
     nsys = ["nsys", "profile", "--trace=cuda,cublas,nvtx", "--kill", "none", "-c", "cudaProfilerApi", "-f", "true"]
-    profile = {"ENABLE_PROFILING": "1", "PROFILE_OUTPUT": "baseline"}
-    command = submission.command("--config=short", SLURM_NTASKS="1", **profile)
+    profile = {"ENABLE_PROFILING": "1", "SLURM_NTASKS": "1", "PROFILE_OUTPUT": "baseline"}
+    command = submission.command("--config=short", **profile)
     assert command == [*TASK, *nsys, "-o", "baseline", "python", "train.py", "--config=short"]
-    assert "baseline-rank%q{SLURM_PROCID}" in submission.command(**profile)
+    assert "baseline-rank%q{SLURM_PROCID}" in submission.command(**profile | {"SLURM_NTASKS": "2"})
     assert "nsys" not in submission.command(ENABLE_PROFILING="0")
 
-
-def test_profiles_are_written_to_the_log_directory(submission: Submission, tmp_path: Path) -> None:
-    variables = {"ENABLE_PROFILING": "1", "SLURM_NTASKS": "1", "LOGS_DIR": str(tmp_path / "50%d")}
-
     def output(**more: str) -> str:
-        command = submission.command(**variables, **more)
+        command = submission.command(**profile | {"LOGS_DIR": str(tmp_path / "50%d"), **more})
         return command[command.index("-o") + 1]
 
-    assert output() == f"{tmp_path}/50%%d/profile", "nsys expands %d"
-    assert output(PROFILE_OUTPUT="baseline", CONTAINER_IMAGE="some/image:1") == "/logs/baseline"
-    assert output(PROFILE_OUTPUT="/elsewhere/baseline", CONTAINER_IMAGE="some/image:1") == "/elsewhere/baseline"
+    assert output() == f"{tmp_path}/50%%d/baseline", "nsys expands %d"
+    container = {"CONTAINER_IMAGE": "some/image:1"}
+    assert output(PROFILE_OUTPUT="", **container) == "/logs/profile"
+    assert output(PROFILE_OUTPUT="/elsewhere/baseline", **container) == "/elsewhere/baseline"
 
 
 def test_a_job_of_a_debug_qos_is_not_requeued(submission: Submission, tmp_path: Path) -> None:
     """NERSC forbids chains of jobs in its debug QOS."""
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho ' JobState=RUNNING '; echo $* >>\"$0.log\"\n")
-    (tmp_path / "scontrol").chmod(0o755)
     step = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; record(75)'; exit 75"
-    batch = 'exec env SLURM_TASK_PID=$$ bash "$0"'
-    for qos, more in (("gpu_debug", {}), ("gpu_regular", {"MAX_REQUEUES": "0"})):
-        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_QOS": qos, **more}
-        command = ["bash", "-c", batch, str(TOP / "submit_pm.sh")]
-        environment = {**variables, "SRUN_THEN": step}
-        done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True)
+    for variables in ({"SLURM_JOB_QOS": "gpu_debug"}, {"SLURM_JOB_QOS": "gpu_regular", "MAX_REQUEUES": "0"}):
+        done = submission.run(SRUN_THEN=step, JOB=" JobState=RUNNING ", **variables)
         assert done.returncode == 75
-        assert f"not requeued: MAX_REQUEUES=0 is reached; the same command resumes (QOS {qos})" in done.stderr
+        assert (
+            f"not requeued: MAX_REQUEUES=0 is reached; the same command resumes (QOS {variables['SLURM_JOB_QOS']})"
+            in done.stderr
+        )
     assert "requeue" not in (tmp_path / "scontrol.log").read_text()
 
 

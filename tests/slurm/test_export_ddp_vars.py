@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from utils.distributed.launch import first_host, read_launch
 
 TOP = Path(__file__).parent.parent.parent
-BASH = shutil.which("bash") or "bash"
+BASH = str(shutil.which("bash"))
 STEP = {
     "SLURM_JOB_ID": "1003",
     "SLURM_STEP_ID": "1",
@@ -34,16 +35,19 @@ def system(tmp_path: Path) -> dict[str, str]:
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("cat", "env"):
-        (tools / tool).symlink_to(shutil.which(tool) or tool)
+        (tools / tool).symlink_to(str(shutil.which(tool)))
     for name in ("sys", "dev"):
         (tmp_path / name).mkdir()
     return {"PATH": str(tools), "SYSFS": str(tmp_path / "sys"), "DEVFS": str(tmp_path / "dev")}
 
 
+def bash(script: str, environment: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BASH, "-c", script], cwd=TOP, env=environment, capture_output=True, text=True, **options)
+
+
 def source(environment: dict[str, str], times: int = 1) -> dict[str, str]:
     """The variables that the script sets or changes."""
-    script = "set -euo pipefail\n" + "source ./export_DDP_vars.sh\n" * times + "env -0"
-    run = subprocess.run([BASH, "-c", script], cwd=TOP, env=environment, capture_output=True, text=True, check=True)
+    run = bash("set -euo pipefail\n" + "source ./export_DDP_vars.sh\n" * times + "env -0", environment, check=True)
     assert not run.stderr
     after = dict(entry.split("=", 1) for entry in run.stdout.split("\0") if entry)
     made_by_bash = ("PWD", "SHLVL", "_", "OLDPWD")
@@ -87,9 +91,7 @@ def test_the_port_depends_on_job_and_step_and_equals_that_of_read_launch(system:
     body = 'MASTER_PORT=; source ./export_DDP_vars.sh; echo "$MASTER_PORT"'
     loop = f"while read -r SLURM_JOB_ID SLURM_STEP_ID; do {body}; done"
     lines = "".join(f"{job} {step}\n" for job, step in pairs)
-    run = subprocess.run(
-        [BASH, "-c", loop], cwd=TOP, env={**system, **STEP}, input=lines, capture_output=True, text=True
-    )
+    run = bash(loop, {**system, **STEP}, input=lines)
     expected = [read_launch({**STEP, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port for job, step in pairs]
     assert [int(port) for port in run.stdout.split()] == expected
     assert len(set(expected[: len(steps)])) == len(steps)
@@ -102,8 +104,7 @@ def test_a_job_id_that_is_no_number_is_refused_and_not_evaluated(
 ) -> None:
     """Bash executed the command in it."""
     for text in (f"a[$({BASH} -c 'echo >{tmp_path}/executed')]", "0x10"):
-        command = [BASH, "-c", 'source ./export_DDP_vars.sh && echo "started"']
-        run = subprocess.run(command, cwd=TOP, env={**system, **STEP, name: text}, capture_output=True, text=True)
+        run = bash('source ./export_DDP_vars.sh && echo "started"', {**system, **STEP, name: text})
         assert (run.returncode, run.stdout) == (2, ""), text
         assert run.stderr.startswith(f"error: {name} must be an integer, not "), text
         assert run.stderr.count("\n") == 1, text

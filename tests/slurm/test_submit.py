@@ -54,8 +54,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
     path = json.dumps(str(folder / LOGS).replace("$", "$$"), ensure_ascii=False)
     command = ["train.py", *flags, f"--set=expdir={path}"]
-    environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
-    ranks = [Program(command, folder / str(rank), environment=each) for rank, each in enumerate(environments)]
+    ranks = [
+        Program(command, folder / str(rank), environment={**os.environ, **rank_variables(rank, 4, port)})
+        for rank in range(4)
+    ]
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
     return folder
 
@@ -345,62 +347,44 @@ def test_a_sweep_as_a_job_array(cluster: Cluster, tmp_path: Path, flags: list[st
 # --- inside an allocation ---
 
 
-class Allocation:
-    """A command under salloc, with a terminal as its input."""
-
-    def __init__(self, cluster: Cluster, output: Path, *command: str) -> None:
-        self.cluster, self._output = cluster, output
-        inner = ["salloc", *FOUR_RANKS.split(), *NO_GPUS.split(), *command]
-        with output.open("w") as file:
-            self.process = subprocess.Popen(
-                ["script", "--quiet", "--return", "--command", shlex.join(inner), "/dev/null"],
-                cwd=TOP,
-                env={**cluster.environment, "TRAIN_SCRIPT": "tests/slurm/stand_in.py"},
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                text=True,
-            )
-
-    @property
-    def text(self) -> str:
-        return self._output.read_text()
-
-    @property
-    def job(self) -> Job:
-        """Its job, as soon as all ranks wait."""
-        running = self.process.poll
-        wait_until(lambda: self.text.count(" waits") == 4, what=lambda: self.text, alive=lambda: running() is None)
-        found = re.search(r"Granted job allocation (\d+)", self.text)
-        assert found, self.text
-        return Job(self.cluster, found[1], self._output)
-
-    def end(self, keys: str = "") -> int:
-        """Sends the keys and returns the exit code."""
-        self.process.communicate(keys, timeout=GENEROUS)
-        return self.process.returncode
+def allocate(cluster: Cluster, output: Path, program: str) -> tuple[subprocess.Popen[str], Job]:
+    """submit_pm.sh under salloc, with a terminal as its input, and its job, when all ranks wait."""
+    inner = ["salloc", *FOUR_RANKS.split(), *NO_GPUS.split(), "bash", "submit_pm.sh", program]
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            ["script", "--quiet", "--return", "--command", shlex.join(inner), "/dev/null"],
+            cwd=TOP,
+            env={**cluster.environment, "TRAIN_SCRIPT": "tests/slurm/stand_in.py"},
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+            text=True,
+        )
+    wait_until(lambda: output.read_text().count(" waits") == 4, output.read_text, lambda: process.poll() is None)
+    found = re.search(r"Granted job allocation (\d+)", output.read_text())
+    assert found, output.read_text()
+    return process, Job(cluster, found[1], output)
 
 
 @pytest.mark.slow
 def test_inside_an_allocation_nothing_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    allocation = Allocation(cluster, tmp_path / "output", "bash", "submit_pm.sh", "wait")
-    job = allocation.job
-    shells = (
-        pid for pid in job.processes() if Path(f"/proc/{pid}/cmdline").read_text().startswith("bash\0submit_pm.sh")
-    )
-    os.kill(next(shells), signal.SIGUSR1)
-    assert allocation.end() == 75, allocation.text
-    assert "the same command resumes" in allocation.text
+    process, job = allocate(cluster, tmp_path / "output", "wait")
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in job.processes()}
+    os.kill(next(pid for pid, text in commands.items() if text.startswith("bash\0submit_pm.sh")), signal.SIGUSR1)
+    process.communicate(timeout=GENEROUS)
+    assert process.returncode == 75, job.output
+    assert "the same command resumes" in job.output
     job.ends("FAILED")
 
 
 @pytest.mark.slow
 def test_one_ctrl_c_ends_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
     """Without -X srun would only report the state of its tasks and wait for a second Ctrl-C."""
-    allocation = Allocation(cluster, tmp_path / "output", "bash", "submit_pm.sh", "deaf")
-    assert allocation.job.state == "RUNNING"
-    assert allocation.end("\x03") == 130, allocation.text
-    assert allocation.text.count("KeyboardInterrupt") == 4, allocation.text
+    process, job = allocate(cluster, tmp_path / "output", "deaf")
+    assert job.state == "RUNNING"
+    process.communicate("\x03", timeout=GENEROUS)
+    assert process.returncode == 130, job.output
+    assert job.output.count("KeyboardInterrupt") == 4, job.output
 
 
 @pytest.mark.slow
