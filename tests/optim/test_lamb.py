@@ -8,6 +8,7 @@ import torch
 from devices import DEVICES
 from torch import nn
 
+from utils.config.sections import OptimizerConfig
 from utils.optim.lamb import Lamb
 
 BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.05
@@ -47,7 +48,7 @@ def lr(number: int) -> float:
 
 
 def build(parameters: dict[str, nn.Parameter], decay: float = DECAY) -> Lamb:
-    return Lamb(parameters.items(), lr=0.02, betas=BETAS, eps=EPS, weight_decay=decay)
+    return Lamb(OptimizerConfig(name="lamb", betas=list(BETAS), eps=EPS, weight_decay=decay), parameters, lr=0.02)
 
 
 def take(optimizer: Lamb, parameters: dict[str, nn.Parameter], number: int) -> None:
