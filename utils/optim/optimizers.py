@@ -8,6 +8,7 @@ learning rate is a tensor, the optimizer must be capturable. If possible, it ski
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -132,13 +133,8 @@ def _adam(
     lr: LearningRate,
     kind: type[torch.optim.Adam] = torch.optim.Adam,
 ) -> torch.optim.Optimizer:
-    """torch's Adam (Kingma & Ba 2015), or a variant of it, as one fused kernel."""
+    """torch's fused Adam (Kingma & Ba 2015), or AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
     return kind(parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **adam_options(options))
-
-
-def _adamw(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
-    return _adam(options, parameters, lr, torch.optim.AdamW)
 
 
 def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
@@ -212,7 +208,7 @@ def _is_capturable(lr: LearningRate) -> bool:
 
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
-    "adamw": _adamw,
+    "adamw": functools.partial(_adam, kind=torch.optim.AdamW),
     "apex_adam": _apex_adam,
     "sgd": _sgd,
     "nadam": _nadam,
