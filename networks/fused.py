@@ -64,9 +64,12 @@ def l1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean |outputs - targets| as a float32 scalar; float64 for float64 outputs."""
     if fusible(outputs) and fusible(targets) and outputs.shape == targets.shape and not targets.requires_grad:
         return _L1.apply(outputs, targets)
-    # Half precision would round differences by about a tenth of the loss of a trained network.
-    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
-    return (outputs - targets).abs().mean()
+    return (at_least_float32(outputs) - targets).abs().mean()
+
+
+def at_least_float32(outputs: torch.Tensor) -> torch.Tensor:
+    """Half precision would round differences by about a tenth of the loss of a trained network."""
+    return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
 def fusible(*tensors: torch.Tensor) -> bool:

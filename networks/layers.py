@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.library import custom_op
 from torch.nn import functional as F
+
+# Stride, padding, dilation, transposed, output padding and groups of the convolutions here, as aten takes them.
+DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
+DOWN = [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
+UP = [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, 1
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Conv3d(nn.Conv3d):
@@ -19,20 +25,16 @@ class Conv3d(nn.Conv3d):
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d`. With biased=False the caller adds the bias."""
+    """`nn.ConvTranspose3d` with stride 2 and padding 1. With biased=False the caller adds the bias."""
 
     def forward(  # type: ignore[override] # no output_size
         self, input: torch.Tensor, biased: bool = True
     ) -> torch.Tensor:
-        assert not isinstance(self.padding, str)  # nn.ConvTranspose3d accepts only numbers
-        bias = self.bias if biased else None
-        return F.conv_transpose3d(
-            input, self.weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
-        )
+        return F.conv_transpose3d(input, self.weight, self.bias if biased else None, 2, 1)
 
 
 class OutputConvTranspose3d(nn.ConvTranspose3d):
-    """The last layer of a network. Its result is float32 even under bfloat16 autocast; see `convolve_to_float32`.
+    """The last layer of a network, with stride 2 and padding 1. Its result is that of `convolve_to_float32`.
 
     precise: the input in `precise_dtype`, if the caller has it.
     """
@@ -40,7 +42,7 @@ class OutputConvTranspose3d(nn.ConvTranspose3d):
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None
     ) -> torch.Tensor:
-        result = convolve_to_float32(input, self.weight, self.stride, self.padding, True, precise)
+        result = convolve_to_float32(input, self.weight, True, precise)
         return with_bias(result, self.bias if biased else None)
 
 
@@ -50,27 +52,19 @@ def with_bias(result: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def convolve_to_float32(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int | str],
-    transposed: bool = False,
-    precise: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, transposed: bool = False, precise: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The convolution without bias; its result is float32 where autocast would round it to bfloat16.
+    """The convolution UP if `transposed`, else DENSE, without bias; float32 where autocast would round to bfloat16.
 
     bfloat16 has 8 significant bits: for values in ±1 the mean error is 6.5e-4, while a trained network has a loss of
     4.7e-3. float16 has 11 and is as fast on tensor cores, but the gradients of a mean over millions of cells underflow
     in it. So the result is computed from float16 values (float32 on a CPU, where float16 is slow), and the gradients
     from bfloat16 values.
     """
-    sides = [int(side) for side in padding]
     if precise_dtype(x) is None:
-        if transposed:
-            return F.conv_transpose3d(x, weight, None, tuple(stride), tuple(sides))
-        return F.conv3d(x, weight, None, tuple(stride), tuple(sides))
+        return F.conv_transpose3d(x, weight, None, 2, 1) if transposed else F.conv3d(x, weight, None, 1, 1)
     with torch.autocast(x.device.type, enabled=False):
-        return _convolve(*coarse_and_precise(x, weight, precise), list(stride), sides, transposed)
+        return _convolve(*coarse_and_precise(x, weight, precise), transposed)
 
 
 def coarse_and_precise(
@@ -84,6 +78,10 @@ def coarse_and_precise(
     if precise is None:
         precise = x.detach().to(dtype)
     return x.to(torch.bfloat16), weight.to(torch.bfloat16), precise, weight.detach().to(dtype)
+
+
+def is_channels_last(x: torch.Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -129,33 +127,19 @@ def operator(name: str, forward: Any, backward: Any) -> Any:
     return made
 
 
+def convolution_gradients(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: Any) -> Pair:
+    """The gradients of x and weight for that of their convolution DENSE, DOWN or UP."""
+    return torch.ops.aten.convolution_backward(gradient, x, weight, None, *form, [True, True, False])[:2]
+
+
 def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    precise_x: torch.Tensor,
-    precise_weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    transposed: bool,
+    x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
-    ones, zeros = [1] * len(stride), [0] * len(stride)
-    result = torch.ops.aten.convolution(precise_x, precise_weight, None, stride, padding, ones, transposed, zeros, 1)
-    return result.float()
+    return torch.ops.aten.convolution(precise_x, precise_weight, None, *(UP if transposed else DENSE)).float()
 
 
-def _backward(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    transposed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ones, zeros = [1] * len(stride), [0] * len(stride)
-    x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
-        gradient.to(x.dtype), x, weight, None, stride, padding, ones, transposed, zeros, 1, [True, True, False]
-    )
-    return x_gradient, weight_gradient
+def _backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> Pair:
+    return convolution_gradients(gradient.to(x.dtype), x, weight, UP if transposed else DENSE)
 
 
 _convolve = operator("convolve_to_float32", _forward, _backward)

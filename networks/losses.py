@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks.fused import l1
+from networks.fused import at_least_float32, l1
 
 LOG_DENSITY_SCALE = 14.0  # density channels hold ln(density / mean) / 14
 HUBER_DELTA = 0.1  # about the mean error of the best constant
@@ -62,14 +62,16 @@ class FieldLoss(Loss, ABC):
         """The loss of each cell, in the shape of the fields."""
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        cells = self.cellwise(_precise(outputs), targets)
+        cells = self.cellwise(at_least_float32(outputs), targets)
         if self.weights is not None and self.training:
             means = cells.mean(dim=(0, 2, 3, 4)).unbind()
             loss = torch.stack([weight * mean for weight, mean in zip(self.weights, means, strict=True)]).sum()
         else:
             loss = cells.mean()
         if self.lambda_rho > 0:
-            density, target = (torch.exp(LOG_DENSITY_SCALE * field[:, 0]) for field in (_precise(outputs), targets))
+            density, target = (
+                torch.exp(LOG_DENSITY_SCALE * field[:, 0]) for field in (at_least_float32(outputs), targets)
+            )
             loss = loss + self.lambda_rho * (density - target).abs().mean()
         return loss
 
@@ -106,12 +108,7 @@ class CrossEntropyLoss(Loss):
     is_classification = True
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(_precise(outputs), targets)
-
-
-def _precise(outputs: torch.Tensor) -> torch.Tensor:
-    """At least float32: half precision would round differences by about a tenth of the loss of a trained network."""
-    return outputs if outputs.dtype == torch.float64 else outputs.float()
+        return F.cross_entropy(at_least_float32(outputs), targets)
 
 
 # --- metrics: mean over the batch, a float32 scalar ------------------------------------------------------------------

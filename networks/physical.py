@@ -50,8 +50,9 @@ class PhysicalNetwork(nn.Module):
         self.input_is_log = [channel.is_log for channel in inputs]
         self.target_is_log = [channel.is_log for channel in targets]
         for name, channels in (("input", inputs), ("target", targets)):
-            self.register_buffer(f"{name}_scale", _column([channel.scale for channel in channels]))
-            self.register_buffer(f"{name}_center", _column([channel.center for channel in channels]))
+            for number in ("scale", "center"):
+                column = torch.tensor([getattr(channel, number) for channel in channels], dtype=torch.float32)
+                self.register_buffer(f"{name}_{number}", column.view(-1, 1, 1, 1))
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         linear = _map_channels(lambda density: density.clamp(min=self.density_floor).log(), fields, self.input_is_log)
@@ -68,7 +69,3 @@ def _map_channels(
     """
     channels = zip(x.split(1, dim=1), selected, strict=True)
     return torch.cat([function(channel) if is_selected else channel for channel, is_selected in channels], dim=1)
-
-
-def _column(numbers: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1)

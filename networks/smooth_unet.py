@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks.layers import convolve_to_float32, with_bias
+from networks.layers import convolve_to_float32, is_channels_last, with_bias
 from networks.unet import UNet
 
 
@@ -28,15 +28,14 @@ class SmoothUNet(UNet):
 
 
 class InterpolatedConv3d(nn.Conv3d):
-    """A convolution whose result is interpolated to twice the cells along each axis.
+    """A convolution with stride 1 and padding 1 whose result is interpolated to twice the cells along each axis.
 
     Under bfloat16 autocast the result is float32, as that of layers.OutputConvTranspose3d.
     """
 
     def forward(self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None) -> torch.Tensor:
-        coarse = convolve_to_float32(input, self.weight, self.stride, self.padding, precise=precise)
-        last = input.is_contiguous(memory_format=torch.channels_last_3d) and not input.is_contiguous()
-        form = torch.channels_last_3d if last else torch.contiguous_format
+        coarse = convolve_to_float32(input, self.weight, precise=precise)
+        form = torch.channels_last_3d if is_channels_last(input) else torch.contiguous_format
         return with_bias(interpolate(coarse).contiguous(memory_format=form), self.bias if biased else None)
 
 

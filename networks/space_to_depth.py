@@ -28,7 +28,19 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from networks.layers import autocast_dtype, coarse_and_precise, operator, precise_dtype, with_bias
+from networks.layers import (
+    DENSE,
+    DOWN,
+    UP,
+    Pair,
+    autocast_dtype,
+    coarse_and_precise,
+    convolution_gradients,
+    is_channels_last,
+    operator,
+    precise_dtype,
+    with_bias,
+)
 
 
 class SpaceToDepthConv3d(nn.Conv3d):
@@ -84,7 +96,7 @@ WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU can load at
 def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[N, C, 2D, 2H, 2W] -> [N, 8C, D + 1, H + 1, W + 1] of `dtype`, blocks of x padded with zeros."""
     dtype = dtype or x.dtype
-    if torch.compiler.is_compiling() or not _channels_last(x):
+    if torch.compiler.is_compiling() or not is_channels_last(x):
         return _move_to_channels(F.pad(x.to(dtype), (1,) * 6))
     return _Shuffle.apply(x, dtype, True)
 
@@ -92,9 +104,9 @@ def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 def depth_to_space(blocks: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[N, 8C, D + 1, H + 1, W + 1] -> [N, C, 2D, 2H, 2W] of `dtype`, the inverse of `space_to_depth`."""
     dtype = dtype or blocks.dtype
-    if torch.compiler.is_compiling() or not _channels_last(blocks):
+    if torch.compiler.is_compiling() or not is_channels_last(blocks):
         x = blocks.unflatten(1, (2, 2, 2, -1)).permute(0, 4, 5, 1, 6, 2, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
-        form = torch.channels_last_3d if _channels_last(blocks) else torch.contiguous_format
+        form = torch.channels_last_3d if is_channels_last(blocks) else torch.contiguous_format
         return F.pad(x, (-1,) * 6).to(dtype, memory_format=form)
     return _Shuffle.apply(blocks, dtype, False)
 
@@ -159,29 +171,19 @@ def _cells(blocks: torch.Tensor) -> torch.Tensor:
 def _move_to_channels(x: torch.Tensor) -> torch.Tensor:
     """[N, C, D, H, W] -> [N, 8C, D // 2, H // 2, W // 2] in the same memory format."""
     blocks = x.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2)  # [N, C, D/2, H/2, W/2, 2, 2, 2]
-    if _channels_last(x):
+    if is_channels_last(x):
         return blocks.permute(0, 2, 3, 4, 5, 6, 7, 1).flatten(4).permute(0, 4, 1, 2, 3)
     return blocks.permute(0, 5, 6, 7, 1, 2, 3, 4).flatten(1, 4)
 
 
-def _channels_last(x: torch.Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
-
-
 # --- convolutions -----------------------------------------------------------------------------------------------------
-
-DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1  # stride, padding, dilation, transposed, output padding, groups
-DOWN = [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
-UP = [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, 1
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def dense_weight(weight: torch.Tensor) -> torch.Tensor:
     """[I, O, 4, 4, 4] of a transposed convolution -> [8O, I, 2, 2, 2] of a convolution that returns blocks."""
     # Output cell 2b + r - 1 sums weight[2a + r] times input cell b - a: a convolution with the kernel reversed.
     parts = weight.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2).flip(2, 3, 4)  # [I, O, 2, 2, 2 (a), 2, 2, 2 (r)]
-    if _channels_last(weight):
+    if is_channels_last(weight):
         memory = parts.permute(5, 6, 7, 1, 2, 3, 4, 0).reshape(-1, 8, len(weight))
         return memory.unflatten(1, (2, 2, 2)).permute(0, 4, 1, 2, 3)
     return parts.permute(5, 6, 7, 1, 0, 2, 3, 4).flatten(0, 3)
@@ -193,7 +195,7 @@ def dense_transpose(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _up_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
-    return torch.ops.aten.convolution_backward(gradient, x, weight, None, *UP, [True, True, False])[:2]
+    return convolution_gradients(gradient, x, weight, UP)
 
 
 def _down(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -213,8 +215,7 @@ def _last_forward(
 
 
 def _last_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
-    blocks = space_to_depth(gradient, x.dtype)
-    return torch.ops.aten.convolution_backward(blocks, x, weight, None, *DENSE, [True, True, False])[:2]
+    return convolution_gradients(space_to_depth(gradient, x.dtype), x, weight, DENSE)
 
 
 _conv_transpose = operator("dense_conv_transpose", dense_transpose, _up_backward)

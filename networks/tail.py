@@ -17,9 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from networks import fused
-from networks.layers import precise_dtype
+from networks.layers import DENSE, convolution_gradients, precise_dtype
 from networks.losses import L1Loss, NetworkWithLoss
-from networks.space_to_depth import DENSE, DepthToSpaceConvTranspose3d, dense_weight
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, dense_weight
 from networks.unet import UNet
 
 # Elements of a program's tile. Four elements per thread leave registers for 32 warps per multiprocessor.
@@ -74,9 +74,7 @@ class _Tail(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, gradient, bias_gradient = ctx.saved_tensors
         factor = upstream / ctx.count  # stays on the device, and may be NaN
-        x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
-            gradient, x, (weight * factor).to(x.dtype), None, *DENSE, [True, True, False]
-        )
+        x_gradient, weight_gradient = convolution_gradients(gradient, x, (weight * factor).to(x.dtype), DENSE)
         return x_gradient, None, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None
 
 

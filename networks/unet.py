@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,24 +70,25 @@ class UNet(nn.Module):
         self.scales = scales
         self.fused = fused
         self.norm = norm
-        channels = [width * min(2**scale, MAX_WIDENING) for scale in range(scales)]  # of down1, down2, …
+        # Channels of the grid at each scale: of the input, then of down1, down2, …
+        channels = [in_channels, *(width * min(2**scale, MAX_WIDENING) for scale in range(scales))]
         for scale in range(1, scales + 1):
-            before = in_channels if scale == 1 else channels[scale - 2]
-            name = f"down{scale}"
-            kind = SPACE_TO_DEPTH[name] if name in space_to_depth else Conv3d
-            self.add_module(name, kind(before, channels[scale - 1], 4, stride=2, padding=1))
-            self._add_norm(name, channels[scale - 1])
-        for scale in range(scales, 0, -1):
-            # The deepest scale has no skip connection to concatenate.
-            before = channels[scale - 1] * (1 if scale == scales else 2)
-            after = out_channels if scale == 1 else channels[scale - 2]
-            if scale == 1:
-                self.last = self._output_layer(before, after, "last" in space_to_depth)
-                continue
-            name = f"up{scale}"
-            kind = SPACE_TO_DEPTH[name] if name in space_to_depth else ConvTranspose3d
-            self.add_module(name, kind(before, after, 4, stride=2, padding=1))
-            self._add_norm(name, after)
+            self._add_layer(f"down{scale}", Conv3d, channels[scale - 1], channels[scale])
+        # The deepest scale has no skip connection to concatenate.
+        inputs = [count * (1 if scale == scales else 2) for scale, count in enumerate(channels)]
+        for scale in range(scales, 1, -1):
+            self._add_layer(f"up{scale}", ConvTranspose3d, inputs[scale], channels[scale - 1])
+        self.last = self._output_layer(inputs[1], out_channels, "last" in space_to_depth)
+
+    def _add_layer(self, name: str, kind: type[Layer], before: int, after: int) -> None:
+        kind = SPACE_TO_DEPTH[name] if name in self.space_to_depth else kind
+        self.add_module(name, kind(before, after, 4, stride=2, padding=1))
+        if self.norm != "none":
+            self.add_module(f"{name}_norm", build_norm(self.norm, after))
+
+    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> Layer:
+        kind = SPACE_TO_DEPTH["last"] if space_to_depth else OutputConvTranspose3d
+        return kind(before, after, 4, stride=2, padding=1)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         return self.output(*self.before_last(fields))
@@ -105,45 +107,32 @@ class UNet(nn.Module):
 
     def output(self, x: torch.Tensor, precise: torch.Tensor | None = None) -> torch.Tensor:
         """The network's result for `before_last`'s."""
-        layer = self._layer("last")
         if self.fused:
-            return bias_activation(layer(x, biased=False, precise=precise), _bias(layer), "tanh")
-        return torch.tanh(layer(x))
-
-    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> Layer:
-        kind = SPACE_TO_DEPTH["last"] if space_to_depth else OutputConvTranspose3d
-        return kind(before, after, 4, stride=2, padding=1)
+            return bias_activation(*self._without_bias("last", x, precise=precise), "tanh")
+        return torch.tanh(self.last(x))
 
     def _down(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The activations for the next scale, and for the skip connection."""
-        layer = self._layer(name)
         if self.fused:
-            return bias_activation_twice(layer(x, biased=False), _bias(layer), "leaky_relu")
-        x = F.leaky_relu(self._normalize(name, layer(x)), NEGATIVE_SLOPE)
+            return bias_activation_twice(*self._without_bias(name, x), "leaky_relu")
+        x = F.leaky_relu(self._normalized(name, x), NEGATIVE_SLOPE)
         return x, x
 
     def _up(
         self, name: str, x: torch.Tensor, skip: torch.Tensor, copy: torch.dtype | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The activations for the next scale, and a copy of dtype `copy` if the fused kernel can make one."""
-        layer = self._layer(name)
         if self.fused:
-            return bias_relu_cat(layer(x, biased=False), _bias(layer), skip, copy)
-        return torch.cat([F.relu(self._normalize(name, layer(x))), skip], dim=1), None
+            return bias_relu_cat(*self._without_bias(name, x), skip, copy)
+        return torch.cat([F.relu(self._normalized(name, x)), skip], dim=1), None
 
-    def _add_norm(self, name: str, channels: int) -> None:
-        if self.norm != "none":
-            self.add_module(f"{name}_norm", build_norm(self.norm, channels))
-
-    def _normalize(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def _normalized(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The convolution's result, after the norm if there is one."""
+        x = self.get_submodule(name)(x)
         return x if self.norm == "none" else self.get_submodule(f"{name}_norm")(x)
 
-    def _layer(self, name: str) -> Layer:
+    def _without_bias(self, name: str, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The convolution's result without its bias, and the bias."""
         layer = self.get_submodule(name)
-        assert isinstance(layer, (nn.Conv3d, nn.ConvTranspose3d))  # PyTorch 2.8 does not compile a union here
-        return layer
-
-
-def _bias(layer: Layer) -> torch.Tensor:
-    assert layer.bias is not None
-    return layer.bias
+        assert isinstance(layer.bias, torch.Tensor)
+        return layer(x, biased=False, **options), layer.bias

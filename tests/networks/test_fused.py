@@ -7,48 +7,27 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from devices import ON_GPU
-from torch import nn
+from fused_cases import CHANNELS_LAST, SLACK, assert_trains_like, batch, small_network, trained, values
 from torch.nn import functional as F
-from triton_interpreter import import_kernels_again, interpreted_kernels, launched_kernels
+from triton_interpreter import import_kernels_again
 
-from networks import build_loss, build_network, initialize
+from networks import build_loss
 from networks import fused as pointwise
+from networks.losses import NetworkWithLoss
 
-CHANNELS_LAST = torch.channels_last_3d
 SIZE = (3, 5, 4)  # of a sample's grid
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
     "relu": F.relu,
     "tanh": torch.tanh,
 }
-# Allowed error in addition to that of torch's operations, which may be exact by chance: half a rounding step.
-SLACK = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities
-
-
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Kernels run in Triton's interpreter, with several tiles and few programs; their names."""
-    launched = launched_kernels(monkeypatch)
-    with interpreted_kernels(monkeypatch):
-        for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 3)):
-            monkeypatch.setattr(pointwise, name, value)
-        yield launched
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels are compiled, even after tests in the interpreter; float32 without TF32."""
-    pytest.importorskip("triton")
-    import_kernels_again()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    return launched_kernels(monkeypatch)
 
 
 class Kernels(NamedTuple):
@@ -76,12 +55,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(request.getfixturevalue(place), device, size, half)
 
 
-def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> torch.Tensor:
-    """Normal values of `dtype`, in channels_last_3d memory if they have five axes."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-    return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
-
-
 def results(
     function: Callable[..., Any], inputs: list[torch.Tensor], upstream: list[torch.Tensor | None], dtype: Any = None
 ) -> list[torch.Tensor]:
@@ -89,18 +62,23 @@ def results(
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    used = [(y, g.to(dtype or g.dtype)) for y, g in zip(outputs, upstream, strict=True) if g is not None]
+    used = [(y, g.to(y.dtype)) for y, g in zip(outputs, upstream, strict=True) if g is not None]
     gradients = torch.autograd.grad([y for y, _ in used], inputs, [g for _, g in used])
     return [*(y.detach() for y in outputs), *gradients]
 
 
 def assert_as_accurate(
-    fused: list[torch.Tensor], plain: list[torch.Tensor], exact: list[torch.Tensor], dtype: torch.dtype
+    fused: list[torch.Tensor],
+    plain: Callable[..., Any],
+    inputs: list[torch.Tensor],
+    upstream: list[torch.Tensor | None],
+    dtype: torch.dtype,
 ) -> None:
-    """No fused result has a larger error than the plain one plus SLACK of the largest value."""
-    for ours, theirs, reference in zip(fused, plain, exact, strict=True):
-        error, usual = (float((result.double() - reference).abs().max()) for result in (ours, theirs))
-        assert error <= usual + SLACK[dtype] * float(reference.abs().max())
+    """No fused result has a larger error than the plain one in `dtype` plus SLACK of the largest value."""
+    usual, exact = (results(plain, inputs, upstream, kind) for kind in (dtype, torch.float64))
+    for ours, theirs, reference in zip(fused, usual, exact, strict=True):
+        error, size = (float((result.double() - reference).abs().max()) for result in (ours, theirs))
+        assert error <= size + SLACK[dtype] * float(reference.abs().max())
 
 
 def twice(activation: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -115,14 +93,6 @@ def twice(activation: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch
 
 def concatenated(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
     return torch.cat([F.relu(x + bias.view(-1, 1, 1, 1).to(x.dtype)), skip], dim=1)
-
-
-def l1_results(
-    loss: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: torch.Tensor, dtype: Any = None
-) -> list[torch.Tensor]:
-    """The loss and the gradient of the outputs, scaled as by a gradient scaler."""
-    scale = torch.tensor(1024.0, device=outputs.device)
-    return results(lambda outputs: loss(outputs, targets), [outputs], [scale], dtype)
 
 
 # --- bias and activation --------------------------------------------------------------------------------------------
@@ -154,8 +124,7 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
     assert torch.equal(fused[0], fused[1])
     assert torch.equal(x, before), "the output of the convolution must not change"
     assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
-    plain, exact = (results(twice(activation), [x, bias], [*upstream], kind) for kind in (dtype, torch.float64))
-    assert_as_accurate(fused, plain, exact, dtype)
+    assert_as_accurate(fused, twice(activation), [x, bias], [*upstream], dtype)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +202,7 @@ def test_concatenation(kernels: Kernels, channels: tuple[int, int], precision: s
     assert copies[0].is_contiguous(memory_format=CHANNELS_LAST)
     assert not copies[0].requires_grad
     assert fused[-1].data_ptr() == upstream[:, channels[0] :].data_ptr()
-    plain, exact = (results(concatenated, [x, bias, skip], [upstream], kind) for kind in (dtype, torch.float64))
-    assert_as_accurate(fused, plain, exact, dtype)
+    assert_as_accurate(fused, concatenated, [x, bias, skip], [upstream], dtype)
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
@@ -246,11 +214,12 @@ def test_l1(kernels: Kernels, channels: int, precision: str) -> None:
     outputs = values(2, channels, *kernels.size, dtype=dtype, device=kernels.device)
     targets = values(2, channels, *kernels.size, seed=1, device=kernels.device)
     targets[0] = outputs[0].float()  # no difference: the gradient is zero
-    fused, plain = (l1_results(build_loss("l1", fused=kind), outputs, targets) for kind in (True, False))
-    exact = l1_results(build_loss("l1"), outputs, targets, torch.float64)
+    scale: list[torch.Tensor | None] = [torch.tensor(1024.0, device=kernels.device)]  # as by a gradient scaler
+    losses = [functools.partial(build_loss("l1", fused=kind), targets=targets) for kind in (True, False)]
+    fused, plain = (results(loss, [outputs], scale, dtype) for loss in losses)
     assert kernels.launched == ["l1", "l1_backward"]
     assert [part.dtype for part in fused] == [torch.float32, dtype]
-    assert_as_accurate(fused, plain, exact, dtype)
+    assert_as_accurate(fused, losses[1], [outputs], scale, dtype)
     assert torch.equal(fused[1].sign(), plain[1].sign())
     assert not fused[1][0].any()
 
@@ -322,56 +291,8 @@ def test_tensors_that_differ_in_layout_dtype_or_shape_use_torch_operations(inter
 # --- the network -----------------------------------------------------------------------------------------------------
 
 
-def small_networks(
-    device: str = "cpu",
-    scales: int = 3,
-    size: int = 16,
-    form: torch.memory_format = CHANNELS_LAST,
-    **options: Any,
-) -> tuple[nn.Module, nn.Module]:
-    """A plain and a fused network with the same weights, in channels_last_3d; on a CPU, convolutions return `form`.
-
-    GPUs keep the memory format. A CPU whose oneDNN does not support float16 returns float16 channels-first.
-    """
-    networks = [
-        build_network("unet", size, in_channels=4, out_channels=5, width=8, scales=scales, fused=fused, **options)
-        for fused in (False, True)
-    ]
-    for network in networks:
-        initialize(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
-        network.to(device, memory_format=CHANNELS_LAST)
-        if device == "cpu":
-            for layer in network.children():
-                layer.register_forward_hook(lambda layer, inputs, output: output.contiguous(memory_format=form))
-    return networks[0], networks[1]
-
-
-def batch(device: str = "cpu", size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs, and targets outside the network's range, so that rounding changes no sign in the loss's gradient."""
-    inputs, targets = (values(2, c, *(size,) * 3, seed=seed, device=device) for seed, c in enumerate((4, 5)))
-    return inputs, 2 * targets.sign()
-
-
-def step(network: nn.Module, x: torch.Tensor, targets: torch.Tensor, fused: bool, dtype: Any) -> list[torch.Tensor]:
-    """Output, loss and the gradients of all parameters, under autocast if a dtype is given."""
-    network.zero_grad()
-    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-        outputs = network(x)
-        loss = build_loss("l1", fused=fused)(outputs, targets)
-    (1024 * loss).backward()
-    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-    return [outputs.detach(), loss.detach(), *gradients]
-
-
-def assert_trains_like_plain_network(
-    got: list[torch.Tensor], plain: nn.Module, x: torch.Tensor, targets: torch.Tensor, dtype: Any
-) -> None:
-    usual = step(plain, x, targets, False, dtype)
-    assert [part.dtype for part in got] == [part.dtype for part in usual]
-    exact = step(plain.double(), x.double(), targets.double(), False, None)
-    for ours, theirs, reference in zip(got, usual, exact, strict=True):
-        error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
-        assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(reference.norm())
+def with_loss(fused: bool, device: str = "cpu", **options: Any) -> NetworkWithLoss:
+    return NetworkWithLoss(small_network(device, fused=fused, **options), build_loss("l1", fused=fused))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
@@ -389,19 +310,19 @@ def test_a_fused_network_trains_like_the_plain_one(
     interpreter: list[str], dtype: torch.dtype | None, scales: int, options: dict[str, Any]
 ) -> None:
     """No kernel runs on channels-first tensors, which float16 convolutions return if oneDNN lacks float16."""
-    plain, fused = small_networks(scales=scales, size=8, **options)
+    plain, fused = (with_loss(kind, scales=scales, **options) for kind in (False, True))
     x, targets = (part.contiguous(memory_format=options.get("form", CHANNELS_LAST)) for part in batch(size=8))
-    got = step(fused, x, targets, True, dtype)
+    got = trained(fused, x, targets, dtype)
     layers = 2 * scales
     launches = ["bias_activation"] * layers + ["l1", "l1_backward"] + ["activation_backward"] * layers
     assert interpreter == ([] if "form" in options else launches)
-    assert len(got) == 2 + 2 * layers
-    assert_trains_like_plain_network(got, plain, x, targets, dtype)
+    assert len(got) == 1 + 2 * layers
+    assert_trains_like(got, plain, x, targets, dtype)
 
 
 def test_the_kernel_before_the_last_layer_also_writes_its_precise_input(interpreter: list[str]) -> None:
     """Under bfloat16 autocast, where the last layer's result is not rounded to bfloat16; see test_layers.py."""
-    network: Any = small_networks(scales=2, size=4)[1]
+    network: Any = small_network(scales=2, fused=True)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         x, precise = network.before_last(batch(size=4)[0])
         assert interpreter == ["bias_activation"] * 3
@@ -422,15 +343,15 @@ def test_the_kernel_before_the_last_layer_also_writes_its_precise_input(interpre
 def test_a_fused_network_on_a_gpu(
     on_device: list[str], device: str, dtype: torch.dtype | None, options: dict[str, Any]
 ) -> None:
-    plain, fused = small_networks(device, **options)
+    plain, fused = (with_loss(kind, device, **options) for kind in (False, True))
     x, targets = batch(device)
     torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
     try:
-        got = step(fused, x, targets, True, dtype)
+        got = trained(fused, x, targets, dtype)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert on_device == ["bias_activation"] * 6 + ["l1", "l1_backward"] + ["activation_backward"] * 6
-    assert_trains_like_plain_network(got, plain, x, targets, dtype)
+    assert_trains_like(got, plain, x, targets, dtype)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])

@@ -1,4 +1,4 @@
-"""The last layer: float32 result and bfloat16 gradients under bfloat16 autocast; layers without their bias."""
+"""The last layer: float32 result and bfloat16 gradients under bfloat16 autocast."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from devices import DEVICES
 from torch import nn
 
-from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
-from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+from networks.layers import OutputConvTranspose3d
+from networks.space_to_depth import DepthToSpaceConvTranspose3d
 
 LAST = pytest.mark.parametrize("kind", [OutputConvTranspose3d, DepthToSpaceConvTranspose3d])
 
@@ -62,17 +62,3 @@ def test_the_caller_can_provide_the_precise_input(kind: type[nn.Module]) -> None
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x, precise=x.float()), layer(x))
         assert not layer(x, biased=False, precise=torch.zeros(x.shape)).any()
-
-
-@pytest.mark.parametrize(
-    "kind", [Conv3d, ConvTranspose3d, SpaceToDepthConv3d, OutputConvTranspose3d, DepthToSpaceConvTranspose3d]
-)
-def test_a_layer_can_omit_its_bias(kind) -> None:
-    """Without autocast it equals torch's layer."""
-    layer = kind(4, 5, 4, stride=2, padding=1)
-    x = fields(1, 4, 4, 4, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x, biased=False) + layer.bias.view(-1, 1, 1, 1), layer(x))
-        plain = (nn.ConvTranspose3d if isinstance(layer, nn.ConvTranspose3d) else nn.Conv3d)(4, 5, 4, 2, 1)
-        plain.load_state_dict(layer.state_dict())
-        torch.testing.assert_close(plain(x), layer(x), rtol=1e-5, atol=1e-6)

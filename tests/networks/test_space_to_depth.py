@@ -1,4 +1,4 @@
-"""Space-to-depth convolutions equal torch's: the same parameters, outputs and gradients."""
+"""The U-Net's convolutions equal torch's: the same parameters, outputs and gradients; the copies of space-to-depth."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from devices import GpuLayouts
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
 from networks.space_to_depth import (
     DenseConvTranspose3d,
     DenseGradientConv3d,
@@ -26,6 +27,7 @@ PAIRS = [
     (nn.Conv3d, DenseGradientConv3d),
     (nn.ConvTranspose3d, DenseConvTranspose3d),
 ]
+BIAS_LATER = [(nn.Conv3d, Conv3d), (nn.ConvTranspose3d, ConvTranspose3d), (nn.ConvTranspose3d, OutputConvTranspose3d)]
 KINDS = pytest.mark.parametrize(("plain", "space_to_depth"), PAIRS, ids=lambda kind: kind.__name__)
 FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 
@@ -56,13 +58,13 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).abs().max() / expected.abs().max())
 
 
-@KINDS
+@pytest.mark.parametrize(("plain", "space_to_depth"), [*PAIRS, *BIAS_LATER], ids=lambda kind: kind.__name__)
 @FORMATS
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
 def test_parameters_outputs_and_gradients_equal_those_of_the_plain_layer(
     plain: type[Layer], space_to_depth: type[Layer], form: torch.memory_format, dtype: torch.dtype, error: float
 ) -> None:
-    """For several channels and grids, with and without bias. The memory format is that of the plain layer's result."""
+    """For several channels and grids, and biases that are added, omitted or missing. The memory format is the same."""
     shapes = [((4, 6), (8, 8, 8)), ((3, 5), (6, 4, 10)), ((1, 7), (2, 2, 2)), ((5, 1), (6, 4, 4))]
     for (channels, size), bias in itertools.product(shapes, (True, False)):
         layers = [layer.to(dtype=dtype, memory_format=form) for layer in pair(plain, space_to_depth, channels, bias)]
@@ -74,6 +76,10 @@ def test_parameters_outputs_and_gradients_equal_those_of_the_plain_layer(
         for ours, theirs in zip(got, expected, strict=True):
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
             assert relative_error(ours, theirs) < error, (channels, size, bias)
+        if bias:
+            with torch.no_grad():
+                later = layers[1](x, biased=False) + layers[1].bias.view(-1, 1, 1, 1)
+            assert relative_error(later, expected[0]) < error
 
 
 @KINDS

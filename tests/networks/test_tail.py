@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from devices import ON_GPU, GpuLayouts
+from devices import ON_GPU
+from fused_cases import assert_trains_like, batch, small_network, trained, values
 from small_steps import ALONE, differing
-from torch import nn
 from torch.nn import functional as F
-from triton_interpreter import import_kernels_again, interpreted_kernels, launched_kernels
 
 import networks
-from networks import build_loss, build_network, fused, initialize, tail
+from networks import tail
 from networks.losses import L1Loss, NetworkWithLoss
 from networks.space_to_depth import dense_weight
 from networks.tail import NetworkWithFusedTail
-from networks.unet import UNet
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.steps import build
-
-CHANNELS_LAST = torch.channels_last_3d
-
-
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Kernels run in Triton's interpreter, with several tiles per plane, each in several programs; their names."""
-    names = launched_kernels(monkeypatch)
-    with interpreted_kernels(monkeypatch):
-        monkeypatch.setattr(fused, "PROGRAMS", 8)
-        monkeypatch.setattr(tail, "TILE", 256)
-        yield names
-
-
-def values(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -60,7 +41,7 @@ def results(
 
 def operands(grid: tuple[int, int, int], channels: int, batch: int) -> tuple[torch.Tensor, ...]:
     """Input of 3 channels, weight, bias and targets of the last layer. Some outputs are close to -1 and 1."""
-    x, weight = values(batch, 3, *grid, seed=0), values(3, channels, 4, 4, 4, seed=1, scale=0.3)
+    x, weight = values(batch, 3, *grid, seed=0), 0.3 * values(3, channels, 4, 4, 4, seed=1)
     targets = values(batch, channels, *(2 * side for side in grid), seed=3)
     return x, weight, values(channels, seed=2), targets
 
@@ -125,51 +106,25 @@ def test_a_non_finite_loss_makes_all_gradients_nan(interpreter: list[str], place
 # --- the network -----------------------------------------------------------------------------------------------------
 
 
-def small_network(device: str = "cpu", **options: Any) -> UNet:
-    network = build_network("unet", 4, width=8, scales=2, space_to_depth=["down1", "last"], **options)
-    assert isinstance(network, UNet)
-    initialize(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
-    return network.to(device, memory_format=CHANNELS_LAST)
+NETWORK: dict[str, Any] = {"scales": 2, "space_to_depth": ["down1", "last"]}
 
 
-def batch(device: str = "cpu", size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs, and targets outside the network's range, so that rounding changes no sign in the loss's gradient."""
-    inputs, targets = (values(2, c, *(size,) * 3, seed=seed) for seed, c in enumerate((4, 5)))
-    return inputs.to(device), (2 * targets.sign()).to(device)
-
-
-def trained(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, bfloat16: bool) -> list[torch.Tensor]:
-    """The loss, and the gradients of all parameters."""
-    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=bfloat16):
-        loss = module(inputs, targets)
-    return [loss.detach(), *torch.autograd.grad(loss, list(module.parameters()))]
-
-
-def assert_as_accurate_as_the_plain_path(device: str) -> None:
-    network, inputs_and_targets = small_network(device, fused=True), batch(device)
-    got = trained(NetworkWithFusedTail(network, L1Loss()), *inputs_and_targets, bfloat16=True)
-    usual = trained(NetworkWithLoss(small_network(device), L1Loss()), *inputs_and_targets, bfloat16=True)
-    exact_network, doubles = small_network(device).double(), (part.double() for part in inputs_and_targets)
-    exact = trained(NetworkWithLoss(exact_network, L1Loss()), *doubles, bfloat16=False)
-    for ours, theirs, reference in zip(got, usual, exact, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
-        # Half a step of bfloat16 in addition: the plain path may be exact by chance.
-        assert error <= 1.2 * size + 4e-3 * float(reference.norm())
+def with_loss(tail: bool, device: str = "cpu") -> NetworkWithLoss:
+    return (NetworkWithFusedTail if tail else NetworkWithLoss)(small_network(device, fused=tail, **NETWORK), L1Loss())
 
 
 def test_a_network_trains_as_with_the_plain_loss(interpreter: list[str]) -> None:
-    with GpuLayouts():
-        assert_as_accurate_as_the_plain_path("cpu")
+    got = trained(with_loss(tail=True), *batch(size=4), torch.bfloat16)
     assert interpreter.count("tail_l1") == 1
     assert "l1" not in interpreter
+    assert_trains_like(got, with_loss(tail=False), *batch(size=4), torch.bfloat16)
 
 
-@pytest.mark.parametrize("bfloat16", [True, False])
-def test_without_a_gpu_loss_and_gradients_have_the_bits_of_the_plain_loss(bfloat16: bool) -> None:
-    network = small_network()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
+def test_without_a_gpu_loss_and_gradients_have_the_bits_of_the_plain_loss(dtype: torch.dtype | None) -> None:
+    network = small_network(**NETWORK)
     got, expected = (
-        trained(kind(network, build_loss("l1")), *batch(), bfloat16) for kind in (NetworkWithFusedTail, NetworkWithLoss)
+        trained(kind(network, L1Loss()), *batch(size=4), dtype) for kind in (NetworkWithFusedTail, NetworkWithLoss)
     )
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
@@ -183,17 +138,15 @@ def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
         config = Config(data_size=4, network=network, fused_tail=fused_tail, **options)
         step = build.step(config, ALONE, build.model(config))
         assert isinstance(step._trained, NetworkWithFusedTail) == fused_tail
-        losses = [float(step(*batch(), 1e-3)) for _ in range(2)]
-        states.append({**step.network.state_dict(), "loss": torch.tensor([*losses, step.evaluate(*batch())[0]])})
+        losses = [float(step(*batch(size=4), 1e-3)) for _ in range(2)]
+        states.append({**step.network.state_dict(), "loss": torch.tensor([*losses, step.evaluate(*batch(size=4))[0]])})
     assert differing(*states) == []
 
 
 def test_float32_and_float16_use_the_plain_loss(interpreter: list[str]) -> None:
     """In float16 the gradient of a mean over millions of cells underflows."""
-    module = NetworkWithFusedTail(small_network(), L1Loss())
-    module(*batch())
-    with torch.autocast("cpu", torch.float16):
-        module(*batch())
+    for dtype in (None, torch.float16):
+        trained(with_loss(tail=True), *batch(size=4), dtype)
     assert "tail_l1" not in interpreter
 
 
@@ -201,11 +154,11 @@ def test_float32_and_float16_use_the_plain_loss(interpreter: list[str]) -> None:
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-def test_a_network_on_a_gpu(device: str) -> None:
-    import_kernels_again()
+def test_a_network_on_a_gpu(on_device: list[str], device: str) -> None:
     torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
     try:
-        trained(NetworkWithFusedTail(small_network(device), L1Loss()), *batch(device), bfloat16=True)
+        got = trained(with_loss(True, device), *batch(device, 4), torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert_as_accurate_as_the_plain_path(device)
+    assert on_device.count("tail_l1") == 1
+    assert_trains_like(got, with_loss(False, device), *batch(device, 4), torch.bfloat16)

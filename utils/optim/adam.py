@@ -1,34 +1,80 @@
-"""Parts of Adam that LAMB and SOAP share."""
+"""What LAMB and SOAP have of Adam: groups of parameters, moments and directions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch.nn import Parameter
 from torch.optim.adam import adam
 
+from utils.config.sections import OptimizerConfig
 
-def is_weight(name: str, parameter: torch.Tensor) -> bool:
-    """False for biases and the parameters of normalization layers: these are no matrices, and start at 0 or 1."""
-    return parameter.ndim >= 2 and not name.endswith("bias")
+Parameters = Mapping[str, Parameter]
+LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
+State = dict[str, torch.Tensor]
+Group = Mapping[str, Any]  # of parameters, with its settings
 
 
-def weights_and_others(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The parameters, divided by `is_weight`."""
-    weights: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for name, parameter in named_parameters:
-        (weights if is_weight(name, parameter) else others).append(parameter)
-    return weights, others
+def adam_options(options: OptimizerConfig) -> dict[str, Any]:
+    """Keywords of Adam and of optimizers derived from it."""
+    first, second = options.betas
+    return {"betas": (first, second), "eps": options.eps, "weight_decay": options.weight_decay}
+
+
+class AdamByWeight(torch.optim.Optimizer, ABC):
+    """Base of optimizers that treat weights unlike other parameters, in two groups.
+
+    Parameters of fewer than two dimensions, and those whose name ends in "bias", are the others: biases and the
+    parameters of normalization layers are no matrices, and start at 0 or 1. They have no weight decay.
+
+    Updates are decided on the device: the learning rate may be a tensor there, and if `found_inf`, set by a gradient
+    scaler or by `utils.optim.optimizers.update`, is not 0, no bit changes.
+    """
+
+    IS_WEIGHTS: ClassVar[str]  # the entry of a group that is True for weights
+    # GradScaler then sets `found_inf`, as for torch's fused optimizers, without host synchronization.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
+        weights = {name: value for name, value in parameters.items() if value.ndim >= 2 and not name.endswith("bias")}
+        others = [value for name, value in parameters.items() if name not in weights]
+        groups: list[dict[str, Any]] = [
+            {"params": list(weights.values()), self.IS_WEIGHTS: True},
+            {"params": others, self.IS_WEIGHTS: False, "weight_decay": 0.0},
+        ]
+        # With "fused" torch keeps the step counts that it loads on the device.
+        super().__init__(groups, {"lr": lr, **adam_options(options), "fused": True})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(group, parameters, getattr(self, "found_inf", None))
+
+    @abstractmethod
+    def _update(self, group: Group, parameters: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Updates parameters of a group, all of which have a gradient."""
+
+    def _states(self, parameters: Sequence[torch.Tensor]) -> list[State]:
+        """The parameters' states, created where there are none."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(self._new_state(parameter))
+        return [self.state[parameter] for parameter in parameters]
+
+    def _new_state(self, parameter: torch.Tensor) -> State:
+        count = torch.zeros((), device=parameter.device, dtype=torch.float32)
+        return {"step": count, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def adam_directions(
     gradients: Sequence[torch.Tensor],
-    states: Sequence[Mapping[str, torch.Tensor]],
-    betas: tuple[float, float],
-    eps: float,
+    states: Sequence[State],
+    group: Group,
     found_inf: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Updates Adam's moments; returns m̂ / (√v̂ + ε), in one kernel. If `found_inf` is 1, changes none and returns 0."""
@@ -45,11 +91,11 @@ def adam_directions(
         fused=True,
         found_inf=found_inf,
         amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
         lr=-1.0,
         weight_decay=0.0,
-        eps=eps,
+        eps=group["eps"],
         maximize=False,
     )
     return directions

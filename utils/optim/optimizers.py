@@ -8,6 +8,7 @@ learning rate is a tensor, the optimizer must be capturable. If possible, it ski
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,11 +17,10 @@ import torch
 
 from utils.config import did_you_mean
 from utils.config.sections import OptimizerConfig
+from utils.optim.adam import LearningRate, Parameters, adam_options
 from utils.optim.lamb import Lamb
 from utils.optim.soap import Soap
 
-Parameters = dict[str, torch.nn.Parameter]
-LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
 Builder = Callable[[OptimizerConfig, Parameters, LearningRate], torch.optim.Optimizer]
 
 
@@ -90,7 +90,7 @@ def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, 
     """The size of an optimizer's state; the parameters are on torch's meta device."""
     parameters = dict(named_parameters)
     if options.name == "soap":
-        return _soap(options, parameters, 0.0).state_bytes()
+        return Soap(options, parameters, 0.0).state_bytes()
     return 2 * 4 * sum(parameter.numel() for parameter in parameters.values())  # Adam's, the most of the others
 
 
@@ -127,18 +127,14 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
-    """torch's Adam (Kingma & Ba 2015), as one fused kernel."""
-    return torch.optim.Adam(
-        parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **_adam_options(options)
-    )
-
-
-def _adamw(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
-    """torch's Adam with decoupled weight decay (Loshchilov & Hutter 2019), as one fused kernel."""
-    return torch.optim.AdamW(
-        parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **_adam_options(options)
-    )
+def _adam(
+    options: OptimizerConfig,
+    parameters: Parameters,
+    lr: LearningRate,
+    kind: type[torch.optim.Adam] = torch.optim.Adam,
+) -> torch.optim.Optimizer:
+    """torch's fused Adam (Kingma & Ba 2015), or AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
+    return kind(parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **adam_options(options))
 
 
 def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
@@ -149,7 +145,7 @@ def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRat
         from apex.optimizers import FusedAdam
     except ImportError:
         return _adam(options, parameters, lr)
-    return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **_adam_options(options))
+    return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **adam_options(options))
 
 
 def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
@@ -203,21 +199,7 @@ def _nadam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -
     on_cuda = all(parameter.is_cuda for parameter in parameters.values())
     if on_cuda:
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
-    return NAdam(parameters.values(), lr=lr, capturable=on_cuda, **_adam_options(options))
-
-
-def _lamb(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
-    return Lamb(parameters.items(), lr=lr, **_adam_options(options))
-
-
-def _soap(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Soap:
-    return Soap(parameters.items(), options, lr)
-
-
-def _adam_options(options: OptimizerConfig) -> dict[str, Any]:
-    """Keywords of Adam and of optimizers derived from it."""
-    first, second = options.betas
-    return {"betas": (first, second), "eps": options.eps, "weight_decay": options.weight_decay}
+    return NAdam(parameters.values(), lr=lr, capturable=on_cuda, **adam_options(options))
 
 
 def _is_capturable(lr: LearningRate) -> bool:
@@ -226,10 +208,10 @@ def _is_capturable(lr: LearningRate) -> bool:
 
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
-    "adamw": _adamw,
+    "adamw": functools.partial(_adam, kind=torch.optim.AdamW),
     "apex_adam": _apex_adam,
     "sgd": _sgd,
     "nadam": _nadam,
-    "lamb": _lamb,
-    "soap": _soap,
+    "lamb": Lamb,
+    "soap": Soap,
 }

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
 
 from utils.config.sections import OptimizerConfig
-from utils.optim.adam import adam_directions, weights_and_others
+from utils.optim.adam import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
 
-State = dict[str, torch.Tensor]
 Sides = tuple[int, ...]
 
 
@@ -28,11 +26,6 @@ def weight_sides(shape: Iterable[int], merge_dims: str) -> Sides:
     kept = {"none": None, "kernel": 2, "rest": 1}[merge_dims]
     sizes = list(shape)
     return tuple(sizes) if kept is None or len(sizes) <= kept else (*sizes[:kept], math.prod(sizes[kept:]))
-
-
-def sides_with_basis(sides: Sides, max_dim: int) -> list[int]:
-    """Numbers of the sides that have an eigenbasis."""
-    return [number for number, size in enumerate(sides) if 1 < size <= max_dim]
 
 
 def owners(costs: Sequence[float], ranks: int) -> list[int]:
@@ -49,7 +42,7 @@ def is_recorded() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-class Soap(torch.optim.Optimizer):
+class Soap(AdamByWeight):
     """Adam whose moments are kept in an orthonormal basis B_i for each side i of a weight.
 
     S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately the eigenvectors
@@ -58,38 +51,26 @@ class Soap(torch.optim.Optimizer):
     back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of
     normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
-    Updates are decided on the device: if `found_inf`, set by a gradient scaler or by `utils.optim.optimizers.update`,
-    is 1, no bit changes. The learning rate may be a tensor there. The bases are renewed outside of CUDA graphs. For
-    that the host reads the number of updates made, skipped ones excluded, every `precondition_frequency` steps. Each
-    rank follows the statistics of some bases, renews these, and receives the others. On a GPU, matrix products are in
-    TF32 if `tf32` is set and the process allows it, else in float32.
+    The bases are renewed outside of CUDA graphs. For that the host reads the number of updates made, skipped ones
+    excluded, every `precondition_frequency` steps. Each rank follows the statistics of some bases, renews these, and
+    receives the others. On a GPU, matrix products are in TF32 if `tf32` is set and the process allows it, else in
+    float32.
     """
 
-    # GradScaler then sets `found_inf`, as for torch's fused optimizers, without host synchronization.
-    _step_supports_amp_scaling = True
+    IS_WEIGHTS = "matrices"
 
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, Parameter]],
-        options: OptimizerConfig,
-        lr: float | torch.Tensor,
-    ) -> None:
-        weights, others = weights_and_others(named_parameters)
-        groups: list[dict[str, Any]] = [
-            {"params": weights, "matrices": True},
-            {"params": others, "matrices": False, "weight_decay": 0.0},
-        ]
-        adam = {"lr": lr, "betas": tuple(options.betas), "eps": options.eps}
-        # With "fused" torch keeps the step counts that it loads on the device.
-        super().__init__(groups, {"weight_decay": options.weight_decay, "fused": True, **adam})
+    def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
+        super().__init__(options, parameters, lr)
         self._frequency, self._tf32 = options.precondition_frequency, options.tf32
+        weights = self.param_groups[0]["params"]
         self._sides = {weight: weight_sides(weight.shape, options.merge_dims) for weight in weights}
-        self._bases = {
-            weight: sides_with_basis(self._sides[weight], options.max_precondition_dim) for weight in weights
+        # The rank that renews each basis, by the number of its side.
+        self._owners: dict[torch.Tensor, dict[int, int]] = {
+            weight: {number: 0 for number, size in enumerate(sides) if 1 < size <= options.max_precondition_dim}
+            for weight, sides in self._sides.items()
         }
-        self.share(0, 1)
+        self._rank, self._ranks = 0, 1
         self._made = 0  # updates, when the host last read their number
-        self._calls = 0  # since then
         self._wait = 1  # calls after which the bases may have to be renewed
 
     # --- the algorithm ---
@@ -97,40 +78,36 @@ class Soap(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         with self._precision():
-            for group in self.param_groups:
-                parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-                if parameters:
-                    self._update(group, parameters)
+            super().step()
         # What cannot be recorded in a CUDA graph is done after each of its replays.
         if not is_recorded():
             self.renew()
 
-    def _update(self, group: Mapping[str, Any], parameters: list[Parameter]) -> None:
-        states = [self._state(parameter, group["matrices"]) for parameter in parameters]
+    def _update(self, group: Group, parameters: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        states = self._states(parameters)
         counts = [state["step"] for state in states]
-        found_inf = getattr(self, "found_inf", None)
         skip = torch.zeros_like(counts[0]) if found_inf is None else found_inf
         idle = torch.maximum(skip, (counts[0] == 0).to(skip.dtype))  # the first update only starts the statistics
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if group["matrices"]:
             gradients = [gradient.reshape(-1) for gradient in gradients]
         sides = [self._sides.get(parameter, ()) for parameter in parameters]
-        bases = [_by_side(state, "basis") for state in states]
+        bases = [self._matrices(parameter, "basis") for parameter in parameters]
         rotated = list(map(rotate, gradients, sides, bases))
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
-        directions = adam_directions(rotated, moments, group["betas"], group["eps"], idle)
+        directions = adam_directions(rotated, moments, group, idle)
         inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
         _descend(group, parameters, list(map(rotate, directions, sides, inverse)), idle)
         if group["matrices"]:
-            mine = [self._mine(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
+            mine = [self._matrices(parameter, "statistics", self._rank) for parameter in parameters]
             _update_statistics(mine, gradients, sides, 1 - group["betas"][1], skip)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
     @torch.no_grad()
     def renew(self) -> None:
         """Renews the bases if it is time to: completes a step with what a CUDA graph cannot hold."""
-        self._calls += 1
-        if self._calls < self._wait:
+        self._wait -= 1
+        if self._wait > 0:
             return
         before = self._made
         self._read_updates()
@@ -141,12 +118,12 @@ class Soap(torch.optim.Optimizer):
     def _read_updates(self) -> None:
         """Reads the number of updates from the device."""
         weights = self._weights()
-        self._made, self._calls = int(weights[0][1]["step"]) if weights else 0, 0
+        self._made = int(weights[0][1]["step"]) if weights else 0
         self._wait = self._frequency - (self._made - 1) % self._frequency if self._made else 1
 
     def _renew_bases(self) -> None:
         weights = self._weights()
-        renewed: dict[Parameter, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        renewed: dict[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for weight, state in weights:
             renewed[weight] = {}
             for number, owner in self._owners[weight].items():
@@ -179,16 +156,10 @@ class Soap(torch.optim.Optimizer):
     def share(self, rank: int, ranks: int) -> None:
         """Divides the bases among ranks that train together. Every rank calls it before the first step."""
         self._rank, self._ranks = rank, ranks
-        pieces = [(weight, number) for weight, numbers in self._bases.items() for number in numbers]
+        pieces = [(weight, number) for weight, numbers in self._owners.items() for number in numbers]
         costs = [self._sides[weight][number] ** 3 for weight, number in pieces]
-        self._owners: dict[Parameter, dict[int, int]] = {weight: {} for weight in self._bases}
         for (weight, number), owner in zip(pieces, owners(costs, ranks), strict=True):
             self._owners[weight][number] = owner
-
-    def _mine(self, weight: Parameter, state: State) -> dict[int, torch.Tensor]:
-        """The statistics that this rank keeps, by the number of their side."""
-        numbers = [number for number, owner in self._owners[weight].items() if owner == self._rank]
-        return {number: state[f"statistics_{number}"] for number in numbers}
 
     def _broadcast(self, owner: int, *tensors: torch.Tensor) -> None:
         """Overwrites the tensors with their owner's. Every rank calls it."""
@@ -202,7 +173,7 @@ class Soap(torch.optim.Optimizer):
         """ValueError if the saved run viewed the weights as other matrices."""
         super().load_state_dict(state_dict)
         for weight, state in self._weights():
-            expected = {name: value.shape for name, value in self._new_state(weight, True).items()}
+            expected = {name: value.shape for name, value in self._new_state(weight).items()}
             if expected != {name: value.shape for name, value in state.items()}:
                 names = "optimizer.merge_dims or optimizer.max_precondition_dim"
                 raise ValueError(f"its {names} is not this run's (see its config.yaml)")
@@ -216,39 +187,27 @@ class Soap(torch.optim.Optimizer):
 
     def state_bytes(self) -> int:
         """The size of the state, for parameters on torch's meta device."""
-        return sum(
-            value.nbytes
-            for group in self.param_groups
-            for parameter in group["params"]
-            for value in self._new_state(parameter, group["matrices"]).values()
-        )
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return sum(value.nbytes for parameter in parameters for value in self._new_state(parameter).values())
 
-    def _state(self, parameter: Parameter, matrix: bool) -> State:
-        """The parameter's state, created if there is none."""
-        state = self.state[parameter]
-        if not state:
-            state.update(self._new_state(parameter, matrix))
-        return state
-
-    def _new_state(self, parameter: Parameter, matrix: bool) -> State:
-        state = {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
-        if not matrix:
-            return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        # Moments have one dimension, because they follow the order of the sides in every memory format.
-        state |= {name: parameter.new_zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
-        for number in self._bases[parameter]:
+    def _new_state(self, parameter: torch.Tensor) -> State:
+        state = super()._new_state(parameter)
+        if parameter in self._sides:
+            # Moments have one dimension, because they follow the order of the sides in every memory format.
+            state |= {name: parameter.new_zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+        for number in self._owners.get(parameter, ()):
             size = self._sides[parameter][number]
             state |= {f"{name}_{number}": parameter.new_zeros(size, size) for name in ("statistics", "basis")}
         return state
 
-    def _weights(self) -> list[tuple[Parameter, State]]:
+    def _weights(self) -> list[tuple[torch.Tensor, State]]:
         """All weights that have been updated, with their states."""
-        return [(weight, self.state[weight]) for weight in self._bases if self.state.get(weight)]
+        return [(weight, self.state[weight]) for weight in self._sides if self.state.get(weight)]
 
-
-def _by_side(state: State, name: str) -> dict[int, torch.Tensor]:
-    """The matrices of this name by the number of their side."""
-    return {int(key.rpartition("_")[2]): value for key, value in state.items() if key.startswith(f"{name}_")}
+    def _matrices(self, parameter: torch.Tensor, name: str, owner: int | None = None) -> dict[int, torch.Tensor]:
+        """The parameter's matrices of this name by the number of their side; only those of `owner`, if given."""
+        owners = self._owners.get(parameter, {}).items()
+        return {number: self.state[parameter][f"{name}_{number}"] for number, own in owners if owner in (None, own)}
 
 
 # --- the steps of an update ------------------------------------------------------------------------------------------
@@ -265,11 +224,8 @@ def rotate(flat: torch.Tensor, sides: Sides, bases: Mapping[int, torch.Tensor]) 
     return flat
 
 
-def _descend(
-    group: Mapping[str, Any], parameters: Sequence[torch.Tensor], directions: list[torch.Tensor], skip: torch.Tensor
-) -> None:
+def _descend(group: Group, weights: list[torch.Tensor], directions: list[torch.Tensor], skip: torch.Tensor) -> None:
     """x ← x − lr · (direction + λ x); overwrites the directions. Changes no bit if `skip` is 1."""
-    weights = list(parameters)
     steps = [_laid_out(direction, weight) for direction, weight in zip(directions, weights, strict=True)]
     if group["weight_decay"]:
         torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
@@ -290,11 +246,12 @@ def _update_statistics(
     weight: float,
     skip: torch.Tensor,
 ) -> None:
-    old: list[torch.Tensor] = []
-    products: list[torch.Tensor] = []
-    for matrices, gradient, sizes in zip(statistics, gradients, sides, strict=True):
-        old += matrices.values()
-        products += [outer_product(gradient, sizes, number) for number in matrices]
+    old = [matrix for matrices in statistics for matrix in matrices.values()]
+    products = [
+        outer_product(gradient, sizes, number)
+        for matrices, gradient, sizes in zip(statistics, gradients, sides, strict=True)
+        for number in matrices
+    ]
     if old:
         for before, after in zip(old, torch._foreach_lerp(old, products, weight), strict=True):
             torch.where(skip > 0, before, after, out=before)
