@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -102,7 +103,7 @@ class Plain:
 LauncherFactory = Callable[[list[str], Path], Plain]  # of flags and log
 
 
-class _Command(Plain):
+class _Command(Plain, ABC):
     """Starts of a training run by the command of a launcher."""
 
     def __init__(
@@ -129,9 +130,9 @@ class _Command(Plain):
     def _is_active(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @abstractmethod
     def _find_ranks(self) -> dict[int, int]:
         """Rank -> process id of the ranks that run."""
-        raise NotImplementedError
 
     def running(self) -> dict[int | str, int]:
         ranks = self._find_ranks()

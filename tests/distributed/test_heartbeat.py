@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from log_lines import messages
 from processes import GENEROUS, context, free_port, rank_variables, wait_until
 
-from utils import errors
+from utils import errors as user_errors
 from utils.config.sections import TimeoutsConfig
 from utils.distributed import flight_recorder
 from utils.distributed import heartbeat as heartbeats
@@ -150,61 +150,28 @@ def reduce_but(world: World, exception: int, act: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def signal_myself(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
 def fail(error: BaseException) -> None:
     raise error
 
 
-def rank_2_is_killed(world: World, folder: Path) -> None:
-    reduce_but(world, 2, lambda: signal_myself(signal.SIGKILL))
-
-
-def rank_0_is_killed(world: World, folder: Path) -> None:
-    reduce_but(world, 0, lambda: signal_myself(signal.SIGKILL))
-
-
-def rank_1_raises(world: World, folder: Path) -> None:
-    reduce_but(world, 1, lambda: fail(RuntimeError("wrong\nin two lines")))
-
-
-def rank_1_has_a_local_error(world: World, folder: Path) -> None:
-    reduce_but(world, 1, lambda: fail(LocalError("no device memory left")))
-
-
-def all_have_the_same_error(world: World, folder: Path) -> None:
-    errors.GRACE_SECONDS = 1.0
-    fail(UserError("the loss is nan"))
-
-
-def rank_1_hangs(world: World, folder: Path) -> None:
-    reduce_but(world, 1, lambda: time.sleep(GENEROUS))
-
-
-def rank_0_is_suspended(world: World, folder: Path) -> None:
-    reduce_but(world, 0, lambda: signal_myself(signal.SIGSTOP))
-
-
-def rank_1_is_suspended(world: World, folder: Path) -> None:
-    reduce_but(world, 1, lambda: signal_myself(signal.SIGSTOP))
-
-
-def rank_0_hangs_in_its_end_phase(world: World, folder: Path) -> None:
-    """All ranks waited without end."""
-    world.heartbeat.progress("end", 17)
-    if world.is_root:
+def hang(phase: Phase, step: int, world: World, exception: int = 0) -> None:
+    """The exception hangs in this phase, and the others wait for it."""
+    world.heartbeat.progress(phase, step)
+    if world.rank == exception:
         time.sleep(GENEROUS)
     world.barrier()
 
 
-def single_rank_hangs(world: World, folder: Path) -> None:
-    world.heartbeat.progress("data", 3)
-    time.sleep(GENEROUS)
+def all_have_the_same_error(world: World) -> None:
+    user_errors.GRACE_SECONDS = 1.0
+    fail(UserError("the loss is nan"))
 
 
-def rank_2_ends_after_rank_0(world: World, folder: Path) -> None:
+def rank_1_hangs(world: World) -> None:
+    reduce_but(world, 1, lambda: time.sleep(GENEROUS))
+
+
+def rank_2_ends_after_rank_0(world: World) -> None:
     """Rank 0 waits for the last rank, but not forever."""
     heartbeats.LEAVING_SECONDS = 5.0
     pids = world.gather_json(os.getpid())
@@ -214,13 +181,13 @@ def rank_2_ends_after_rank_0(world: World, folder: Path) -> None:
         time.sleep(3 * heartbeats.TICK)  # in which an alarm would stop it
 
 
-def all_are_suspended_for_a_while(world: World, folder: Path) -> None:
+def all_are_suspended_for_a_while(world: World) -> None:
     """As by `scontrol suspend`; then they continue for some time, in which an alarm would stop them."""
-    resumed, end = folder / "resumed", 0.0
+    folder, end = world.heartbeat.folder, 0.0
     going = torch.ones(1)
     while going:
         world.heartbeat.progress("step", 1)
-        if not end and resumed.exists():
+        if not end and (folder / "resumed").exists():
             end = time.monotonic() + 6 * heartbeats.TICK
         going.fill_(not end or time.monotonic() < end)
         dist.all_reduce(going, op=dist.ReduceOp.MAX)
@@ -242,7 +209,7 @@ def rank_main(name: str, rank: int, size: int, port: int, hang: float, folder: P
     def main() -> None:
         with one_line_errors(), connect("cpu", timeouts) as world:
             world.heartbeat.folder = folder
-            globals()[name](world, folder)
+            SCENARIOS[name].act(world)
 
     run_script(main)
 
@@ -280,35 +247,67 @@ class Scenario:
         return codes, re.sub(r"\[Gloo\] Rank .*\n", "", (self.folder / "output").read_text())
 
 
-GONE = r"rank {} \(host .*\) {}, last seen at step \d+ \({}\): killed, suspended, or its machine gone\? .* 76"
+GONE = r"rank {} \(host .*\) {}, last seen at step \d+ \(\w+\): killed, suspended, or its machine gone\? .* 76"
 SILENT = r"sends no heartbeat for \d+ s"
 NO_ANSWER = r"does not answer for \d+ s"
 STACKS = r"(?s)(rank \d \(host .*?\):\n.*?in .*?\n){{{}}}"
 TRACEBACK = r"(?s)Traceback(?!.*Traceback).*"
 STORE_WARNINGS = r"(?s)(\[.*)?"  # PyTorch's, of a rank that uses the store while rank 0 dies
-# Scenario -> exit codes, the line without its "error: ", all other output
-EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
+
+
+class Expected(NamedTuple):
+    """A scenario: what its ranks do, their exit codes, the line without its "error: ", and all other output."""
+
+    act: Callable[[World], None]
+    codes: list[int | None]
+    line: str = ""
+    rest: str = ""
+
+
+def signals(rank: int, number: int) -> Callable[[World], None]:
+    return lambda world: reduce_but(world, rank, lambda: os.kill(os.getpid(), number))
+
+
+def fails(error: Exception) -> Callable[[World], None]:
+    return lambda world: reduce_but(world, 1, lambda: fail(error))
+
+
+SCENARIOS = {
     # Those that take until a time limit first: they run at the same time.
-    "rank_0_is_suspended": ([None, 76, 76], GONE.format(0, NO_ANSWER, r"\w+"), ""),
-    "rank_1_is_suspended": ([76, None, 76], GONE.format(1, SILENT, r"\w+"), ""),
-    "rank_0_hangs_in_its_end_phase": (
+    "rank_0_is_suspended": Expected(signals(0, signal.SIGSTOP), [None, 76, 76], GONE.format(0, NO_ANSWER)),
+    "rank_1_is_suspended": Expected(signals(1, signal.SIGSTOP), [76, None, 76], GONE.format(1, SILENT)),
+    "rank_0_hangs_in_its_end_phase": Expected(  # all ranks waited without end
+        lambda world: hang("end", 17, world),
         [76, 76, 76],
         r"rank 0 .* hangs at step 17 \(end\) for 10 s; the others wait for it; .*",
         STACKS.format(3),
     ),
-    "rank_1_hangs": (
+    "rank_1_hangs": Expected(
+        rank_1_hangs,
         [76, 76, 76],
         r"rank 1 .* hangs at step 17 \(data\) for 10 s; the others wait for it; .*",
         STACKS.format(3),
     ),
-    "single_rank_hangs": ([76], r"rank 0 .* hangs at step 3 \(data\) for 10 s; exit code 76, .*", STACKS.format(1)),
-    "rank_2_is_killed": ([76, 76, -9], GONE.format(2, SILENT, r"\w+"), ""),
-    "rank_0_is_killed": ([-9, 76, 76], GONE.format(0, "has ended", r"\w+"), STORE_WARNINGS),
-    "rank_1_raises": ([1, 1, 1], r"rank 1 \(host .*\) failed at step 17 \(data\): RuntimeError: wrong; .*", TRACEBACK),
-    "rank_1_has_a_local_error": ([2, 2, 2], "no device memory left", ""),
-    "all_have_the_same_error": ([2, 2, 2], "the loss is nan", ""),
-    "rank_2_ends_after_rank_0": ([0, 0, 0], "", ""),
+    "single_rank_hangs": Expected(
+        lambda world: hang("data", 3, world),
+        [76],
+        r"rank 0 .* hangs at step 3 \(data\) for 10 s; exit code 76, .*",
+        STACKS.format(1),
+    ),
+    "rank_2_is_killed": Expected(signals(2, signal.SIGKILL), [76, 76, -9], GONE.format(2, SILENT)),
+    "rank_0_is_killed": Expected(signals(0, signal.SIGKILL), [-9, 76, 76], GONE.format(0, "has ended"), STORE_WARNINGS),
+    "rank_1_raises": Expected(
+        fails(RuntimeError("wrong\nin two lines")),
+        [1, 1, 1],
+        r"rank 1 \(host .*\) failed at step 17 \(data\): RuntimeError: wrong; .*",
+        TRACEBACK,
+    ),
+    "rank_1_has_a_local_error": Expected(fails(LocalError("no memory left")), [2, 2, 2], "no memory left"),
+    "all_have_the_same_error": Expected(all_have_the_same_error, [2, 2, 2], "the loss is nan"),
+    "rank_2_ends_after_rank_0": Expected(rank_2_ends_after_rank_0, [0, 0, 0]),
+    "all_are_suspended_for_a_while": Expected(all_are_suspended_for_a_while, [0, 0, 0]),
 }
+TOGETHER = list(SCENARIOS)[:-1]  # the last one needs signals from its test
 AT_A_TIME = 8  # they mostly sleep
 
 Ends = dict[str, tuple[list[int | None], str, Path]]
@@ -317,17 +316,17 @@ Ends = dict[str, tuple[list[int | None], str, Path]]
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     """Name of a scenario -> exit codes, output and folder of its ranks."""
-    names, found = list(EXPECTED), {}
-    for start in range(0, len(names), AT_A_TIME):
-        running = [Scenario(name, tmp_path_factory.mktemp(name)) for name in names[start : start + AT_A_TIME]]
+    found: Ends = {}
+    for start in range(0, len(TOGETHER), AT_A_TIME):
+        running = [Scenario(name, tmp_path_factory.mktemp(name)) for name in TOGETHER[start : start + AT_A_TIME]]
         found.update({scenario.name: (*scenario.end(), scenario.folder) for scenario in running})
     return found
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_all_ranks_stop_and_one_line_names_the_cause(ends: Ends, name: str) -> None:
     codes, output, _ = ends[name]
-    expected, line, rest = EXPECTED[name]
+    _, expected, line, rest = SCENARIOS[name]
     assert codes == expected, output
     lines = output.splitlines(keepends=True)
     errors = [line for line in lines if line.startswith("error: ")]

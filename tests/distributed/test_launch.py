@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, rank_variables, run
+from processes import GENEROUS, TOP, rank_variables
 
 from utils.distributed.launch import Launch, read_launch
 from utils.errors import LocalError, UserError, launched_rank, one_line_errors
@@ -57,6 +57,11 @@ BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in
             Launch("slurm", 5, 1, 8, "elsewhere", 1234),
         ),
         ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, Launch("slurm", 5, 1, 8, "127.0.0.1", STEP_PORT)),
+        # Slurm's reserved steps, by number or name.
+        *(
+            ({**SLURM_STEP, "SLURM_STEP_ID": step}, Launch("slurm", 5, 1, 8, "nid000003", port))
+            for step, port in (("4294967290", 15000 + (3003 * 7 + 4294967290 * 1009) % 15000), ("interactive", 21021))
+        ),
         # `srun --mpi=cray_shasta` and `--mpi=pmi2` set variables of MPI as well, the latter without local ranks.
         ({**SLURM_STEP, **CRAY}, Launch("slurm", 5, 1, 8, "nid000003", STEP_PORT)),
         ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, Launch("single process")),
@@ -158,11 +163,6 @@ def test_an_incomplete_or_inconsistent_environment_is_rejected(
         read_launch(environment)
 
 
-@pytest.mark.parametrize("step", ["4294967290", "interactive"])
-def test_any_step_has_a_port(step: str) -> None:
-    assert 15000 <= read_launch({**SLURM_STEP, "SLURM_STEP_ID": step}).master_port < 30000
-
-
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -213,29 +213,21 @@ run_script(main)
 
 
 @pytest.mark.parametrize(
-    ("ending", "expected"),
+    ("ranks", "ending", "code", "output", "error"),
     [
-        ("sys.exit('a reason')", (1, "", "a reason\n")),
-        ("print('lost', end=''); raise ValueError('broken')", (1, "lost", "ValueError: broken\n")),
+        (1, "print('done', end=''); sys.exit(75)", 75, "done shut down", ""),
+        (2, "print('done', end=''); sys.exit(75)", 75, "done", ""),
+        (2, "sys.exit('a reason')", 1, "", "a reason\n"),
+        (2, "print('lost', end=''); raise ValueError('broken')", 1, "lost", "ValueError: broken\n"),
     ],
 )
-def test_one_of_several_ranks_exits_with_its_code_and_all_its_output(
-    tmp_path: Path, ending: str, expected: tuple[int, str, str]
+def test_one_of_several_ranks_skips_the_interpreters_shutdown_but_loses_no_output(
+    ranks: int, ending: str, code: int, output: str, error: str
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDING.format(ending))
-    variables = {**os.environ, **rank_variables(1, 2, 1234)}
-    code, output, error = run([script], tmp_path / "rank", environment=variables)
-    assert (code, output) == expected[:2]
-    assert error.endswith(expected[2])
-    assert bool(error) is bool(expected[2])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_of_several_ranks_skips_the_interpreters_shutdown(ranks: int) -> None:
-    """A thread of the process group may abort the process there."""
+    """A thread of the process group may abort the process in the shutdown."""
     environment = {**os.environ, **rank_variables(ranks - 1, ranks, 1234), "PYTHONPATH": str(TOP)}
-    command = [sys.executable, "-c", ENDING.format("print('done', end=''); sys.exit(75)")]
+    command = [sys.executable, "-c", ENDING.format(ending)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=GENEROUS)
-    assert (done.returncode, done.stderr) == (75, "")
-    assert done.stdout == "done" + (" shut down" if ranks == 1 else "")
+    assert (done.returncode, done.stdout) == (code, output)
+    assert done.stderr.endswith(error)
+    assert bool(done.stderr) is bool(error)

@@ -21,7 +21,7 @@ from processes import GENEROUS, Program, free_port, is_free, rank_variables, run
 from utils.distributed import rendezvous
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
-from utils.distributed.rendezvous import find_refusal, identify, meet
+from utils.distributed.rendezvous import identify, meet
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 
@@ -284,36 +284,40 @@ def test_the_local_rank_chooses_among_the_visible_devices(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("devices", "refusal"),
+    ("devices", "expected"),
     [
-        (["cpu", "cpu", "cpu"], ""),
-        (["GPU 0", "GPU 1", "GPU 0"], ""),
+        (["cpu", "cpu", "cpu"], "separate devices"),
+        (["GPU 0", "GPU 1"], "separate devices"),
+        (["GPU 0", "GPU 1", "GPU 0"], "shared GPUs"),
         (["GPU 0", None, "GPU 2"], "rank 1: no device"),
         ([None, None], "no device"),
-        (["GPU 0", "GPU 1", "cpu"], "rank 2 finds no CUDA device, but rank 0 does; use --set device=cpu, or exclude "),
+        (
+            ["GPU 0", "GPU 1", "cpu"],
+            "rank 2 finds no CUDA device, but rank 0 does; use --set device=cpu, or exclude the node of rank 2",
+        ),
     ],
 )
-def test_ranks_whose_devices_differ_in_kind_are_refused(devices: list[str | None], refusal: str) -> None:
-    """With 'auto' a rank without a GPU would otherwise wait for the others in another backend, forever."""
-    calls = [{"difference": "", "error": "" if device else "no device", "device": device or ""} for device in devices]
-    found = find_refusal(calls)
-    assert found.startswith(refusal)
-    assert bool(found) == bool(refusal)
-
-
-@pytest.mark.parametrize(
-    ("devices", "shared"), [(["cpu", "cpu"], False), (["GPU 0", "GPU 1"], False), (["GPU 0", "GPU 0"], True)]
-)
-def test_all_ranks_know_whether_any_share_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, port: int, devices: list[str], shared: bool
+def test_all_ranks_know_whether_their_devices_fit(
+    monkeypatch: pytest.MonkeyPatch, port: int, devices: list[str | None], expected: str
 ) -> None:
-    """NCCL refuses two ranks on one GPU; several ranks on one CPU are normal."""
-    monkeypatch.setattr(rendezvous, "choose_device", lambda name, local_rank: torch.device("cuda", local_rank))
+    """NCCL refuses two ranks on one GPU. A rank without a GPU would wait for the others in another backend, forever."""
+
+    def choose(name: str, local_rank: int) -> torch.device:
+        if devices[local_rank] is None:
+            raise UserError("no device")
+        return torch.device("cuda", local_rank)
+
+    monkeypatch.setattr(rendezvous, "choose_device", choose)
     monkeypatch.setattr(rendezvous, "device_identity", lambda device: devices[device.index])
-    found: dict[int, bool] = {}
+    monkeypatch.setattr(rendezvous, "REFUSAL_SECONDS", 0.0)  # the store is not that of rank 0
+    size, found = len(devices), dict[int, str]()
 
     def rank(number: int) -> None:
-        found[number] = meet(client(port), "auto", Launch("test", number, number, 2), GENEROUS, {}).shared
+        try:
+            meeting = meet(client(port), "auto", Launch("test", number, number, size), GENEROUS, {})
+            found[number] = "shared GPUs" if meeting.shared else "separate devices"
+        except UserError as error:
+            found[number] = str(error)
 
-    run_threads(rank, 2)
-    assert found == {0: shared, 1: shared}
+    run_threads(rank, size)
+    assert found == dict.fromkeys(range(size), expected)

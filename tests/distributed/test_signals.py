@@ -6,26 +6,14 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from processes import (
-    GENEROUS,
-    TOP,
-    Program,
-    free_port,
-    has_ended,
-    rank_variables,
-    ranks_of_torchrun,
-    run_ranks,
-    wait_until,
-)
+from processes import Program, free_port, has_ended, rank_variables, ranks_of_torchrun, run_ranks, wait_until
 
 from utils.distributed import signals as signals_module
 from utils.distributed.launch import Launch
@@ -36,11 +24,12 @@ from utils.training.checkpoint import FOLDER
 
 LONG = "--num_epochs=100000"  # runs until a signal stops it
 EPOCHS = 40  # one or two seconds
-# A signal within a second after the first one is the same signal; a busy machine may need longer.
+# A signal within a second after the first one is the same signal, and an interrupted program may take 15 s to exit; a
+# busy machine may need longer.
 PATIENT = """
 from utils.distributed import signals
 from utils.distributed.launch import run_script
-signals.SAME_SIGNAL_SECONDS = 1e6
+signals.SAME_SIGNAL_SECONDS = signals.INTERRUPT_SECONDS = 1e6
 import train
 run_script(train.main)
 """
@@ -58,6 +47,16 @@ def flags(tmp_path: Path, data_flags: list[str]) -> list[str]:
 def train(start: Start, flags: list[str]) -> Start:
     """train(more flags) -> Program"""
     return lambda *more: start(["train.py", *flags, *more])
+
+
+@pytest.fixture
+def patient(start: Start, flags: list[str], tmp_path: Path) -> Program:
+    """A long training run in its second epoch, without the time limits of signals."""
+    script = tmp_path / "patient.py"
+    script.write_text(PATIENT)
+    program = start([str(script), *flags, LONG])
+    program.wait_for("epoch 2/")
+    return program
 
 
 @pytest.fixture
@@ -206,18 +205,14 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_weights(train: Star
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_repeated_signals_still_save(start: Start, flags: list[str], tmp_path: Path) -> None:
+def test_repeated_signals_still_save(patient: Program, tmp_path: Path) -> None:
     """Slurm and torchrun both pass a signal on, a preemption follows a warning; also while the run exits."""
-    script = tmp_path / "patient.py"
-    script.write_text(PATIENT)
-    program = start([str(script), *flags, LONG])
-    program.wait_for("epoch 2/")
-    while program.process.exitcode is None:
-        program.signal(signal.SIGUSR1)
-        program.signal(signal.SIGTERM)
+    while patient.process.exitcode is None:
+        patient.signal(signal.SIGUSR1)
+        patient.signal(signal.SIGTERM)
         time.sleep(0.02)
-    assert program.end().returncode == 75, program.text
-    saved_at_the_stop(program.text, checkpoints(tmp_path))
+    assert patient.end().returncode == 75, patient.text
+    saved_at_the_stop(patient.text, checkpoints(tmp_path))
 
 
 @pytest.mark.slow
@@ -256,13 +251,11 @@ def test_ctrl_c_ends_a_program_that_blocks_during_its_exit(start: Start, tmp_pat
     assert program.text == "interrupted\n"
 
 
-def test_ctrl_c_ends_a_training_without_saving(train: Start, tmp_path: Path) -> None:
-    program = train(LONG)
-    program.wait_for("epoch 2/")
-    program.signal(signal.SIGINT)
-    assert program.end().returncode == 130
-    assert "\ninterrupted; the last checkpoint is kept, and the same command continues from it" in program.text
-    assert "Stopping" not in program.text
+def test_ctrl_c_ends_a_training_without_saving(patient: Program, tmp_path: Path) -> None:
+    patient.signal(signal.SIGINT)
+    assert patient.end().returncode == 130
+    assert "\ninterrupted; the last checkpoint is kept, and the same command continues from it" in patient.text
+    assert "Stopping" not in patient.text
     all_are_complete(checkpoints(tmp_path))
 
 
@@ -307,60 +300,33 @@ def test_the_same_signal_again_ends_a_rank_that_waits_for_another(two_ranks: lis
 # --- torchrun --------------------------------------------------------------------------------------------------------
 
 
-class Torchrun:
-    """torchrun with two ranks of train.py."""
-
-    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
-        self.output = folder / "torchrun.out"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, "train.py", *arguments],
-                cwd=TOP,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def ranks(self, pattern: str) -> list[int]:
-        """The process ids of the ranks, as soon as the output matches the pattern."""
-        running = self.process.poll
-        wait_until(lambda: re.search(pattern, self.text), what=lambda: self.text, alive=lambda: running() is None)
-        return list(ranks_of_torchrun(self.process.pid).values())
-
-
 @pytest.fixture
-def torchrun(tmp_path: Path, flags: list[str]) -> Iterator[Torchrun]:
-    """A long training run under torchrun."""
-    program = Torchrun(tmp_path, [*flags, LONG])
-    yield program
-    program.process.kill()  # its ranks receive SIGTERM
+def torchrun(start: Start, flags: list[str]) -> Program:
+    """A long training run of two ranks under torchrun."""
+    return start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *flags, LONG])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_save_and_stop_when_torchrun_is_stopped_or_killed(
-    torchrun: Torchrun, tmp_path: Path, number: signal.Signals
+    torchrun: Program, tmp_path: Path, number: signal.Signals
 ) -> None:
     """torchrun passes SIGTERM on and exits with code 1; the kernel signals ranks whose torchrun is killed."""
-    ranks = torchrun.ranks("epoch 2/")
-    torchrun.process.send_signal(number)
-    assert torchrun.process.wait(GENEROUS) == (1 if number == signal.SIGTERM else -number)
-    wait_until(lambda: all(has_ended(pid) for pid in ranks))
+    torchrun.wait_for("epoch 2/")
+    ranks = ranks_of_torchrun(torchrun.pid).values()
+    torchrun.signal(number)
+    assert torchrun.end().returncode == (1 if number == signal.SIGTERM else 128 + number)
+    wait_until(lambda: all(map(has_ended, ranks)))
     assert "error: " not in torchrun.text, "the first rank that leaves causes no alarm"
     (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", torchrun.text)
     assert checkpoint.load(checkpoint.step_directory(checkpoints(tmp_path, 2), int(step))).state.step == int(step)
 
 
 @pytest.mark.slow
-def test_ranks_end_when_torchrun_is_killed_before_they_connect(torchrun: Torchrun) -> None:
+def test_ranks_end_when_torchrun_is_killed_before_they_connect(torchrun: Program) -> None:
     """The kernel signals only ranks that have asked for it before torchrun ended; the others ran on."""
-    wait_until(lambda: len(torchrun.ranks("")) == 2)
-    ranks = torchrun.ranks("")
-    torchrun.process.kill()
-    wait_until(lambda: all(has_ended(pid) for pid in ranks))
+    wait_until(lambda: len(ranks_of_torchrun(torchrun.pid)) == 2)
+    ranks = ranks_of_torchrun(torchrun.pid).values()
+    torchrun.kill()
+    wait_until(lambda: all(map(has_ended, ranks)))
     assert "epoch" not in torchrun.text

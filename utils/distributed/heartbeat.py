@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import math
 import os
 import select
 import socket
@@ -38,23 +39,24 @@ SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank is gone
 LOST_SECONDS = 1.5  # the same after a rank has lost a connection: then another one is gone for sure
 LOST_LIMIT = 10.0  # for rank 0 to find out which one
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
-READ_SECONDS = 1.0  # for the other ranks to read a diagnosis and print, before a launcher sees that a rank has ended
+PRINT_SECONDS = 1.0  # for another rank to print its error, before a launcher sees that a rank has ended
 LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, waits for the normal end of the others
-END, LEFT = "heartbeat: end", "heartbeat: left"  # keys of the diagnosis and of the number of ranks that have left
+END, READ = "heartbeat: end", "heartbeat: read"  # keys of the diagnosis and of the number of ranks that have read it
+STORE_ERRORS = (dist.DistError, OSError, RuntimeError)
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
 
 
 class Report(NamedTuple):
-    """What a rank writes to the store."""
+    """The state of a rank. Its main thread sets it; the heartbeat adds beat and collectives, and writes it."""
 
     host: str = "unknown"
-    beat: int = 0
     state: Literal["running", "lost a peer", "left"] = "running"
     step: int = 0
     phase: Phase = "start"
-    collectives: int = 0  # that the rank has entered
     calls: int = 0  # of Heartbeat.progress and Progress.advance
+    beat: int = 0
+    collectives: int = 0  # that the rank has entered
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -81,9 +83,7 @@ class Heartbeat:
         launch = launch or Launch("single process")
         self.rank, self._size, self._hang_seconds = launch.rank, launch.world_size, hang_seconds
         self.folder = Path()  # for the last collectives; a training run sets its run directory
-        self._report = Report(socket.gethostname())
-        self._state: Literal["running", "lost a peer", "left"] = "running"
-        self._step, self._phase, self._calls = 0, PHASES[0], 0
+        self._report, self._beats = Report(socket.gethostname()), 0
         self._failure: tuple[float, Diagnosis] | None = None  # of the main thread; when it is the cause at the latest
         self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between reports of the same rank
         self._now = 0.0  # seconds for which the thread has run, without those of a suspension
@@ -114,8 +114,9 @@ class Heartbeat:
 
     def progress(self, phase: Phase, step: int | None = None) -> None:
         """Reports that the main thread enters a phase, by default of the same step; each call counts as progress."""
-        self._calls += 1
-        self._phase, self._step = phase, self._step if step is None else step
+        last = self._report
+        step = last.step if step is None else step
+        self._report = last._replace(step=step, phase=phase, calls=last.calls + 1)
 
     def failed(self, error: BaseException) -> None:
         """Reports an exception to the other ranks. Returns if this rank has to print it."""
@@ -125,16 +126,16 @@ class Heartbeat:
             return
         is_lost, diagnosis = _is_peer_gone(error), self._describe(error)
         if is_lost:
-            self._lost, self._state = True, "lost a peer"
+            self._lost, self._report = True, self._report._replace(state="lost a peer")
         self._failure = (self._now + is_lost * (LOST_LIMIT + 2 * self._interval), diagnosis)
         self._wake(SILENT_SECONDS)
         if is_lost:  # the thread has ended together with torchrun's store
             self._print(diagnosis.line)
-            self._exit(EXIT_HANG)
+            self._exit(diagnosis, has_store=False)
 
     def leave(self) -> None:
         """Reports a normal end; returns when this rank may exit."""
-        self._state = "left"
+        self._report = self._report._replace(state="left")
         self._wake(LEAVING_SECONDS + 1)
 
     def _wake(self, seconds: float) -> None:
@@ -156,39 +157,43 @@ class Heartbeat:
                 if self._closed.poll(0):
                     raise ConnectionError
                 self._exchange()
-            except (dist.DistError, OSError, RuntimeError):
+            except STORE_ERRORS:
                 self._lose_store("has ended")
             self._woken.wait(self._interval if self.rank else TICK)
             self._woken.clear()
 
     def _watch_store(self) -> None:
         """Ends the process if the store does not answer, because the other thread then waits for it forever."""
-        beat, seconds = 0, 0  # for which this process has run since that beat
+        beats, seconds = 0, 0  # for which this process has run since that beat
         while not self._over.wait(1.0):
-            seconds = seconds + 1 if beat == self._report.beat else 0
-            beat = self._report.beat
+            seconds = seconds + 1 if beats == self._beats else 0
+            beats = self._beats
             if seconds > SILENT_SECONDS + self._interval:
                 self._lose_store(f"does not answer for {seconds} s")
 
     def _lose_store(self, what: str) -> None:
         """Handles the loss of the store, which ends the run; if torchrun held the store, its end stops the ranks."""
-        if self._state == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self._report.state == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._over.set()
             return
+        diagnosis = self._gone(0, what)
         if self.rank == self._size - 1:  # the last rank is most likely on another machine
-            self._print(self._gone(0, what).line)
-        self._exit(EXIT_HANG)
+            self._print(diagnosis.line)
+        self._exit(diagnosis, has_store=False)
 
     def _exchange(self) -> None:
         """Writes this rank's report; reads those of other ranks, or the end of the run."""
-        host, beat, *_ = self._report
-        calls = self._calls + Progress.advances
-        self._report = Report(host, beat + 1, self._state, self._step, self._phase, _collectives(), calls)
-        self._store.set(_key(self.rank), json.dumps(self._report))
+        self._beats += 1
+        report = self._report._replace(beat=self._beats, collectives=_collectives())
+        report = report._replace(calls=report.calls + Progress.advances)
+        self._store.set(_key(self.rank), json.dumps(report))
         if self._store.check([END]):
             self._end(Diagnosis(*json.loads(self._store.get(END))))
-        elif self._state == "left":
-            self._leave()
+        elif report.state == "left":
+            normal = Diagnosis(0, "", 0)
+            if self.rank == 0:
+                self._store.set(END, json.dumps(normal))
+            self._end(normal)
         else:
             diagnosis = self._find_cause(self._read())
             if self._failure is not None and self._now >= self._failure[0]:
@@ -240,7 +245,7 @@ class Heartbeat:
         if isinstance(error, LocalError):  # prints its own line
             return Diagnosis(self.rank, "", EXIT_USER_ERROR)
         text = " ".join(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].split())[:400].rstrip(": ")
-        rank, place = f"rank {self.rank} (host {self._report.host})", f"at step {self._step} ({self._phase})"
+        rank, place = f"rank {self.rank} (host {self._report.host})", f"at {self._report}"
         if _is_peer_gone(error):
             line = f"{rank} lost its connection to another rank {place}: {text}; exit code {EXIT_HANG}"
             return Diagnosis(self.rank, line, EXIT_HANG)
@@ -248,32 +253,32 @@ class Heartbeat:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """Ends the heartbeat of a rank that ends normally, rank 0 after the others: its process may hold the store."""
-        if self.rank:
-            self._store.add(LEFT, 1)
-        else:
-            self._store.set(END, json.dumps(Diagnosis(0, "", 0)))
-            deadline = time.monotonic() + LEAVING_SECONDS
-            while self._store.add(LEFT, 0) < self._size - 1 and time.monotonic() < deadline:
-                time.sleep(TICK / 10)
-        self._over.set()
-
     def _end(self, diagnosis: Diagnosis, speaks: bool = False) -> None:
         """Ends the heartbeat, and ends the process unless the main thread does so."""
-        if diagnosis.code == 0:
-            self._leave()
-            return
         if diagnosis.line and speaks:
             self._print(diagnosis.line)
         if diagnosis.hangs:
             self._write_stacks()
-        if diagnosis.rank == self.rank and self._failure is not None and diagnosis.code != EXIT_HANG:
-            if self.rank == 0:
-                time.sleep(READ_SECONDS + self._interval)
-            self._over.set()  # the main thread prints the error and ends the process
+        is_own_error = self._failure is not None and diagnosis.rank == self.rank and diagnosis.code != EXIT_HANG
+        if diagnosis.code == 0 or is_own_error:
+            self._release_store(diagnosis)
+            self._over.set()  # the main thread prints its error and ends the process
         else:
-            self._exit(diagnosis.code, diagnosis.hangs)
+            self._exit(diagnosis)
+
+    def _release_store(self, diagnosis: Diagnosis) -> None:
+        """Counts this rank as one that has read the end of the run. Rank 0, whose process may hold the store, waits for
+        the others; after a failure only for those that it has heard lately."""
+        limit, seconds = math.inf, LEAVING_SECONDS
+        if diagnosis.code:
+            limit, seconds = LOST_SECONDS + 2 * self._interval, 2 * (PRINT_SECONDS + self._interval)
+        others = sum(self._now - heard <= limit for rank, heard in self._heard.items() if rank > 0)
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(*STORE_ERRORS):
+            if self.rank > 0:
+                self._store.add(READ, 1)
+            while self.rank == 0 and self._store.add(READ, 0) < others and time.monotonic() < deadline:
+                time.sleep(TICK / 10)
 
     def _print(self, line: str) -> None:
         """Writes the line to stderr and to the run's log, without the lock of the logging module: this thread must not
@@ -290,16 +295,19 @@ class Heartbeat:
             file.seek(0)
             _write(f"rank {self.rank} (host {self._report.host}):\n{file.read().decode(errors='replace')}")
 
-    def _exit(self, code: int, hangs: bool = False) -> None:
+    def _exit(self, diagnosis: Diagnosis, has_store: bool = True) -> None:
         """Ends the process from this thread, because the main thread may never return from a collective."""
         self._exiting.set()
         self._over.set()
-        record_exit_code(code)  # now, because the launcher may end this process during the delay
-        if hangs:
+        record_exit_code(diagnosis.code)  # now, because the launcher may end this process during the delay
+        if diagnosis.hangs:
             write_collectives(self.folder, self.rank)
-        # The other ranks may read the diagnosis from the process of rank 0, and each one reads once per interval.
-        time.sleep(READ_SECONDS + (2 if self.rank == 0 else 1) * self._interval)
-        os._exit(code)
+        if has_store:
+            self._release_store(diagnosis)
+        # A launcher may end the others when this process ends. They read once per interval.
+        is_printed = has_store and diagnosis.code == EXIT_HANG
+        time.sleep(self._interval + (TICK if is_printed else PRINT_SECONDS))
+        os._exit(diagnosis.code)
 
 
 def _key(rank: int) -> str:

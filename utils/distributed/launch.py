@@ -214,17 +214,14 @@ def run_script(main: Callable[[], None]) -> None:
         traceback.print_exc()
         code = 1
     record_exit_code(code)
-    if _is_single_rank():
+    try:
+        size = read_launch().world_size
+    except UserError:
+        size = 1
+    if size == 1:
         sys.exit(code)
     atexit._run_exitfuncs()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _is_single_rank() -> bool:
-    try:
-        return read_launch().world_size == 1
-    except UserError:
-        return True

@@ -109,58 +109,58 @@ def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identit
         call["device"] = device_identity(chosen)
     except UserError as error:
         call["error"] = str(error)
-    if launch.rank == 0:
-        start, (refusal, shared) = _answer_calls(store, launch, seconds, identity, call)
-    else:
-        start, (refusal, shared) = _call_root(store, launch, seconds, identity, call)
-    if call["difference"]:
-        # The other run's output should say so as well; rank 0 prints the line for its own run.
-        raise LocalError(call["difference"])
+    exchange = _call_root if launch.rank else _answer_calls
+    start, refusal, shared = exchange(store, launch, seconds, identity, call)
     if refusal:
         time.sleep(0 if launch.rank else REFUSAL_SECONDS)
         raise UserError(refusal)
     return Meeting(dist.PrefixStore(start, store), chosen, shared)
 
 
-Answer = tuple[str, bool]  # the reason why these ranks cannot train together, if any; whether any ranks share a GPU
+# The name of the start; the reason why these ranks cannot train together, if any; whether any ranks share a GPU.
+Answer = tuple[str, str, bool]
 
 
 def _answer_calls(
     store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
-) -> tuple[str, Answer]:
-    """Rank 0's part of `meet`: the name of the start and the answer."""
-    start, ranks = secrets.token_hex(8), range(1, launch.world_size)
-    keys = [f"{start}, rank {rank}" for rank in ranks]
+) -> Answer:
+    """Rank 0's part of `meet`."""
+    start = secrets.token_hex(8)
+    keys = {f"{start}, rank {rank}": str(rank) for rank in range(1, launch.world_size)}
     store.set("start", json.dumps([start, identity]))
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        store.wait(list(keys), timedelta(seconds=seconds))
     except dist.DistStoreError:
-        missing = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        missing = [rank for key, rank in keys.items() if not store.check([key])]
         raise TimeoutError(f"nothing from rank {', '.join(missing[:8])}{', …' * (len(missing) > 8)}") from None
-    calls = [call, *map(json.loads, store.multi_get(keys))]
+    calls = [call, *map(json.loads, store.multi_get(list(keys)))]
     gpus = [call["device"] for call in calls if call["device"] != "cpu"]
-    answer = find_refusal(calls), len(set(gpus)) < len(gpus)
+    answer = start, find_refusal(calls), len(set(gpus)) < len(gpus)
     store.set(f"{start}, answer", json.dumps(answer))
-    return start, answer
+    return answer
 
 
 def _call_root(
     store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
-) -> tuple[str, Answer]:
-    """The part of the other ranks in `meet`: the name of the start and the answer."""
-    deadline, called, is_first = time.monotonic() + seconds, "", False
-    while time.monotonic() < deadline:
+) -> Answer:
+    """The part of the other ranks in `meet`."""
+    deadline, called, is_first, answer = time.monotonic() + seconds, "", False, None
+    while answer is None and time.monotonic() < deadline:
         start, expected = json.loads(store.get("start"))
         if start != called:
             called, call["difference"] = start, describe_differences(launch.rank, identity, expected)
             text = json.dumps(call)
             is_first = store.compare_set(f"{start}, rank {launch.rank}", "", text).decode() == text
         if is_first and store.check([f"{start}, answer"]):
-            return start, json.loads(store.get(f"{start}, answer"))
-        time.sleep(PAUSE * (1 + launch.world_size / 256))
+            answer = json.loads(store.get(f"{start}, answer"))
+        else:
+            time.sleep(PAUSE * (1 + launch.world_size / 256))
     if call["difference"]:
+        # The other run's output should say so as well; rank 0 prints the line for its own run.
         raise LocalError(call["difference"])
-    raise TimeoutError("no answer from rank 0")
+    if answer is None:
+        raise TimeoutError("no answer from rank 0")
+    return answer
 
 
 def find_refusal(calls: Sequence[Mapping[str, Any]]) -> str:

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 SAME_SIGNAL_SECONDS = 1.0
 INTERRUPT_SECONDS = 15.0  # for a program to exit after Ctrl-C, including a save in progress
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-Self = TypeVar("Self", bound="Signals")
 
 
 class Request(enum.IntEnum):
@@ -46,7 +44,7 @@ class Signals:
 
     received: str | None = None  # the name of the first signal
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
