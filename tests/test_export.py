@@ -26,7 +26,7 @@ from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels
 from utils.data.files.attributes import file_transform, simulation_of
-from utils.inference.export import METADATA, ExportedNetwork, finite_record, load_program
+from utils.inference.export import METADATA, ExportedNetwork, finite_record
 from utils.simulation import gas
 from utils.steps import build
 from utils.training import checkpoint
@@ -89,8 +89,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 
 
 def load(path: Path) -> Any:
-    with open(path, "rb") as file:
-        return load_program(file)
+    return torch.export.load(path).module()
 
 
 def metadata(path: Path) -> dict[str, Any]:
