@@ -15,22 +15,9 @@ from log_lines import refusal
 
 import evaluate
 import predict
-import train
 from utils.evaluation import figures, report, results
 from utils.evaluation.volume import VolumeFields
 from utils.simulation.simulate import main as simulate
-
-
-@pytest.fixture(scope="module")
-def run(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    train.main(
-        [
-            *("--config=test", *data_flags, f"--set=expdir={folder}", "--num_epochs=1"),
-            *("--set=report_pictures=false", "--set=transform.velocity_scale_km_s=500.0"),
-        ]
-    )
-    return folder / "test/1ranks/00"
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +26,12 @@ def box(tmp_path_factory: pytest.TempPathFactory, volume_file: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(trained_run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report whose figures are not rendered; tests/evaluation/test_figures.py renders them."""
     output = tmp_path_factory.mktemp("reports") / "evaluation"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "encode_png", lambda figure: b"PNG" if figure.axes else b"")
-        evaluate.main([f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--device=cpu"])
+        evaluate.main([f"--checkpoint={trained_run}", f"--input={box}", f"--output={output}", "--device=cpu"])
     return output
 
 
@@ -54,7 +41,7 @@ def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_agree_with_the_predicted_file(
-    run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The results are equal whether the network predicts or its prediction is read from a file.
 
@@ -62,7 +49,7 @@ def test_results_agree_with_the_predicted_file(
     """
     without_page(monkeypatch)
     gas = tmp_path / "gas.h5"
-    predict.main([f"--checkpoint={run}", f"--input={box}", f"--output={gas}", "--device=cpu"])
+    predict.main([f"--checkpoint={trained_run}", f"--input={box}", f"--output={gas}", "--device=cpu"])
     with h5py.File(gas) as predicted, h5py.File(box) as true:
         expected = np.abs(predicted["Hydro"][:] - true["Hydro"][:]).mean((1, 2, 3), dtype=np.float64)
     found = results.load(written / "evaluation.npz")
@@ -75,14 +62,14 @@ def test_results_agree_with_the_predicted_file(
     assert found.channels[1].scale == 500.0
 
 
-def test_the_report_is_complete(written: Path, run: Path) -> None:
+def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
     pictures = {f"{name}.png" for name in ("slices", "spectra", "distributions", "phase_diagram")}
     assert {path.name for path in written.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz", *pictures}
     assert {(written / name).read_bytes() for name in pictures} == {b"PNG"}
     summary = json.loads((written / "evaluation.json").read_text())
     found = results.load(written / "evaluation.npz")
     assert summary["scalars"] == pytest.approx(found.scalars())
-    assert summary["metadata"]["checkpoint"].startswith(str(run.resolve()))
+    assert summary["metadata"]["checkpoint"].startswith(str(trained_run.resolve()))
     assert summary["provenance"]["git_commit"]
     assert summary["spectra"].keys() == found.spectra.keys()
     stored, spectrum = summary["spectra"]["velocity"].values(), found.spectra["velocity"]
@@ -125,7 +112,7 @@ def error_line(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_bad_input_is_a_one_line_error_and_nothing_is_written(
-    run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capfd: Any, monkeypatch: Any
+    trained_run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capfd: Any, monkeypatch: Any
 ) -> None:
     larger, new = volume_file(tmp_path / "larger.h5", box=20), f"--output={tmp_path / 'new'}"
     with h5py.File(box) as source:
@@ -137,7 +124,7 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
             file["Nbody"] = nbody
             if values is not None:
                 file["Hydro"] = values
-    checkpoint, given, zero = f"--checkpoint={run}", f"--input={box}", tmp_path / "zero.h5"
+    checkpoint, given, zero = f"--checkpoint={trained_run}", f"--input={box}", tmp_path / "zero.h5"
     for message, arguments in (
         (f"{written} has a report; give --overwrite", (checkpoint, given, f"--output={written}")),
         ("is a file; give the name of a directory", (checkpoint, given, f"--output={box}")),
@@ -162,7 +149,7 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
 
 
 def test_a_full_disk_is_reported_before_the_prediction_or_leaves_the_earlier_report(
-    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained_run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prediction may take hours."""
     without_page(monkeypatch)
@@ -175,7 +162,7 @@ def test_a_full_disk_is_reported_before_the_prediction_or_leaves_the_earlier_rep
     with small_disk(tmp_path / "disk", "2m") as disk:
         (disk / "evaluation").mkdir()
         (disk / "evaluation" / "report.html").write_text("the earlier report")
-        command = [f"--checkpoint={run}", f"--input={box}", f"--output={disk / 'evaluation'}", "--overwrite"]
+        command = [f"--checkpoint={trained_run}", f"--input={box}", f"--output={disk / 'evaluation'}", "--overwrite"]
         filler = fill(disk)
         with monkeypatch.context() as patched:
             patched.setattr(VolumeFields, "evaluate", None)
@@ -189,14 +176,14 @@ def test_a_full_disk_is_reported_before_the_prediction_or_leaves_the_earlier_rep
 
 
 def test_a_box_that_is_not_periodic_is_noted_in_a_report_that_replaces_another(
-    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained_run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_page(monkeypatch)
     output = tmp_path / "evaluation"
     output.mkdir()
     for name in ("report.html", "thesis.tex"):
         (output / name).touch()
-    command = [f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--device=cpu", "--not_periodic"]
+    command = [f"--checkpoint={trained_run}", f"--input={box}", f"--output={output}", "--device=cpu", "--not_periodic"]
     evaluate.main([*command, "--window=8", "--overlap=0", "--overwrite"])
     assert sorted(os.listdir(output)) == ["evaluation.json", "evaluation.npz", "report.html", "thesis.tex"]
     assert (output / "report.html").read_text() == "a page"

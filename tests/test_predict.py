@@ -17,10 +17,9 @@ import pytest
 import torch
 from log_lines import refusal
 from processes import GENEROUS, context, run_ranks, wait_until
-from volume_files import smooth_field, write_volume
+from volume_files import SIMULATED, smooth_field
 
 import predict
-import train
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import target_channels
@@ -34,7 +33,6 @@ from utils.inference.trained_network import TrainedNetwork
 from utils.inference.window_grid import build_window_grid
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 
-TOP = Path(__file__).parent.parent
 BOX = (24, 16, 16)
 
 
@@ -45,26 +43,6 @@ def box_file(path: Path, shape: tuple[int, int, int] = BOX, **attributes: Any) -
         file["Nbody"] = fields[:, : shape[0], : shape[1], : shape[2]]
         file.attrs.update(attributes)
     return path
-
-
-SIMULATED = {"velocity_scale_km_s": 500.0, "redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.66}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a training run, whose data state their transform and their simulation."""
-    folder = tmp_path_factory.mktemp("trained")
-    paths = {
-        f"{split}_path": write_volume(folder / f"{split}.h5", seed=seed) for seed, split in ((1, "train"), (2, "val"))
-    }
-    with h5py.File(paths["train_path"], "r+") as file:
-        file.attrs.update({**SIMULATED, "box_size_mpc_h": 8.0})
-    data_flags = [*(f"--set={key}={path}" for key, path in paths.items()), "--set=device=cpu"]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(TOP)
-        flags = ["--set=report_baselines=false", "--set=report_pictures=false", f"--set=expdir={folder}"]
-        train.main(["--config=test", *data_flags, *flags])
-    return folder / "test" / "1ranks" / "00"
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +56,13 @@ def command_line(run: Path, nbody: Path, output: Path, *flags: str) -> list[str]
 
 
 @pytest.fixture
-def command(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def command(trained_run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """command(*flags): exit code and stderr of a prediction in this process, into <tmp_path>/hydro.h5."""
 
     def go(*flags: str) -> tuple[int, str]:
         code = 0
         try:
-            predict.main(command_line(run, nbody, tmp_path / "hydro.h5", *flags))
+            predict.main(command_line(trained_run, nbody, tmp_path / "hydro.h5", *flags))
         except SystemExit as stop:
             code = int(stop.code or 0)
         output = capsys.readouterr()
@@ -95,10 +73,10 @@ def command(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.fixture(scope="module")
-def whole(run: Path, nbody: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(trained_run: Path, nbody: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted prediction by one rank, with physical values."""
     path = tmp_path_factory.mktemp("whole") / "hydro.h5"
-    predict.main(command_line(run, nbody, path, "--physical"))
+    predict.main(command_line(trained_run, nbody, path, "--physical"))
     return path
 
 
@@ -122,16 +100,16 @@ def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, pe
     return np.concatenate([slab.predicted.numpy().copy() for slab in predictor.slabs()], axis=1)
 
 
-def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path, nbody: Path) -> None:
+def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_run: Path, nbody: Path) -> None:
     assert os.listdir(whole.parent) == ["hydro.h5"]
-    weights = (run / FOLDER / BEST / WEIGHTS).resolve()
+    weights = (trained_run / FOLDER / BEST / WEIGHTS).resolve()
     transform = TransformConfig(velocity_scale_km_s=SIMULATED["velocity_scale_km_s"])
     channels = target_channels(5, transform)
     with h5py.File(whole) as file:
         assert list(file) == ["Hydro", "Hydro_physical"]
         hydro, physical = file["Hydro"], file["Hydro_physical"]
         assert (hydro.shape, hydro.dtype, hydro.chunks) == ((5, *BOX), np.dtype("<f4"), None)
-        np.testing.assert_allclose(hydro[...], expected_hydro(run, nbody), atol=1e-6)
+        np.testing.assert_allclose(hydro[...], expected_hydro(trained_run, nbody), atol=1e-6)
         assert list(hydro.attrs["channels"]) == [channel.name for channel in channels]
         assert list(hydro.attrs["transform"]) == [channel.formula() for channel in channels]
         for channel, values, converted in zip(channels, hydro, physical, strict=True):
@@ -158,12 +136,12 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
     fields.close()
 
 
-def test_other_windows_and_precision(command: Any, run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
+def test_other_windows_and_precision(command: Any, trained_run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
     """Windows do not wrap around the faces of a part of a box, which the importer writes with --split."""
     part = shutil.copy(nbody, tmp_path / "part.h5")
     with h5py.File(part, "r+") as file:
         file.attrs["periodic"] = False
-    expected = expected_hydro(run, nbody, 16, 11, periodic=False)
+    expected = expected_hydro(trained_run, nbody, 16, 11, periodic=False)
     for flag in ("--not_periodic", f"--input={part}"):
         code, stderr = command("--window=16", "--overlap=11", "--batch_size=1", "--overwrite", flag)
         assert code == 0, stderr
@@ -179,8 +157,8 @@ def predict_on(world: World, flags: list[str]) -> None:
     predict.predict(predict.parse(flags), world, Signals())
 
 
-def test_two_ranks_predict_what_one_does(run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
-    run_ranks(predict_on, 2, command_line(run, nbody, tmp_path / "two.h5", "--physical"))
+def test_two_ranks_predict_what_one_does(trained_run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
+    run_ranks(predict_on, 2, command_line(trained_run, nbody, tmp_path / "two.h5", "--physical"))
     assert os.listdir(tmp_path) == ["two.h5"]
     found, expected = contents(tmp_path / "two.h5"), contents(whole)
     np.testing.assert_allclose(found["Hydro"], expected["Hydro"], atol=1e-6)
@@ -308,9 +286,9 @@ def predict_and_die(flags: list[str]) -> None:
 
 
 def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
-    run: Path, nbody: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained_run: Path, nbody: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = command_line(run, nbody, tmp_path / "hydro.h5", "--physical")
+    flags = command_line(trained_run, nbody, tmp_path / "hydro.h5", "--physical")
     process = context().Process(target=predict_and_die, args=(flags,))
     process.start()
     process.join(GENEROUS)
@@ -322,11 +300,11 @@ def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
 
 
 def test_one_checkpoint_is_used_throughout_even_if_a_training_moves_best(
-    run: Path, nbody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: Path, nbody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path and digest written to the file are those of the weights that were read."""
     copy = tmp_path / "run"
-    shutil.copytree(run, copy, symlinks=True)
+    shutil.copytree(trained_run, copy, symlinks=True)
     best = copy / FOLDER / BEST
     first, load = best.resolve(), TrainedNetwork.load
 
@@ -347,9 +325,9 @@ def test_one_checkpoint_is_used_throughout_even_if_a_training_moves_best(
 
 
 @pytest.fixture
-def refuse(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def refuse(trained_run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """refuse(*says, checkpoint=…, nbody=…, output=…, flags=…): one line, exit code 2, nothing but `left` is written."""
-    here = {"checkpoint": run, "nbody": nbody, "output": tmp_path / "out" / "hydro.h5"}
+    here = {"checkpoint": trained_run, "nbody": nbody, "output": tmp_path / "out" / "hydro.h5"}
 
     def go(*says: str, flags: tuple[str, ...] = (), left: tuple[str, ...] = (), **others: Path) -> None:
         paths = here | others
@@ -380,18 +358,18 @@ CLASSIFIER = {
     ],
 )
 def test_an_unsuitable_config_or_flag_is_a_one_line_error(
-    refuse: Any, run: Path, tmp_path: Path, change: dict[str, Any], flags: tuple[str, ...], says: str
+    refuse: Any, trained_run: Path, tmp_path: Path, change: dict[str, Any], flags: tuple[str, ...], says: str
 ) -> None:
-    content = read_weights(run)
+    content = read_weights(trained_run)
     content["config"] |= change
     torch.save(content, tmp_path / "changed.pt")
     refuse(says, checkpoint=tmp_path / "changed.pt", flags=flags)
 
 
-def test_a_missing_checkpoint_or_one_without_config_is_a_one_line_error(refuse: Any, run: Path, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_or_config_is_a_one_line_error(refuse: Any, trained_run: Path, tmp_path: Path) -> None:
     """tests/training/test_checkpoint.py tests every kind of damage."""
     refuse(f"no such file: {tmp_path / 'nowhere'}", checkpoint=tmp_path / "nowhere")
-    content = read_weights(run)
+    content = read_weights(trained_run)
     del content["config"]
     torch.save(content, tmp_path / "changed.pt")
     says = "changed.pt has no config of its network; give weights that train.py has written"
