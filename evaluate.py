@@ -62,7 +62,7 @@ def evaluate(options: Options, world: World) -> None:
         trained = TrainedNetwork.load(weights, world.device) if weights else None
         config = trained.config if trained else config_of_files(options.input, str(options.prediction))
         config = config.model_copy(update={"evaluation": options.evaluation})
-        fields = VolumeFields.open(options.input, options.prediction, config)
+        fields = VolumeFields(options.input, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
     source: dict[str, Any] = {"prediction": options.prediction}
     if trained and predictor:

@@ -18,7 +18,6 @@ predict.to("cuda") moves it to a GPU. The file describes itself in JSON, with th
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,12 +41,8 @@ UNITS = ("physical", "channel")
 
 @one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exports a network; invalid input is reported in one line, with exit code 2."""
-    export(parse(argv))
-
-
-def export(options: argparse.Namespace) -> None:
-    """Writes the file; raises UserError, and writes none, if it cannot hold the network."""
+    """Exports a network; invalid input is reported in one line, with exit code 2, and no file is written."""
+    options = build_parser().parse_args(argv)
     target, cpu = Path(options.output), torch.device("cpu")
     if target.suffix != ".pt2":
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load requires; rename it")
@@ -79,11 +74,6 @@ def build_parser() -> cli.Parser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return parser
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line; raises UserError if it is wrong."""
-    return build_parser().parse_args(argv)
 
 
 if __name__ == "__main__":

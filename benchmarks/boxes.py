@@ -97,7 +97,7 @@ def evaluation(checkpoint: Path, file: str, runs: Path) -> results.Results:
     world = common.this_machine()
     trained = TrainedNetwork.load(checkpoint, world.device)
     config = trained.config.model_copy(update={"evaluation": EvaluationConfig(sightlines=SIGHTLINES)})
-    with closing(VolumeFields.open(file, None, config)) as fields:
+    with closing(VolumeFields(file, None, config)) as fields:
         predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
         slabs = predicted_slabs(predictor, f"{path.parent.name} on {path.stem}")
         found = fields.evaluate(slabs, {"input": file}, world)
@@ -109,7 +109,7 @@ def copying_error(checkpoint: Path, file: str) -> float:
     """The error of copying the input's density and velocity, with the best constant temperature."""
     world = common.this_machine()
     config = TrainedNetwork.load(checkpoint, world.device).config
-    with closing(VolumeFields.open(file, None, config)) as fields:
+    with closing(VolumeFields(file, None, config)) as fields:
         size = fields.inputs.shape[0]
         whole = [torch.from_numpy(np.array(part.planes(0, size)))[None] for part in (fields.inputs, fields.target)]
         loader: Any = SimpleNamespace(epoch=lambda _: [Batch(*whole)])

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import disturbance  # noqa: F401  acts if DISTURB is set
+import h5py
 import pytest
 import torch
-from volume_files import write_volume
+from volume_files import SIMULATED, write_volume
 
 torch.set_num_threads(1)
 
@@ -56,6 +57,23 @@ def data_flags(tmp_path_factory: pytest.TempPathFactory, volume_file: VolumeFile
     folder = tmp_path_factory.mktemp("volumes")
     train, valid = volume_file(folder / "train.h5", seed=1), volume_file(folder / "valid.h5", seed=2)
     return [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of config 'test', whose data state their transform and their simulation."""
+    import train
+
+    folder = tmp_path_factory.mktemp("trained")
+    paths = {
+        f"{name}_path": write_volume(folder / f"{name}.h5", seed=seed) for name, seed in (("train", 1), ("val", 2))
+    }
+    with h5py.File(paths["train_path"], "r+") as file:
+        file.attrs.update({**SIMULATED, "box_size_mpc_h": 8.0})
+    yaml = Path(train.__file__).parent / "config" / "UNet.yaml"
+    changes = {**paths, "device": "cpu", "expdir": folder, "report_baselines": "false", "report_pictures": "false"}
+    train.main([f"--yaml_config={yaml}", "--config=test", *(f"--set={key}={value}" for key, value in changes.items())])
+    return folder / "test" / "1ranks" / "00"
 
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NVIDIA_TF32_OVERRIDE")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 
 # The prefix of a line: time, logger's name, level.
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - (?P<level>[A-Z]+) - ")
@@ -18,6 +22,17 @@ def messages(text: str, level: str | None = None) -> list[str]:
 def other_lines(text: str) -> list[str]:
     """The lines of a text that are neither log lines nor their indented continuations."""
     return [line for line in text.splitlines() if not LOG_LINE.match(line) and not line.startswith("  ")]
+
+
+def refusal(command: Callable[[Sequence[str]], Any], arguments: Sequence[str], captured: Any) -> str:
+    """The only line, apart from the log, that a command writes before it exits with code 2; `captured` is capsys."""
+    with pytest.raises(SystemExit) as stop:
+        command(arguments)
+    output = captured.readouterr()
+    assert (stop.value.code, output.out) == (2, ""), output.err
+    (line,) = other_lines(output.err)
+    assert line.startswith("error: ")
+    return line
 
 
 class CollectedLines(logging.Handler):

@@ -8,6 +8,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+# What the training file of the fixture `trained_run` states.
+SIMULATED = {"velocity_scale_km_s": 500.0, "redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.66}
+
 
 def smooth_field(channels: int, box: int | tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
     """Random periodic waves a few cells long, in [-0.5, 0.5]: [channels, X, Y, Z]; `box` is its side or its shape."""

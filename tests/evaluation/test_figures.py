@@ -58,7 +58,8 @@ def physical(values: np.ndarray) -> list[np.ndarray]:
     return [14 * values[0] / math.log(10), *(900 * values[1:4]), 8 * (values[4] + 1.5) / math.log(10)]
 
 
-def test_spectra_show_ratio_and_correlation(found: Results) -> None:
+def test_spectra_show_ratio_and_correlation_with_gaps_where_there_is_no_power(found: Results) -> None:
+    """A constant prediction has no power, so its correlation is NaN."""
     above, below = figures.spectra(found).axes
     ratios = {line.get_label(): line for line in above.lines}
     correlations = [line for line in below.lines if len(line.get_xdata()) > 2]
@@ -68,10 +69,6 @@ def test_spectra_show_ratio_and_correlation(found: Results) -> None:
         np.testing.assert_allclose(line.get_ydata(), spectrum.cross / np.sqrt(spectrum.predicted * spectrum.target))
         assert ratios[name].get_color() == line.get_color()
     assert below.get_xlabel() == "wavenumber k (h/Mpc)"
-
-
-def test_spectra_without_power_are_drawn_with_gaps(found: Results) -> None:
-    """A constant prediction has no power, so its correlation is NaN."""
     spectrum = found.spectra["density"]
     zero = np.zeros_like(spectrum.k)
     none = replace(spectrum, predicted=zero, cross=zero)
@@ -116,7 +113,11 @@ def test_both_phase_diagrams_have_one_color_scale(found: Results) -> None:
 
 
 def test_slices_show_physical_values_and_residuals(found: Results) -> None:
+    """Planes [Y, Z] have y to the right and z upwards."""
     grid = np.array(figures.slices(found).axes[:20]).reshape(4, 5)
+    assert grid[2, 0].images[0].origin == "lower"
+    assert grid[2, 0].images[0].get_extent() == [0, BOX * CELL, 0, BOX * CELL]
+    assert grid[2, 0].get_ylabel() == "prediction\nz (Mpc/h)"
     inputs, target, predicted = (found.slices[name] for name in ("input", "target", "predicted"))
     given = physical(np.concatenate([inputs, inputs[:1]]))[:4]
     for channel, (truth, prediction) in enumerate(zip(physical(target), physical(predicted), strict=True)):
@@ -160,16 +161,6 @@ def test_flux_shows_power_ratio_distribution_and_a_sight_line(monkeypatch: pytes
     )
     diverged = replace(results, flux=replace(flux, fields={**flux.fields, "prediction": nan}))
     assert len(figures.encode_png(figures.flux(diverged))) > 10000
-
-
-def test_slices_have_y_to_the_right_and_z_upwards(found: Results) -> None:
-    marked = np.zeros_like(found.slices["target"])
-    marked[:, 3, 11] = 1  # y = 3, z = 11
-    axes = figures.slices(with_slices(found, predicted=marked)).axes[10]
-    assert np.unravel_index(pixels(axes).argmax(), pixels(axes).shape) == (11, 3)
-    assert axes.images[0].origin == "lower"
-    assert axes.images[0].get_extent() == [0, BOX * CELL, 0, BOX * CELL]
-    assert axes.get_ylabel() == "prediction\nz (Mpc/h)"
 
 
 def test_channels_of_unknown_units_are_drawn_as_channel_values(unknown: Results) -> None:

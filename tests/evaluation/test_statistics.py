@@ -44,11 +44,10 @@ def evaluated(
     cell: float | None = 0.5,
     thickness: int = 5,
     world: World = ONE,
-    vectors: Sequence[Sequence[int]] = ((1, 2, 3),),
     backwards: bool = False,
 ) -> Results:
     shape = target.shape[1:]
-    statistics = VolumeStatistics(channels, input_channels(4, TransformConfig()), shape, cell, world, vectors)
+    statistics = VolumeStatistics(channels, input_channels(4, TransformConfig()), shape, cell, world)
     starts = range(0, shape[0], thickness)
     for start in reversed(starts) if backwards else starts:
         slab = slice(start, start + thickness)
@@ -212,7 +211,7 @@ def test_slabs_may_have_any_thickness_and_order(found: Results) -> None:
 
 def on_ranks(world: World) -> tuple[Results, Results]:
     """Five channels make six fields to transform; with one channel, some ranks have no field."""
-    plain = evaluated(*volumes(channels=1), target_channels(1, TransformConfig()), world=world, vectors=())
+    plain = evaluated(*volumes(channels=1), target_channels(1, TransformConfig()), world=world)
     return evaluated(*volumes(), world=world), plain
 
 
@@ -242,7 +241,7 @@ def test_a_gpu_gets_the_results_of_the_cpu() -> None:
 
 def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
     predicted, target = volumes(channels=7)
-    found = evaluated(predicted, target, target_channels(7, TransformConfig()), vectors=((0, 1, 2), (4, 5, 6)))
+    found = evaluated(predicted, target, target_channels(7, TransformConfig()))
     names = [f"channel {number}" for number in range(7)]
     assert list(found.spectra) == list(found.distributions) == names
     for number, name in enumerate(names):

@@ -112,14 +112,6 @@ def test_published_rates_and_temperatures() -> None:
     assert fgpa_temperature(density, 2.1).tolist() == pytest.approx([0, 10250, 10250 * 10**0.4625])
 
 
-def test_universe_of_a_simulation() -> None:
-    simulation = {"redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.66}
-    simulation |= {"cosmology_Om0": 0.3111, "cosmology_Ode0": 0.6888, "cosmology_Ob0": 0.049}
-    universe = Universe.of(simulation)
-    assert universe == Universe(2.0, pytest.approx(0.6766), 0.3111, 0.6888, 0.049)
-    assert universe.pixel_width(0.5) == pytest.approx(100 * math.sqrt(0.3111 * 27 + 0.6888 + 9e-4) / 3 * 0.5, rel=1e-6)
-
-
 # --- optical depth ---------------------------------------------------------------------------------------------------
 
 
@@ -143,16 +135,6 @@ def test_optical_depth_equals_the_sum_over_all_cells_and_pixels(cell: float, dev
     expected = reference_depth(*fields, UNIVERSE, cell)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * expected.mean())
     np.testing.assert_allclose(found.sum(1), expected.sum(1), rtol=1e-5)
-
-
-@DEVICES
-def test_a_velocity_moves_lines_by_v_over_h_around_the_periodic_line(device: str) -> None:
-    density, _, temperature = random_fields(2, 64, hottest=1e5)
-    still = optical_depth(*tensors([density, 0 * density, temperature], device), UNIVERSE, FINE)
-    width = UNIVERSE.pixel_width(FINE)
-    for pixels in (5, -7, 64, 1000):
-        moving = optical_depth(*tensors([density, 0 * density + pixels * width, temperature], device), UNIVERSE, FINE)
-        assert_close(moving, still.roll(pixels, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_groups_and_blocks_do_not_change_the_optical_depth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,16 +227,3 @@ def test_bad_mean_flux_is_refused() -> None:
             solve_scale(mean, target)
         assert mean.calls < 30
     assert math.isnan(solve_scale(Flux(tau * math.nan), 0.5))
-
-
-@DEVICES
-def test_flux_power_of_a_sine_wave(device: str) -> None:
-    """A wave a sin(k x) has the variance a² / 2, shared by k and -k: P(k) = L a² / 4."""
-    cells, width, amplitude, mode = 96, 2.5, 0.3, 7
-    wave = amplitude * torch.sin(2 * math.pi * mode / cells * torch.arange(cells, dtype=torch.float64))
-    lines = torch.stack([wave.roll(shift) for shift in range(5)]).float().to(device)
-    k, power = flux.flux_power(flux.power_sums(lines), 5, cells, width)
-    assert k.tolist() == pytest.approx([2 * math.pi * m / (cells * width) for m in range(1, 49)])
-    assert float(power[mode - 1]) == pytest.approx(cells * width * amplitude**2 / 4, rel=1e-6)
-    power[mode - 1] = 0
-    assert float(power.max()) < 1e-9

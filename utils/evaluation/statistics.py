@@ -69,9 +69,8 @@ class VolumeStatistics:
         shape: tuple[int, int, int],
         cell: float | None,
         world: World,
-        vectors: Sequence[Sequence[int]] = ((1, 2, 3),),
     ) -> None:
-        """`cell` in Mpc/h, None if unknown; `vectors` are triples of target channels that are components x, y, z."""
+        """`cell` in Mpc/h, None if unknown."""
         self._channels, self._input_channels = tuple(channels), tuple(input_channels)
         self._shape, self._cell, self._world = shape, cell, world
 
@@ -100,7 +99,7 @@ class VolumeStatistics:
             numbers = (self._bins[channel].number for channel in self._phase)
             self._phase_counts = zeros(2, *numbers, dtype=torch.int64)
 
-        fields = _fields(channels, vectors)
+        fields = _fields(channels)
         self._spectra = [name for field in fields for name in field.spectra]
         self._fields = fields[world.rank :: world.size]  # the most expensive fields come first
         self._stored = [zeros(2, *shape, dtype=torch.float32) for _ in self._fields]  # prediction and target
@@ -223,10 +222,9 @@ class VolumeStatistics:
         return sums, divergence
 
 
-def _fields(channels: Sequence[Channel], vectors: Sequence[Sequence[int]]) -> list[_Field]:
+def _fields(channels: Sequence[Channel]) -> list[_Field]:
     """All fields to transform, the most expensive ones first."""
-    components = {number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT}
-    velocity: tuple[int, ...] = next((tuple(parts) for parts in vectors if components.issuperset(parts)), ())
+    velocity = tuple(number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT)  # all or none
     fields = [_Field(velocity, (DIVERGENCE,))] if velocity else []
     for number, channel in enumerate(channels):
         if channel.unit == DENSITY_UNIT:

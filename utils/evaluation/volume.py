@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,7 @@ def evaluate_slabs(
     `stop_if_requested` is called on every rank at the same points, and may raise.
     """
     inputs, targets = volume_channels(config)
-    vectors = config.vector_channels.targets
-    statistics = VolumeStatistics(targets, inputs, volume.shape, volume.cell, world, vectors)
+    statistics = VolumeStatistics(targets, inputs, volume.shape, volume.cell, world)
     setup = FluxSetup.of(volume, config)
     flux = FluxStatistics(setup, world, known) if setup else None
     for slab in slabs:
@@ -74,45 +73,34 @@ def config_of_files(inputs: str, prediction: str) -> Config:
     return Config.model_validate(keys)
 
 
-@dataclass(frozen=True)
 class VolumeFields:
     """The open fields of one volume: inputs, true targets and, if it is stored in a file, the prediction."""
 
-    inputs: FieldReader
-    target: FieldReader
-    prediction: FieldReader | None
-    config: Config  # with the transform of the channels of all files
-
-    @classmethod
-    def open(cls, path: str, prediction: str | None, config: Config) -> VolumeFields:
+    def __init__(self, path: str, prediction: str | None, config: Config) -> None:
         """Opens both files. UserError if their shapes or transforms differ.
 
         Samples of their values are checked as those of a training run. Nothing is known about the run that made a
         stored prediction, so that physical values are allowed there.
         """
-        fields = cls(
-            FieldReader(path, config.dataset_names[0], config.N_in_channels, config.transform),
-            FieldReader(path, config.dataset_names[1], config.N_out_channels, config.transform),
-            FieldReader(prediction, OUTPUT, config.N_out_channels, config.transform) if prediction else None,
-            config,
-        )
-        shape = fields.inputs.shape
-        for output in fields.all()[1:]:
+        transform, outputs = config.transform, config.N_out_channels
+        self.inputs = FieldReader(path, config.dataset_names[0], config.N_in_channels, transform)
+        self.target = FieldReader(path, config.dataset_names[1], outputs, transform)
+        self.prediction = FieldReader(prediction, OUTPUT, outputs, transform) if prediction else None
+        self._all = [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
+        shape = self.inputs.shape
+        for output in self._all[1:]:
             if output.shape != shape:
                 raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
-        transform = file_transform(config.transform, {field.path: field.attributes for field in fields.all()})
+        transform = file_transform(transform, {field.path: field.attributes for field in self._all})
+        self.config = config.model_copy(update={"transform": transform})
         physical = config.allow_physical_values or prediction is not None
-        for field in fields.all():
+        for field in self._all:
             check_sample(field.path, field.name, field.values, physical)
-        return replace(fields, config=config.model_copy(update={"transform": transform}))
-
-    def all(self) -> list[FieldReader]:
-        return [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
 
     @property
     def periodic(self) -> bool:
         """False if one of the files says that it is not."""
-        return all(bool(fields.attributes.get("periodic", True)) for fields in self.all())
+        return all(field.periodic for field in self._all)
 
     def evaluate(self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World) -> Results:
         """Evaluates the predicted slabs; every rank calls it."""
@@ -129,5 +117,5 @@ class VolumeFields:
             yield Slab(number, planes.start, *(torch.from_numpy(part).to(world.device) for part in parts))
 
     def close(self) -> None:
-        for fields in self.all():
-            fields.close()
+        for field in self._all:
+            field.close()

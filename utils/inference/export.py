@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,22 +42,21 @@ class ExportedNetwork:
     @classmethod
     def of(cls, trained: TrainedNetwork, units: str) -> ExportedNetwork:
         """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
-        inputs, targets = trained.channels
+        (inputs, targets), module, floor = trained.channels, trained.network, None
+        if units == "physical":
+            check_physical_units((*inputs, *targets), "give --units channel")
+            floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
+            module = PhysicalNetwork(module, inputs, targets, floor).eval()
         divisor = 2**trained.config.scales
-        if units == "channel":
-            return cls(module=trained.network, inputs=inputs, targets=targets, divisor=divisor, density_floor=None)
-        check_physical_units((*inputs, *targets), "give --units channel")
-        floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
-        module = PhysicalNetwork(trained.network, inputs, targets, floor).eval()
         return cls(module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor)
 
     @property
-    def has_physical_units(self) -> bool:
-        return self.density_floor is not None
+    def units(self) -> str:
+        return "channel" if self.density_floor is None else "physical"
 
     def describe(self, output: str) -> dict[str, Any]:
         """Inputs, outputs and usage of the file, as JSON values."""
-        physical = self.has_physical_units
+        floor = {} if self.density_floor is None else {"density_floor_of_mean": self.density_floor}
         return {
             "format": FORMAT,
             "made_by": "export.py: a network that predicts gas from dark matter",
@@ -66,21 +65,23 @@ class ExportedNetwork:
                 f'predict = torch.export.load("{output}").module()',
                 f"gas = predict(dark_matter)  # {_shape(self.inputs)} -> {_shape(self.targets)}",
             ],
-            "units": "physical" if physical else "channel",
-            "input": {
-                "shape": _shape(self.inputs),
-                "dtype": "float32",
-                "sizes": f"N is any number; X, Y and Z are multiples of {self.divisor}",
-                "multiple_of": self.divisor,
-                **({"density_floor_of_mean": self.density_floor} if physical else {}),
-                "channels": [_describe_channel(channel, physical) for channel in self.inputs],
-            },
-            "output": {
-                "shape": _shape(self.targets),
-                "dtype": "float32",
-                "channels": [_describe_channel(channel, physical) for channel in self.targets],
-            },
+            "units": self.units,
+            "input": self._describe_side(
+                self.inputs,
+                sizes=f"N is any number; X, Y and Z are multiples of {self.divisor}",
+                multiple_of=self.divisor,
+                **floor,
+            ),
+            "output": self._describe_side(self.targets),
         }
+
+    def _describe_side(self, channels: Sequence[Channel], **more: Any) -> dict[str, Any]:
+        physical = self.units == "physical"
+        described = [
+            {"name": channel.name, **({"unit": channel.unit} if physical else {"value": channel.formula()})}
+            for channel in channels
+        ]
+        return {"shape": _shape(channels), "dtype": "float32", **more, "channels": described}
 
     def write(self, target: Path, metadata: dict[str, Any]) -> str:
         """Writes the file and compares it with the network; returns a sentence about it.
@@ -91,15 +92,15 @@ class ExportedNetwork:
         content = self._pack(json.dumps(metadata, indent=2, allow_nan=False))
         with atomic_write([target]) as (partial,):
             partial.write_bytes(content)
-            with open(partial, "rb") as file:
-                difference = self.largest_difference(load_program(file))
+            with open(partial, "rb") as file:  # torch.export.load refuses the partial file's name
+                difference = self.largest_difference(torch.export.load(file).module())
             if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
                 raise UserError(
                     f"{target} is not written, because its max relative difference from the network is "
                     f"{difference:.3g}; try another checkpoint"
                 )
         return (
-            f"wrote {target}: {_shape(self.inputs)} -> {_shape(self.targets)} in {metadata['units']} units, X, Y and Z "
+            f"wrote {target}: {_shape(self.inputs)} -> {_shape(self.targets)} in {self.units} units, X, Y and Z "
             f"multiples of {self.divisor}; max relative difference from the network: {difference:.2g}"
         )
 
@@ -109,11 +110,8 @@ class ExportedNetwork:
         # Not 1: sizes of 1 in the example would become constants.
         example = torch.ones(2, len(self.inputs), 2 * cells, 2 * cells, 2 * cells)
         sizes = {axis: cells * Dim(f"blocks_{name}", min=1) for axis, name in ((2, "x"), (3, "y"), (4, "z"))}
-        program = torch.export.export(
-            self.module,
-            (example,),
-            dynamic_shapes=({0: Dim("batch", min=1), **sizes},),
-        )
+        dynamic = ({0: Dim("batch", min=1), **sizes},)
+        program = torch.export.export(self.module, (example,), dynamic_shapes=dynamic)
         # Removes assumptions that no operator here depends on: that no size is 1 (largest_difference has such sizes),
         # and that all tensors are on a CPU. The sizes above are checked separately.
         assumptions = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default)
@@ -133,7 +131,7 @@ class ExportedNetwork:
         generator = torch.Generator().manual_seed(0)
         # Sizes that differ from the example's; one block is the smallest.
         fields = 0.3 * torch.randn(1, len(self.inputs), cells, 2 * cells, cells, generator=generator)
-        if self.has_physical_units:
+        if self.units == "physical":
             channels = zip(self.inputs, fields.unbind(1), strict=True)
             fields = torch.stack([channel.to_physical(values) for channel, values in channels], dim=1)
             fields[:, 0, :2] = 0  # empty cells
@@ -144,11 +142,6 @@ class ExportedNetwork:
             return float(((exported - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
 
 
-def load_program(file: IO[bytes]) -> Predict:
-    """The function that a written file holds."""
-    return torch.export.load(file).module()
-
-
 def finite_record(record: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint's record for JSON, which has no NaN: without validation the loss becomes None."""
     return {key: value if math.isfinite(value) else None for key, value in sorted(record.items())}
@@ -156,7 +149,3 @@ def finite_record(record: dict[str, Any]) -> dict[str, Any]:
 
 def _shape(channels: Sequence[Channel]) -> str:
     return f"[N, {len(channels)}, X, Y, Z]"
-
-
-def _describe_channel(channel: Channel, physical: bool) -> dict[str, str | None]:
-    return {"name": channel.name, **({"unit": channel.unit} if physical else {"value": channel.formula()})}

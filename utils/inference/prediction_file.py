@@ -80,7 +80,7 @@ class PredictionFile:
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": options.precision,
-            "periodic": options.wraps(box),
+            "periodic": self.source.periodic and not options.not_periodic,
             **self.trained.attributes(),
             "provenance": json.dumps(record),
         }

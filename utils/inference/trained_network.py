@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,6 @@ class InferenceOptions:
     precision: str = "float32"
     device: str = "auto"
     not_periodic: bool = False
-
-    def wraps(self, attributes: Mapping[str, Any]) -> bool:
-        """True if windows wrap around the faces of a box, whose file may state that it is not periodic."""
-        return not self.not_periodic and bool(attributes.get("periodic", True))
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +106,8 @@ def build_predictor(
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
-    grid = build_window_grid(volume.shape, window, options.overlap, periodic=options.wraps(volume.attributes))
+    periodic = volume.periodic and not options.not_periodic
+    grid = build_window_grid(volume.shape, window, options.overlap, periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channel_counts = (config.N_in_channels, config.N_out_channels)
     predict = forward_pass(trained.network, options.precision, world.device)

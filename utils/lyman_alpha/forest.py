@@ -121,7 +121,7 @@ class FluxStatistics:
 
     def _add_gas(self, name: str, start: int, values: Tensor) -> None:
         for axis, lines in enumerate(self._lines):
-            parts = values[self._setup.gas_channels(axis)].to(self._world.device, torch.float32)
+            parts = values[[0, 1 + axis, 4]].to(self._world.device, torch.float32)  # density, velocity, temperature
             if axis == 0:
                 along = parts[:, :, lines.rows][..., lines.columns]  # [3, n, rows, columns]
                 self._along_x[name][..., start : start + values.shape[1]] = along.movedim(1, -1)
@@ -130,15 +130,13 @@ class FluxStatistics:
                 self._depths[name][axis][place] = self._gas_depth(row, axis)
 
     def _add_dark_matter(self, density: Tensor, start: int, inputs: Tensor) -> None:
-        dark = self._setup.dark
-        assert dark is not None
+        density_channel, *velocity_channels = self._setup.dark
         inputs = inputs.to(self._world.device, torch.float32)
-        channels = self._setup.input_channels
-        for x, plane in enumerate(inputs[dark.density], start):
-            density[x] = channels[dark.density].to_physical(plane)
+        for x, plane in enumerate(inputs[0], start):
+            density[x] = density_channel.to_physical(plane)
         velocities = self._depths[self._setup.baseline]
-        for lines, number, out in zip(self._lines, dark.velocity, velocities, strict=False):
-            values = channels[number].to_physical(inputs[number])
+        for lines, channel, field, out in zip(self._lines, velocity_channels, inputs[1:], velocities, strict=False):
+            values = channel.to_physical(field)
             if lines.axis == 0:
                 out[..., start : start + len(values)] = values[:, lines.rows][..., lines.columns].movedim(0, -1)
                 continue
@@ -149,7 +147,7 @@ class FluxStatistics:
         """Optical depth of one row, from its channel values [3, columns, cells]."""
         self._progress()  # a slab of hot gas takes minutes
         setup = self._setup
-        channels = [setup.target_channels[number] for number in setup.gas_channels(axis)]
+        channels = setup.gas[0], setup.gas[1 + axis], setup.gas[4]
         # Contiguous: torch may round exponentials of others differently.
         density, velocity, temperature = (
             channel.to_physical(part.contiguous()) for channel, part in zip(channels, values, strict=True)
@@ -267,7 +265,7 @@ def _smoothing_matrix(cells: int, sigma: float) -> Tensor:
 
 
 def _parts(depth: Tensor) -> Iterator[Tensor]:
-    """Optical depths [rows, columns, cells] in parts [lines, cells] of bounded size."""
+    """Optical depths [rows, columns, cells] in parts [lines, cells] of bounded size; none if this rank has no rows."""
     lines = depth.flatten(0, 1)
     step = max(1, VALUES_AT_ONCE // lines.shape[1])
     return (lines[start : start + step] for start in range(0, len(lines), step))

@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from utils.config import Config, parse_value, validate_section
 from utils.config.sections import EvaluationConfig
@@ -26,8 +26,8 @@ FLAGS = {
     "pressure_smoothing": "of the dark matter for the baseline: standard deviation in Mpc/h (%(default)s)",
 }
 
-Channels = Sequence[Channel]
-Vectors = Sequence[Sequence[int]]
+VELOCITY_UNITS = [VELOCITY_UNIT] * 3
+GAS_UNITS = [DENSITY_UNIT, *VELOCITY_UNITS, TEMPERATURE_UNIT]
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,6 @@ def take_flux_options(arguments: dict[str, Any]) -> EvaluationConfig:
     return validate_section(EvaluationConfig, values, "Lyman-alpha flux")
 
 
-class Field(NamedTuple):
-    """Numbers of the channels with physical units; `velocity` x, y, z is empty if it is unknown."""
-
-    density: int
-    velocity: tuple[int, ...]
-    temperature: int | None
-
-
 @dataclass(frozen=True)
 class FluxSetup:
     """The constants of all evaluations of one volume's flux."""
@@ -62,10 +54,8 @@ class FluxSetup:
     cell: float
     universe: Universe
     mean_flux: float
-    input_channels: Channels
-    target_channels: Channels
-    gas: Field
-    dark: Field | None  # None if the unit of the input's density is unknown
+    dark: Sequence[Channel]  # density and velocity; density alone, or none, if the units of the others are unknown
+    gas: Sequence[Channel]  # density, velocity and temperature
     options: EvaluationConfig
 
     @classmethod
@@ -80,13 +70,12 @@ class FluxSetup:
     @classmethod
     def _of(cls, volume: Volume | FieldReader, config: Config) -> FluxSetup:
         """Raises UserError if something is missing."""
-        options, (inputs, targets), cell = config.evaluation, volume_channels(config), volume.cell
+        options, (inputs, gas), cell = config.evaluation, volume_channels(config), volume.cell
         unstated = [name for name in STATED if name not in volume.simulation]
         if unstated or cell is None:
             missing = [*unstated, *(["box_size_mpc_h"] if cell is None else [])]
             raise UserError(f"{volume.path} does not state {', '.join(missing)}")
-        dark, gas = _find(inputs, config.vector_channels.inputs), _find(targets, config.vector_channels.targets)
-        if gas is None or not gas.velocity or gas.temperature is None:
+        if [channel.unit for channel in gas] != GAS_UNITS:
             raise UserError("the gas lacks density, velocity or temperature in physical units")
         if min(volume.shape) < SMALLEST_SIDE:
             raise UserError(f"the volume has a side of fewer than {SMALLEST_SIDE} cells")
@@ -94,7 +83,9 @@ class FluxSetup:
         if universe.omega_b <= 0:
             raise UserError(f"{volume.path} states a universe without baryons")
         mean_flux = options.mean_flux or published_mean_flux(universe.redshift)
-        return cls(volume.shape, cell, universe, mean_flux, inputs, targets, gas, dark, options)
+        has_velocity = [channel.unit for channel in inputs[1:]] == VELOCITY_UNITS
+        dark = inputs[: 4 if has_velocity else 1] if inputs[0].unit == DENSITY_UNIT else ()
+        return cls(volume.shape, cell, universe, mean_flux, dark, gas, options)
 
     @property
     def smoothing(self) -> float:
@@ -105,20 +96,4 @@ class FluxSetup:
     @property
     def baseline(self) -> str:
         """Name of the baseline."""
-        return FGPA if self.dark and self.dark.velocity else REAL_FGPA
-
-    def gas_channels(self, axis: int) -> list[int]:
-        """Numbers of the target channels of density, velocity along an axis, and temperature."""
-        density, velocity, temperature = self.gas
-        assert temperature is not None
-        return [density, velocity[axis], temperature]
-
-
-def _find(channels: Channels, vectors: Vectors) -> Field | None:
-    """The physical fields among the channels; None if there is no density."""
-    numbers = {channel.unit: number for number, channel in reversed([*enumerate(channels)])}
-    if DENSITY_UNIT not in numbers:
-        return None
-    components = {number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT}
-    velocity: tuple[int, ...] = next((tuple(parts) for parts in vectors if components.issuperset(parts)), ())
-    return Field(numbers[DENSITY_UNIT], velocity, numbers.get(TEMPERATURE_UNIT))
+        return FGPA if self.dark[1:] else REAL_FGPA

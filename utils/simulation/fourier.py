@@ -1,15 +1,34 @@
-"""Fourier transforms of fields on a periodic mesh, computed slab by slab in several threads."""
+"""Fourier transforms of fields on a periodic mesh, and work that is shared by the threads of one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import scipy.fft
 
-from utils.simulation.in_order import in_order
-
 MIN_SLABS = 16  # of a mesh, for any number of threads
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """Yields the function's results for the items in order, computed by `threads` threads.
+
+    At most `threads` results wait for the reader, which bounds the memory; ThreadPoolExecutor.map has no such bound.
+    """
+    waiting: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def split_rows(rows: int, slabs: int) -> list[slice]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.ndimage import gaussian_filter
 
-from utils.simulation.in_order import in_order
+from utils.simulation.fourier import in_order
 
 # The closure. Lengths are standard deviations of Gaussians. Real filtering lengths at z = 2 are near 0.1 Mpc/h (Gnedin
 # & Hui 1998); this one is deliberately larger, so that the default cell of 0.5 Mpc/h resolves the smoothing.

@@ -19,13 +19,13 @@ from utils.progress import Progress
 from utils.simulation.fourier import (
     backward,
     forward,
+    in_order,
     in_slabs,
     inverse_gradient,
     inverse_square,
     multiplied,
     split_rows,
 )
-from utils.simulation.in_order import in_order
 from utils.simulation.linear_theory import GrowthClock
 
 # Particles are deposited in this number of slabs of the initial lattice, and slabs are summed in order, for any number
