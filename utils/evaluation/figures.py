@@ -267,9 +267,11 @@ def _draw_plane(
 
 
 def _add_color_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes], label: str) -> None:
-    count = len(panels)
-    shape = {"location": "bottom", "extend": "both", "extendfrac": 0.06 / count, "pad": 0.01, "aspect": 18 * count}
-    figure.colorbar(image, ax=list(panels), label=label, **shape)
+    axes, number = list(panels), len(panels)
+    bar = figure.colorbar(
+        image, ax=axes, location="bottom", extend="both", extendfrac=0.06 / number, pad=0.01, aspect=18 * number
+    )
+    bar.set_label(label)
 
 
 PICTURES: dict[str, Callable[[Results], Figure]] = {
