@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
-DRAWING = {"evaluate", *(f"utils.evaluation.{name}" for name in ("figures", "report", "training_figures"))}
+DRAWING = {
+    "evaluate",
+    *(f"utils.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")),
+}
 TRITON_MODULES = {"networks.kernels"}
 SIMULATION = {
     f"utils.simulation.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate", "__main__")

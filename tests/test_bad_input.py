@@ -362,10 +362,10 @@ def test_training_records_the_curves_of_the_tutorial(trained: Trained) -> None:
         assert list(curve(name).values())[-len(logged) :] == pytest.approx(logged, abs=1e-6)
     hparams = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"lr_schedule.start_lr" in hparams
-    assert b"optimizer.name" not in hparams, "it has its default value"
+    assert b"optimizer.eps" not in hparams, "it has its default value"
     assert b"train_path" not in hparams, "it changes no result"
     assert events.Scalars("hparam/final loss")[0].value == pytest.approx(curve("Loss/valid")[16])
-    assert events.Tags()["images"] == ["Slices"]
+    assert events.Tags()["images"] == ["Slices", "Slices, largest error"]
 
 
 def test_training_records_its_config_and_provenance(trained: Trained) -> None:

@@ -93,12 +93,12 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, known
     assert known == [[], ["target", "prediction", "FGPA"]]
     found = history(trained)
     assert [(each.metadata["epoch"], each.metadata["step"]) for each in found] == [(1, 8), (2, 16)]
-    records = [record for record in read_records(trained / "metrics.jsonl") if "Evaluation/L1" in record]
+    records = [record for record in read_records(trained / "metrics.jsonl") if "Evaluation L1/all channels" in record]
     assert [record["step"] for record in records] == [8, 16]
     for record, each in zip(records, found, strict=True):
         assert {name: record[name] for name in each.scalars()} == pytest.approx(each.scalars())
-        assert any(name.startswith("Evaluation/r at k = ") for name in record)
-        assert "Evaluation/flux P1D error, prediction" in record
+        assert any(name.startswith("Evaluation r/density at k = ") for name in record)
+        assert "Evaluation flux/P1D error, prediction" in record
         assert list(each.flux.fields) == ["target", "prediction", "FGPA"]
     first, second = (each.flux.fields for each in found)
     for name in ("target", "FGPA"):
@@ -109,7 +109,9 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, known
         assert f"Evaluation/{name}".encode() in events
     report = (trained / "report.html").read_text()
     assert report.startswith("<!DOCTYPE html>")
-    assert report.count("data:image/png;base64,") == 5
+    assert "Evaluation: test/1ranks/00, epoch 2, step 16" in report
+    assert f"(l1, {next(r['Loss/valid'] for r in records if r['step'] == 16):.5f})" in report
+    assert report.count("data:image/png;base64,") == 6
     assert "gas density" in (trained / "out.log").read_text()
 
 
@@ -152,7 +154,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     weights = [read_weights(path)["network"] for path in (trained, directory)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     records = read_records(directory / "metrics.jsonl")
-    assert [record["step"] for record in records if "Evaluation/L1" in record] == [8, 16]
+    assert [record["step"] for record in records if "Evaluation L1/all channels" in record] == [8, 16]
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=1", EVERY_EPOCH)
     names = [path.name for path in (directory / FOLDER).iterdir()]
     assert names == ["step_00000008.npz"], "a run from scratch removes the evaluations of the run that it replaces"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from sample_results import sample_results
 
-from utils.evaluation import figures, training_figures
+from utils.evaluation import figures
+from utils.evaluation.loss_curves import loss_curves
 from utils.evaluation.results import Results
+from utils.evaluation.training_figures import ERROR, EXAMINED, STRUCTURE, choose_planes
 
 BOX, CELL = 16, 0.5
 
@@ -60,8 +64,13 @@ def physical(values: np.ndarray) -> list[np.ndarray]:
 
 def test_spectra_show_ratio_and_correlation_with_gaps_where_there_is_no_power(found: Results) -> None:
     """A constant prediction has no power, so its correlation is NaN."""
-    above, below = figures.spectra(found).axes
-    ratios = {line.get_label(): line for line in above.lines}
+    near, whole, below = figures.spectra(found).axes
+    ratios = {line.get_label(): line for line in near.lines}
+    assert near.get_ylim() == (0.5, 1.5), "one field's excess must not hide the others"
+    assert [whole.get_yscale(), *(list(line.get_ydata()) for line in whole.lines[1:])] == [
+        "log",
+        *(list(spectrum.ratio) for spectrum in found.spectra.values()),
+    ]
     correlations = [line for line in below.lines if len(line.get_xdata()) > 2]
     for (name, spectrum), line in zip(found.spectra.items(), correlations, strict=True):
         np.testing.assert_allclose(ratios[name].get_xdata(), spectrum.k)
@@ -74,10 +83,10 @@ def test_spectra_show_ratio_and_correlation_with_gaps_where_there_is_no_power(fo
     none = replace(spectrum, predicted=zero, cross=zero)
     figure = figures.spectra(replace(found, spectra={"density": none, "odd": spectrum}))
     nowhere = figures.spectra(replace(found, spectra={"density": replace(spectrum, target=zero * np.nan)}))
-    assert any(np.isnan(line.get_ydata()).all() for line in figure.axes[1].lines)
+    assert any(np.isnan(line.get_ydata()).all() for line in figure.axes[2].lines)
     for each in (figure, nowhere):
         FigureCanvasAgg(each).draw()  # as TensorBoard does
-        assert np.isfinite([each.axes[0].get_ylim(), each.axes[1].get_ylim()]).all()
+        assert np.isfinite([axes.get_ylim() for axes in each.axes]).all()
 
 
 def test_distributions_are_normalized_and_exclude_empty_ends(found: Results) -> None:
@@ -113,11 +122,7 @@ def test_both_phase_diagrams_have_one_color_scale(found: Results) -> None:
 
 
 def test_slices_show_physical_values_and_residuals(found: Results) -> None:
-    """Planes [Y, Z] have y to the right and z upwards."""
-    grid = np.array(figures.slices(found).axes[:20]).reshape(4, 5)
-    assert grid[2, 0].images[0].origin == "lower"
-    assert grid[2, 0].images[0].get_extent() == [0, BOX * CELL, 0, BOX * CELL]
-    assert grid[2, 0].get_ylabel() == "prediction\nz (Mpc/h)"
+    grid = np.array(figures.slices(found).axes[:20]).reshape(5, 4).T
     inputs, target, predicted = (found.slices[name] for name in ("input", "target", "predicted"))
     given = physical(np.concatenate([inputs, inputs[:1]]))[:4]
     for channel, (truth, prediction) in enumerate(zip(physical(target), physical(predicted), strict=True)):
@@ -163,24 +168,35 @@ def test_flux_shows_power_ratio_distribution_and_a_sight_line(monkeypatch: pytes
     assert len(figures.encode_png(figures.flux(diverged))) > 10000
 
 
+def test_slices_have_y_to_the_right_and_z_upwards(found: Results) -> None:
+    marked = np.zeros_like(found.slices["target"])
+    marked[:, 3, 11] = 1  # y = 3, z = 11
+    axes = figures.slices(with_slices(found, predicted=marked)).axes[2]
+    assert np.unravel_index(pixels(axes).argmax(), pixels(axes).shape) == (11, 3)
+    assert axes.images[0].origin == "lower"
+    assert axes.images[0].get_extent() == [0, BOX * CELL, 0, BOX * CELL]
+    assert axes.get_title() == "prediction"
+    assert figures.slices(found).axes[0].get_ylabel() == "density\nz (Mpc/h)"
+
+
 def test_channels_of_unknown_units_are_drawn_as_channel_values(unknown: Results) -> None:
     figure = figures.slices(unknown)
-    grid = np.array(figure.axes[:8]).reshape(4, 2)
+    grid = np.array(figure.axes[:8]).reshape(2, 4).T
     np.testing.assert_allclose(pixels(grid[0, 0]), unknown.slices["input"][0].T)
     np.testing.assert_allclose(pixels(grid[2, 1]), unknown.slices["predicted"][1].T)
     assert grid[0, 1].texts[0].get_text() == "not in the input"
     assert bar_label(grid[2, 0]) == bar_label(grid[3, 0]) == "channel value"
-    assert grid[3, 0].get_xlabel() == "y (cells)"
+    assert grid[3, 1].get_xlabel() == "y (cells)"
     assert panel(figures.distributions(unknown), "channel 1").get_xlabel() == "channel value"
 
 
 def test_a_diverged_or_perfect_prediction_has_finite_color_limits(found: Results, unknown: Results) -> None:
     spoilt = found.slices["predicted"].copy()
     spoilt[:, 0, 0], spoilt[:, 1, 1] = np.nan, 1e4  # exp(140000) overflows
-    grid = np.array(figures.slices(with_slices(found, predicted=spoilt)).axes[:20]).reshape(4, 5)
+    grid = np.array(figures.slices(with_slices(found, predicted=spoilt)).axes[:20]).reshape(5, 4).T
     lost = figures.slices(with_slices(unknown, predicted=unknown.slices["predicted"] * np.nan))
     perfect = figures.slices(with_slices(unknown, predicted=unknown.slices["target"]))
-    for axes in (*grid[3], *lost.axes[6:8], *perfect.axes[6:8]):
+    for axes in (*grid[3], *lost.axes[3:8:4], *perfect.axes[3:8:4]):
         low, high = limits(axes)
         assert np.isfinite(high)
         assert low == -high < 0
@@ -190,10 +206,13 @@ def test_a_diverged_or_perfect_prediction_has_finite_color_limits(found: Results
 def test_loss_curves_show_losses_and_metrics() -> None:
     records = [
         {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1},
-        {"step": 5, "Step/loss": 1.5},
+        {"step": 5, "Step/loss": 1.5, "Step/learning rate": 0.1},
         {"step": 10, "Loss/train": 1.0, "Loss/valid": 1.1, "Accuracy/valid": 0.5, "Learning Rate": 0.1},
     ]
-    losses, metrics = training_figures.loss_curves(records, "cross-entropy").axes
+    figure = loss_curves(records, "cross_entropy", "demo/2ranks/00")
+    losses, metrics, rate = figure.axes
+    assert figure.get_suptitle() == "demo/2ranks/00, epoch 1, step 10"
+    assert rate.get_ylim() == pytest.approx((0, 0.115)), "a constant rate must not be magnified"
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in losses.lines}
     assert lines == {
         "training, per interval": ([5], [1.5]),
@@ -202,7 +221,48 @@ def test_loss_curves_show_losses_and_metrics() -> None:
     }
     assert losses.get_ylabel() == "loss (cross-entropy)"
     assert [(line.get_label(), *line.get_ydata()) for line in metrics.lines] == [("accuracy", 0.5)]
-    assert len(training_figures.loss_curves(records[:2], "mean absolute error").axes) == 1
+    without = loss_curves([records[0]], "l1", "")
+    assert [axes.get_ylabel() for axes in without.axes] == ["loss (mean absolute error)", "learning\nrate"]
+
+
+def test_figures_are_titled_with_run_epoch_and_step(found: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "PICTURES", {"spectra": figures.spectra})
+    checkpoint = "/logs/demo/2ranks/00/checkpoints/step_00000800/weights.pt"
+    for metadata, title in (
+        ({"run": "/logs/demo/2ranks/00", "epoch": 4, "step": 800}, "demo/2ranks/00, epoch 4, step 800"),
+        ({"checkpoint": checkpoint, "epoch": 4, "step": 800}, "demo/2ranks/00, epoch 4, step 800"),
+        ({"checkpoint": "kept/weights.pt", "step": 800}, "weights.pt, step 800"),
+        ({"prediction": "boxes/gas.h5"}, "gas.h5"),
+        ({}, ""),
+    ):
+        (figure,) = figures.draw_all(replace(found, metadata=metadata)).values()
+        assert figure.get_suptitle() == title
+
+
+def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() -> None:
+    """Of the first crops only: the last one, which exceeds both, is not examined."""
+    targets = torch.zeros(EXAMINED + 1, 5, 4, 4, 4)
+    targets[3, 0, 1, 2, 2], targets[6, 0, 2, 1, 1], targets[6, 1, 3, 1, 1], targets[-1] = 5, 4, 9, 99
+    targets[-1, 0, 0, 0, 0] = 1000
+
+    class Step:
+        def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+            assert len(inputs) == 1
+            return inputs.repeat(1, 5, 1, 1, 1) * targets[int(inputs.max()), :1]
+
+    class Crops:
+        def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            inputs = torch.arange(EXAMINED + 1.0)[:, None, None, None, None].expand(-1, 1, 4, 4, 4)
+            yield from zip(inputs.split(5), targets.split(5), strict=True)
+
+    chosen = choose_planes(Step(), Crops())  # type: ignore[arg-type]
+    structure, error = chosen[STRUCTURE].fields, chosen[ERROR].fields
+    np.testing.assert_array_equal(structure["target"], targets[3, :, 1])
+    np.testing.assert_array_equal(structure["predicted"][1], 3 * targets[3, 0, 1])
+    assert (error["input"] == 6).all()
+    np.testing.assert_array_equal(error["target"], targets[6, :, 2])
+    targets[8, 2, 0] = math.nan
+    assert (choose_planes(Step(), Crops())[ERROR].fields["input"] == 8).all()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", figures.PICTURES)

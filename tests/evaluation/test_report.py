@@ -61,11 +61,13 @@ def test_the_page_is_self_contained_and_has_all_results(found: Results) -> None:
     provenance = {"commit": "abc1234", "epoch": "3 of the caller"}
     page = report.page(found, dict.fromkeys(figures.PICTURES, b"PNG"), provenance)
     parsed = Parsed(page)
-    assert "Evaluation: epoch 3 of the caller" in parsed.text
+    assert "Evaluation: epoch 3\n" in parsed.text
     assert not {"script", "link", "iframe"} & {tag for tag, _ in parsed.tags}
     for outside in ("href", "url(", "@import", "http:", "https:"):
         assert outside not in page
     assert parsed.images() == [b"PNG"] * 4, "there is no flux"
+    summary = tables.summary_table(found)
+    assert parsed.rows[: len(summary)] == summary, "it comes first"
     for row in (*tables.channel_table(found), *tables.field_table(found)):
         assert row in parsed.rows
     assert ["commit", "abc1234"] in parsed.rows
@@ -85,6 +87,51 @@ def test_the_field_table_gives_the_scale_where_the_correlation_is_lost(found: Re
     }
     limits = [row[-1] for row in tables.field_table(replace(found, spectra=spectra))]
     assert limits == ["r below 0.9 from k", "none", f"{spectrum.k[3]:.2g}", f"{spectrum.k[5]:.2g}"]
+
+
+def test_the_summary_says_which_scales_are_right(found: Results) -> None:
+    """The field is in a box of 8 Mpc/h: shell m has waves of about 8 / m Mpc/h."""
+    spectrum = found.spectra["log density"]
+    k = np.arange(1, len(spectrum.k) + 1) * (2 * math.pi / 8)
+
+    def row(correlation: list[float], power: float, cell: float | None = 0.5) -> list[str]:
+        cross = np.array(correlation + [0.5] * (len(k) - len(correlation))) * math.sqrt(power)
+        ones = np.ones(len(k))
+        changed = replace(spectrum, k=k, predicted=power * ones, target=ones, cross=cross)
+        return tables.summary_table(replace(found, cell=cell, spectra={**found.spectra, "log density": changed}))[1]
+
+    numbers = ["gas density", f"{found.l1[0]:.5f}", f"{found.r2[0]:.4f}"]
+    place = "Structure larger than 2.7 Mpc/h is in the right place; on large scales it has "
+    assert row([1, 1], 1.04) == [*numbers, "k = 2.4 h/Mpc (2.7 Mpc/h)", f"{place}4 % too much power."]
+    assert row([1, 1, 1, 0.95], 0.92)[3:] == [
+        "k = 3.9 h/Mpc (1.6 Mpc/h)",
+        "Structure larger than 1.6 Mpc/h is in the right place; on large scales it has 8 % too little power.",
+    ]
+    assert row([1, 1], 1.0, None)[3] == "k = 2.4 rad/cell (2.7 cells)"
+    assert (
+        row([0.3], 1.0)[4] == "Not even structure of the largest scales is in the right place; it has the right power."
+    )
+    assert row([1] * len(k), 1.0)[3] == "no scale"
+    assert row([1], math.nan)[3] == "unknown"
+
+
+def test_the_page_shows_the_losses_of_the_training_run(found: Results, tmp_path: Path) -> None:
+    """Of a checkpoint's run; the page stays one file of bounded size."""
+    run = tmp_path / "demo/2ranks/00"
+    run.mkdir(parents=True)
+    records = [{"step": step, "Step/loss": 1 / (step + 1), "Loss/valid": 0.5} for step in range(20000)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    weights = str(run / "checkpoints/step_00000800/weights.pt")
+    known = {"checkpoint": weights, "epoch": 4, "step": 800, "loss": "huber", "final_loss": 0.0068734}
+    evaluation = replace(found, metadata=known)
+    pictures = report._training_curves(evaluation)
+    assert len(pictures[report.TRAINING]) < 200_000
+    parsed = Parsed(report.page(evaluation, PICTURES | pictures, {}))
+    assert "Evaluation: demo/2ranks/00, epoch 4, step 800" in parsed.text
+    assert "validation loss (huber, 0.00687) is the mean over random crops" in " ".join(parsed.text.split())
+    assert parsed.images()[0] == pictures[report.TRAINING]
+    (run / "metrics.jsonl").unlink()
+    assert report._training_curves(evaluation) == report._training_curves(found) == {}
 
 
 def test_tables_have_physical_errors_and_spectra(found: Results) -> None:

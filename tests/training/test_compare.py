@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest
     same = {
         "steps": "20",
         "final validation loss": "0.375000",
-        "best validation loss": "0.250000 after step 10",
+        "best validation loss": "0.250000",
+        "best step": "10",
         "samples/s": "128.0",
         "time": "0:40",
         "ranks": "4",
@@ -66,10 +68,10 @@ def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest
         "commit": "0123456789ab-dirty",
     }
     assert {key: cells[key] for key in same} == {key: [value] * 2 for key, value in same.items()}
-    cells = compared(capsys, second, DEMO)
-    assert cells["config"] == ["small", "demo"]
-    assert cells["final validation loss"] == ["0.375000", "0.006873"]
-    assert cells["time"] == ["0:40", "1:55"]
+    cells = compared(capsys, DEMO, second)
+    assert cells["config"] == ["demo", "small"]
+    assert cells["final validation loss"] == ["0.006873", "0.375000"]
+    assert cells["time"] == ["1:55", "0:40"]
 
 
 def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,4 +79,37 @@ def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys
         compare.main([str(DEMO), str(tmp_path)])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path} is not a run's directory" in line
+    assert f"{tmp_path} is not a run's directory and has none in it" in line
+
+
+def test_the_runs_below_a_directory_are_sorted_by_final_or_best_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also as CSV. Folders of a run, such as those of W&B, and other files named config.yaml are not runs.
+
+    Fixed: a run without records ended the command with a traceback.
+    """
+    (tmp_path / "runs").mkdir()
+    losses = {"a": [0.5, 0.2, 0.4], "b": [0.5, 0.35], "c": [], "d": [0.1, 0.3]}
+    for name, values in losses.items():
+        run = make_run(tmp_path / "runs" / name, seed=ord(name))
+        records = [json.dumps({"step": step, "seconds": 1.0, "Loss/valid": loss}) for step, loss in enumerate(values)]
+        (run / "metrics.jsonl").write_text("\n".join(records))
+    nested = make_run(tmp_path / "runs" / "a" / "wandb")
+    (nested / "deeper").mkdir()
+    (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "other" / "config.yaml").write_text("no run")
+
+    def order(*flags: str) -> list[str]:
+        compare.main([str(tmp_path / "runs" / "b"), str(tmp_path / "runs"), "--csv", *flags])
+        return [Path(row["run"]).name for row in csv.DictReader(capsys.readouterr().out.splitlines())]
+
+    assert order() == ["d", "b", "a", "c"]
+    assert order("-", "--sort=best") == ["d", "a", "b", "c"]
+    assert order("-", "--sort=none") == ["b", "a", "c", "d"]
+    file = tmp_path / "runs.csv"
+    compare.main([str(tmp_path / "runs"), "--csv", str(file)])
+    assert capsys.readouterr().out == ""
+    first, *_, last = csv.DictReader(file.read_text().splitlines())
+    assert (first["seed"], first["final validation loss"], first["best step"]) == ("100", "0.3", "0")
+    assert (last["seed"], last["final validation loss"], last["ranks"]) == ("99", "", "4")

@@ -25,7 +25,7 @@ from utils.training.choice import SUMMARY
 from utils.training.evaluations import FOLDER
 from utils.training.trainer import Trainer
 
-PICTURES = ["loss_curves.png", "slices.png"]
+PICTURES = ["loss_curves.png", "slices.png", "slices_largest_error.png"]
 FAST = "while summary.json is written"
 
 
@@ -65,6 +65,25 @@ def hyperparameters(run: Path) -> dict[str, Any]:
     content = EventAccumulator(str(run / "logs")).Reload().PluginTagToContent("hparams")
     found = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
     return {key: value.number_value for key, value in found.items() if value.HasField("number_value")}
+
+
+def test_tensorboard_shows_learning_rate_optimizer_and_width_at_once(whole: Path) -> None:
+    """A page of 113 keys showed the first five by name. TensorBoard's sorting is applied here."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = EventAccumulator(str(whole / "logs")).Reload().PluginTagToContent("hparams")
+    experiment = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment
+    infos = sorted(experiment.hparam_infos, key=lambda info: (not info.differs, info.name))
+    assert {info.name for info in infos[:5]} == {
+        "lr_schedule.start_lr",
+        "optimizer.name",
+        "network.width",
+        "global_batch_size",
+        "num_epochs",
+    }
+    assert len(infos) > 5
+    assert [metric.name.tag for metric in experiment.metric_infos] == ["hparam/final loss", "hparam/best loss"]
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -212,7 +231,7 @@ def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatc
     """The modules that draw are imported again, as in a new process."""
     from utils import evaluation
 
-    for name in ("figures", "training_figures", "report"):
+    for name in ("figures", "loss_curves", "training_figures", "report"):
         monkeypatch.delitem(sys.modules, f"utils.evaluation.{name}", raising=False)
         monkeypatch.delattr(evaluation, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:

@@ -440,6 +440,7 @@ def test_saved_config_keeps_the_global_batch_for_another_number_of_ranks(first: 
 
 RECORDS = ["config.yaml", "evaluation/step_00000008.npz", "flight_recorder_rank1.json", "logs/events.out.tfevents.1"]
 RECORDS += ["loss_curves.png", "metrics.jsonl", "out.log", "provenance.json", "report.html", "slices.png"]
+RECORDS += ["slices_largest_error.png"]
 RECORDS += ["top_operations_rank1.txt", "trace.json.gz", "wandb/id", "summary.json"]
 
 

@@ -49,7 +49,7 @@ class VolumeEvaluation(Evaluation):
         self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
         self._last: Results | None = None
         self._folder = run.directory / evaluations.FOLDER
-        self._metadata = {"input": volume.path, "run": str(run.directory)}
+        self._metadata = {"input": volume.path, "run": str(run.directory), "loss": config.loss}
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
 
@@ -86,7 +86,7 @@ class VolumeEvaluation(Evaluation):
         from utils.evaluation import figures  # matplotlib takes time to import
 
         for name, figure in figures.draw_all(evaluation).items():
-            self._logger.figure(tags.evaluation(name), figure, step)
+            self._logger.figure(tags.evaluation_figure(name), figure, step)
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
+from utils.data.channels import DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
 from utils.evaluation.results import Distribution, Results
 from utils.evaluation.tables import residual_unit
 from utils.lyman_alpha.results import PREDICTION, TARGET, Flux
@@ -24,13 +24,17 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 COLOR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
 RESIDUAL_COLORS = "PuOr_r"
 LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}
+NEAR_ONE = (0.5, 1.5)  # limits of power ratios: without them, the excess of one field hides all others
 DOTS_PER_INCH = 110
 
 
 def draw_all(results: Results) -> dict[str, Figure]:
     """A figure for each entry of PICTURES that the results have data for."""
     missing = {name for name in ("phase_diagram", "flux") if getattr(results, name) is None}
-    return {name: draw(results) for name, draw in PICTURES.items() if name not in missing}
+    drawn = {name: draw(results) for name, draw in PICTURES.items() if name not in missing}
+    for figure in drawn.values():
+        figure.suptitle(results.title)
+    return drawn
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -49,23 +53,26 @@ def encode_png(figure: Figure) -> bytes:
 
 
 def spectra(results: Results) -> Figure:
-    """Power relative to the target and correlation with it, by wavenumber."""
-    figure = new_figure(7, 6)
-    above, below = figure.subplots(2, sharex=True)
-    for axes in (above, below):
+    """Power relative to the target, near 1 and on the whole, and correlation with the target, by wavenumber."""
+    figure = new_figure(8, 9)
+    near, whole, below = figure.subplots(3, sharex=True, height_ratios=(3, 2, 3))
+    for axes in (near, whole, below):
         axes.set_prop_cycle(color=PALETTE)
         axes.axhline(1, color="0.3", linewidth=0.8, zorder=0.5)
         axes.grid(alpha=0.25)
     for name, spectrum in results.spectra.items():
-        above.plot(spectrum.k, spectrum.ratio, label=name)
+        near.plot(spectrum.k, spectrum.ratio, label=name)
+        whole.plot(spectrum.k, spectrum.ratio)
         below.plot(spectrum.k, spectrum.correlation)
     below.axhline(0.9, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
-    above.set(yscale="log", ylabel=r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$")
+    power = r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$"
+    near.set(ylim=NEAR_ONE, ylabel=power)
+    whole.set(yscale="log", ylabel=f"{power}\n(all values)")
     below.set(xscale="log", xlabel=f"wavenumber k ({results.wavenumber_unit})", ylabel="correlation r with the target")
     below.set_xlim(spectrum.k[0] / 1.1, spectrum.k[-1] * 1.1)  # also if a diverged network leaves nothing to plot
     _label_logarithmic(below.xaxis)
     figure.align_ylabels()
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -91,7 +98,7 @@ def distributions(results: Results) -> Figure:
         axes.set_title(name)
     for axes in grid.flat[count:]:
         axes.set_axis_off()
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -167,7 +174,7 @@ def flux(results: Results) -> Figure:
     panels["line"].set(
         xlim=(0, flux_results.velocity[-1]), ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F"
     )
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -190,45 +197,50 @@ def slices(results: Results) -> Figure:
 
 
 def draw_slices(
-    inputs: Sequence[Channel], targets: Sequence[Channel], planes: Mapping[str, np.ndarray], cell: float | None
+    inputs: Sequence[Channel],
+    targets: Sequence[Channel],
+    planes: Mapping[str, np.ndarray],
+    cell: float | None,
+    title: str = "",
 ) -> Figure:
-    """Planes "input", "target" and "predicted" [C, Y, Z] and the residual as rows; one column per target channel.
+    """Planes "input", "target" and "predicted" [C, Y, Z] and the residual as columns; one row per target channel.
 
     `cell` is the side of a cell in Mpc/h; None: lengths are in cells.
     """
-    figure = new_figure(2.25 * len(targets) + 0.6, 10.6)
-    grid = figure.subplots(4, len(targets), sharex=True, sharey=True, squeeze=False)
+    figure = new_figure(10, 2.95 * len(targets) + 0.9)
+    grid = figure.subplots(len(targets), 4, sharex=True, sharey=True, squeeze=False)
     sides = [side * (cell or 1.0) for side in planes["target"].shape[1:]]
     extent = (0.0, sides[0], 0.0, sides[1])
-    for number, (column, channel) in enumerate(zip(grid.T, targets, strict=True)):
+    for number, (row, channel) in enumerate(zip(grid, targets, strict=True)):
         target, predicted = (display_values(channel, planes[name][number]) for name in ("target", "predicted"))
-        column[1].set_title(channel.name)
-        rows = [(column[1], target), (column[2], predicted)]
+        panels = [(row[1], target), (row[2], predicted)]
         if number < len(inputs) and inputs[number].unit == channel.unit:
-            column[0].set_title(inputs[number].name)
-            rows.insert(0, (column[0], display_values(inputs[number], planes["input"][number])))
+            panels.insert(0, (row[0], display_values(inputs[number], planes["input"][number])))
         else:
-            column[0].set(box_aspect=1)
-            column[0].text(0.5, 0.5, "not in the input", ha="center", va="center", transform=column[0].transAxes)
+            row[0].set(box_aspect=1)
+            row[0].text(0.5, 0.5, "not in the input", ha="center", va="center", transform=row[0].transAxes)
         colors = next((colors for word, colors in COLOR_MAPS.items() if word in channel.name), "viridis")
         limits = float(target.min()), float(target.max())
         if "velocity" in channel.name:
             limits = -float(np.abs(target).max()), float(np.abs(target).max())
-        for axes, values in rows:
+        for axes, values in panels:
             image = _draw_plane(axes, values, extent, colors, limits)
-        _add_color_bar(figure, image, column[:3], _value_label(channel.unit, channel.is_log))
+        _add_color_bar(figure, image, row[:3], _value_label(channel.unit, channel.is_log))
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
-        image = _draw_plane(column[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
-        _add_color_bar(figure, image, column[3:], residual_unit(channel))
+        image = _draw_plane(row[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
+        _add_color_bar(figure, image, row[3:], residual_unit(channel))
     unit = "cells" if cell is None else "Mpc/h"
-    for axes, title in zip(grid[:, 0], ("input", "target", "prediction", "prediction − target"), strict=True):
-        axes.set_ylabel(f"{title}\nz ({unit})")
-    for axes in grid[3]:
+    for axes, name in zip(grid[0], ("input", "target", "prediction", "prediction − target"), strict=True):
+        axes.set_title(name)
+    for axes, channel in zip(grid[:, 0], targets, strict=True):
+        axes.set_ylabel(f"{channel.name.removeprefix(GAS)}\nz ({unit})")
+    for axes in grid[-1]:
         axes.set_xlabel(f"y ({unit})")
+    figure.suptitle(title)
     return figure
 
 
@@ -255,7 +267,11 @@ def _draw_plane(
 
 
 def _add_color_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes], label: str) -> None:
-    figure.colorbar(image, ax=list(panels), label=label, location="bottom", extend="both", pad=0.01, aspect=15)
+    axes, number = list(panels), len(panels)
+    bar = figure.colorbar(
+        image, ax=axes, location="bottom", extend="both", extendfrac=0.06 / number, pad=0.01, aspect=18 * number
+    )
+    bar.set_label(label)
 
 
 PICTURES: dict[str, Callable[[Results], Figure]] = {

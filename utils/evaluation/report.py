@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ import numpy as np
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import figures, results, tables
+from utils.evaluation.loss_curves import loss_curves
 from utils.evaluation.results import Results
 from utils.files import atomic_write, make_output_directory
 from utils.lyman_alpha.results import FGPA, REAL_FGPA, Flux
-from utils.training import evaluations
+from utils.training import evaluations, tags
+from utils.training.loggers.base import METRICS, read_records, run_name
 from utils.training.provenance import read_provenance
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+TRAINING = "loss_curves"  # a picture of the page
 SPACE = 2**20  # bytes that a report needs at least
 
 log = logging.getLogger(__name__)
@@ -49,10 +53,10 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
             log.warning("Note: %s", evaluation.metadata["note"])
         for line in tables.lines(evaluation):
             log.info(line)
-        pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
+        pictures = _draw(evaluation)
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = (json.dumps(_summary(evaluation, provenance), indent=2) + "\n").encode()
-        contents[PAGE] = page(evaluation, pictures, provenance).encode()
+        contents[PAGE] = page(evaluation, pictures | _training_curves(evaluation), provenance).encode()
         output.mkdir(exist_ok=True)
         results.save(evaluation, output / ARRAYS)
         with atomic_write([output / name for name in contents]) as partials:
@@ -69,12 +73,29 @@ def write_run_report(run: Path) -> list[Path]:
     if not paths:
         return []
     evaluation = results.load(paths[-1])
-    pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
+    records = read_records(run / METRICS)
+    losses = {record["step"]: record[tags.VALID_LOSS] for record in records if tags.VALID_LOSS in record}
+    known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
+    evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})
+    pictures = _draw(evaluation) | _training_curves(evaluation)
     provenance = read_provenance(run / "provenance.json")
     provenance.pop("earlier", None)
     with atomic_write([run / PAGE]) as (partial,):
         partial.write_text(page(evaluation, pictures, provenance), encoding="utf-8")
     return [run / PAGE]
+
+
+def _draw(evaluation: Results) -> dict[str, bytes]:
+    return {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
+
+
+def _training_curves(evaluation: Results) -> dict[str, bytes]:
+    """The picture of the training run's losses, if its records are there."""
+    run = evaluation.run
+    records = read_records(run / METRICS) if run else []
+    if not (run and records):
+        return {}
+    return {TRAINING: figures.encode_png(loss_curves(records, evaluation.metadata.get("loss", ""), run_name(run)))}
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +154,9 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
     flux, metadata = evaluation.flux, {**evaluation.metadata, "cell (Mpc/h)": evaluation.cell, **provenance}
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=f"Evaluation: epoch {metadata['epoch']}" if "epoch" in metadata else "Evaluation",
+        title=": ".join(filter(None, ("Evaluation", evaluation.title))),
+        summary=tables.summary_table(evaluation),
+        validation_loss=_validation_loss(evaluation.metadata),
         channels=tables.channel_table(evaluation),
         fields=tables.field_table(evaluation),
         flux=tables.flux_table(flux) if flux else None,
@@ -142,6 +165,13 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
         pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
     )
+
+
+def _validation_loss(metadata: Mapping[str, Any]) -> str:
+    """The validation loss of the network, as far as it is known: " (l1, 0.00687)"."""
+    value = metadata.get("final_loss")
+    parts = [metadata.get("loss"), f"{value:.5f}" if isinstance(value, float) else None]
+    return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
 
 
 def _baseline_text(flux: Flux) -> str:

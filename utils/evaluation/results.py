@@ -14,6 +14,8 @@ from utils.data.channels import Channel
 from utils.files import atomic_write
 from utils.lyman_alpha.results import Flux, FluxField
 from utils.training import tags
+from utils.training.checkpoint import FOLDER
+from utils.training.loggers.base import run_name
 
 ARRAY = "stored array"  # key of a JSON object that refers to an array
 
@@ -96,19 +98,35 @@ class Results:
     def wavenumber_unit(self) -> str:
         return "rad/cell" if self.cell is None else "h/Mpc"
 
+    @property
+    def run(self) -> Path | None:
+        """The directory of the training run, if the results name it or one of its checkpoints."""
+        if "run" in self.metadata:
+            return Path(self.metadata["run"])
+        checkpoint = Path(self.metadata.get("checkpoint", ""))
+        return checkpoint.parents[2] if checkpoint.parent.parent.name == FOLDER else None
+
+    @property
+    def title(self) -> str:
+        """The run or the file, epoch and step: "demo/2ranks/00, epoch 4, step 800"."""
+        files = (Path(self.metadata.get(key) or "").name for key in ("checkpoint", "prediction"))
+        source = run_name(self.run) if self.run else next(filter(None, files), "")
+        numbers = (f"{key} {self.metadata[key]}" for key in ("epoch", "step") if key in self.metadata)
+        return ", ".join(filter(None, (source, *numbers)))
+
     def scalars(self) -> dict[str, float]:
         """Scalars for TensorBoard and metrics.jsonl, by tag."""
-        scalars = {tags.evaluation("L1"): float(self.l1.mean())}
+        scalars = {tags.evaluation("L1", "all channels"): float(self.l1.mean())}
         for channel, l1, r2 in zip(self.channels, self.l1, self.r2, strict=True):
-            scalars[tags.evaluation(f"L1 {channel.name}")] = float(l1)
-            scalars[tags.evaluation(f"R2 {channel.name}")] = float(r2)
+            scalars[tags.evaluation("L1", channel.name)] = float(l1)
+            scalars[tags.evaluation("R2", channel.name)] = float(r2)
         if np.isfinite(self.divergence_r2):
-            scalars[tags.evaluation("R2 velocity divergence")] = self.divergence_r2
+            scalars[tags.evaluation("R2", "velocity divergence")] = self.divergence_r2
         for name, spectrum in self.spectra.items():
             for shell in spectrum.reference_shells:
-                suffix = f"at k = {spectrum.k[shell]:.3g}, {name}"
-                scalars[tags.evaluation(f"r {suffix}")] = float(spectrum.correlation[shell])
-                scalars[tags.evaluation(f"P ratio {suffix}")] = float(spectrum.ratio[shell])
+                curve = f"{name} at k = {spectrum.k[shell]:.3g}"
+                scalars[tags.evaluation("r", curve)] = float(spectrum.correlation[shell])
+                scalars[tags.evaluation("P ratio", curve)] = float(spectrum.ratio[shell])
         return scalars | (self.flux.scalars() if self.flux else {})
 
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from utils.data.channels import Channel
-from utils.evaluation.results import Results
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+from utils.evaluation.results import Results, Spectrum
 from utils.lyman_alpha.results import Flux
 
 GOOD_CORRELATION = 0.9
@@ -20,6 +20,46 @@ def lines(evaluation: Results) -> list[str]:
     tables = [channel_table(evaluation), field_table(evaluation)]
     tables += [flux_table(evaluation.flux)] if evaluation.flux else []
     return [line for table in tables for line in _aligned(table)]
+
+
+def summary_table(evaluation: Results) -> Table:
+    """L1 and R² of each channel, the scale down to which it correlates with the target, and a sentence."""
+    rows = [["field", "L1", "R²", f"r passes {GOOD_CORRELATION} at", "in short"]]
+    for channel, l1, r2 in zip(evaluation.channels, evaluation.l1, evaluation.r2, strict=True):
+        spectrum = _spectrum(channel, evaluation)
+        rows.append([channel.name, f"{l1:.5f}", _number(r2, 4), *_structure(spectrum, evaluation)])
+    return [*rows, ["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""]]
+
+
+def _spectrum(channel: Channel, evaluation: Results) -> Spectrum:
+    """The spectrum of the field that a channel belongs to: of its logarithm, or of the whole velocity."""
+    fields = {DENSITY_UNIT: "log density", TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
+    spectra = evaluation.spectra
+    return spectra[channel.name] if channel.name in spectra else spectra[fields[str(channel.unit)]]
+
+
+def _structure(spectrum: Spectrum, evaluation: Results) -> tuple[str, str]:
+    """The scale at which r passes GOOD_CORRELATION, and a sentence about structure and power."""
+    large = spectrum.ratio[spectrum.reference_shells[0]]
+    if not math.isfinite(large):
+        return "unknown", "Prediction or target have no structure, or are not finite."
+    excess = round(100 * (large - 1))
+    power = f"has {abs(excess)} % too {'much' if excess > 0 else 'little'} power" if excess else "has the right power"
+    bad = first_poor_shell(spectrum)
+    if bad is None:
+        return "no scale", f"Structure of all scales is in the right place; on large scales it {power}."
+    k, length = spectrum.k[bad], 2 * math.pi / spectrum.k[bad]
+    scale = f"{length:.2g} {'cells' if evaluation.cell is None else 'Mpc/h'}"
+    place = f"k = {k:.2g} {evaluation.wavenumber_unit} ({scale})"
+    if bad == 0:
+        return place, f"Not even structure of the largest scales is in the right place; it {power}."
+    return place, f"Structure larger than {scale} is in the right place; on large scales it {power}."
+
+
+def first_poor_shell(spectrum: Spectrum) -> int | None:
+    """The shell of the smallest k whose correlation is below GOOD_CORRELATION, or NaN; None if there is none."""
+    bad = np.flatnonzero(~(spectrum.correlation >= GOOD_CORRELATION))
+    return int(bad[0]) if bad.size else None
 
 
 def channel_table(evaluation: Results) -> Table:
@@ -44,8 +84,8 @@ def field_table(evaluation: Results) -> Table:
     for name, spectrum in evaluation.spectra.items():
         shells = spectrum.reference_shells
         values = [*spectrum.correlation[shells], *spectrum.ratio[shells]]
-        bad = spectrum.k[~(spectrum.correlation >= GOOD_CORRELATION)]  # NaN counts as bad
-        rows.append([name, *map(_number, values), f"{bad[0]:.2g}" if bad.size else "none"])
+        bad = first_poor_shell(spectrum)
+        rows.append([name, *map(_number, values), "none" if bad is None else f"{spectrum.k[bad]:.2g}"])
     return rows
 
 

@@ -1,36 +1,45 @@
-"""Figures of a training run: its losses, and slices of one validation crop."""
+"""Figures of a training run: its losses, and slices of two validation crops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from utils.config import Config
 from utils.data import Loader
 from utils.data.channels import volume_channels
 from utils.evaluation import report
-from utils.evaluation.figures import draw_slices, encode_png, new_figure
+from utils.evaluation.figures import draw_slices, encode_png
+from utils.evaluation.loss_curves import loss_curves, progress
 from utils.files import atomic_write
 from utils.steps.eager import EagerStep
 from utils.training import tags
-from utils.training.loggers.base import read_records
+from utils.training.loggers.base import METRICS, read_records, run_name
 from utils.training.run import Run
 
-LOSSES = {
-    tags.STEP_LOSS: "training, per interval",
-    tags.TRAIN_LOSS: "training, per epoch",
-    tags.VALID_LOSS: "validation",
-}
+EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
+STRUCTURE, ERROR = "the most structure", "the largest error"
+FILES = {STRUCTURE: ("slices.png", tags.SLICES), ERROR: ("slices_largest_error.png", tags.SLICES_LARGEST_ERROR)}
+
+
+class Plane(NamedTuple):
+    """A plane of a validation crop."""
+
+    score: float
+    fields: dict[str, np.ndarray]  # as draw_slices takes them
 
 
 def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[str]:
     """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file."""
     yield f"picture: {write_loss_curves(run.directory, config.loss)}"
     if not config.is_classification:
-        yield f"picture: {write_slices(step, loader, config, run, steps)}"
+        for path in write_slices(step, loader, config, run, steps):
+            yield f"picture: {path}"
     for path in report.write_run_report(run.directory):
         yield f"report: {path}"
 
@@ -38,48 +47,46 @@ def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: i
 def write_loss_curves(directory: Path, loss: str) -> Path:
     """Draws the losses of a run's metrics.jsonl into loss_curves.png; `loss` is the config's."""
     path = directory / "loss_curves.png"
-    label = {"l1": "mean absolute error", "mse": "mean squared error"}.get(loss, loss.replace("_", "-"))
-    _write(loss_curves(read_records(directory / "metrics.jsonl"), label), path)
+    _write(loss_curves(read_records(directory / METRICS), loss, run_name(directory)), path)
     return path
 
 
-def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
-    """Losses over steps and, below them, the metrics of each validation; `measure` names the loss."""
-    names = sorted({name for record in records for name in record if name.endswith(tags.VALID_SUFFIX)} - {*LOSSES})
-    figure = new_figure(7, 6.4 if names else 4.2)
-    panels = figure.subplots(2 if names else 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].set(ylabel=f"loss ({measure})", yscale="log")
-    panels[-1].set(xlabel="step")
-    if names:
-        panels[1].set(ylabel="validation")
-    labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower().replace("$", r"\$") for name in names}
-    for axes, labeled in zip(panels, (LOSSES, labels), strict=False):
-        for name, label in labeled.items():
-            points = [(record["step"], record[name]) for record in records if name in record]
-            if points:
-                style = {"color": "0.7"} if name == tags.STEP_LOSS else {"marker": "o", "markersize": 4}
-                axes.plot(*zip(*points, strict=True), label=label, **style)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    return figure
+def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[Path]:
+    """Draws planes of the validation crops into the FILES, and into TensorBoard at step `steps`."""
+    title = f"{run_name(run.directory)}, {progress(read_records(run.directory / METRICS))}"
+    for name, plane in choose_planes(step, loader).items():
+        file, tag = FILES[name]
+        crop = f"{title}\nvalidation crop with {name}"
+        figure = draw_slices(*volume_channels(config), plane.fields, None, crop)
+        _write(figure, run.directory / file)
+        run.records.figure(tag, figure, steps)
+        yield run.directory / file
 
 
-def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Path:
-    """Draws slices of the first validation crop into slices.png, and into TensorBoard at step `steps`."""
-    path = run.directory / "slices.png"
-    batches = loader.epoch(0)
-    inputs, targets = (part[:1] for part in next(batches))
-    fields = {"input": inputs, "target": targets, "predicted": step.predict(inputs)}
+def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
+    """The planes across x with the most structure and the largest error, of the first EXAMINED crops; ties: the first.
+
+    Structure is the standard deviation of the first target channel, the density of the gas; the error is the mean
+    |prediction − target|, and a prediction that is not finite has the largest.
+    """
+    chosen: dict[str, Plane] = {}
+    batches, examined = loader.epoch(0), 0
+    for inputs, targets in batches:
+        for crop in range(min(len(inputs), EXAMINED - examined)):
+            source, target = inputs[crop : crop + 1], targets[crop : crop + 1]
+            fields = {"input": source, "target": target, "predicted": step.predict(source)}
+            difference = (fields["predicted"].float() - target.float()).abs().mean((0, 1, 3, 4))
+            deviation = target[0, 0].float().std((1, 2))
+            for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
+                score, place = (float(value) for value in scores.max(0))
+                if name not in chosen or score > chosen[name].score:
+                    planes = {key: field[0, :, int(place)].float().cpu().numpy() for key, field in fields.items()}
+                    chosen[name] = Plane(score, planes)
+        examined += len(inputs)
+        if examined >= EXAMINED:
+            break
     batches.close()
-    middle = targets.shape[2] // 2
-    figure = draw_slices(
-        *volume_channels(config),
-        {name: field[0, :, middle].float().cpu().numpy() for name, field in fields.items()},
-        cell=None,
-    )
-    _write(figure, path)
-    run.records.figure(tags.SLICES, figure, steps)
-    return path
+    return chosen
 
 
 def _write(figure: Figure, path: Path) -> None:

@@ -68,7 +68,10 @@ class TrainedNetwork:
             raise UserError(f"{path} has no config of its network; give weights that train.py has written")
         config = configs.validate_section(Config, content["config"], str(path))
         if config.is_classification:
-            raise UserError(f"{path} holds a classifier ({config.network.name}); give one trained on volumes")
+            raise UserError(
+                f"{path} holds a classifier ({config.network.name}); predict.py, evaluate.py and export.py need a "
+                "network trained on volumes. docs/workloads.md shows how to use a classifier"
+            )
         # Options that change how a layer computes, but not what: a prediction needs none of them.
         plain = {
             "fused_pointwise": False,

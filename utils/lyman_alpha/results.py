@@ -71,9 +71,9 @@ class Flux:
         scalars = {}
         for name, ratio in self.ratios.items():
             for mode in self.reference_modes:
-                scalars[tags.evaluation(f"flux P1D ratio at k = {self.k[mode]:.3g}, {name}")] = float(ratio[mode])
-            scalars[tags.evaluation(f"flux P1D error, {name}")] = self.power_error(name)
-            scalars[tags.evaluation(f"flux PDF distance, {name}")] = self.pdf_distance(name)
+                scalars[tags.evaluation("flux", f"P1D ratio at k = {self.k[mode]:.3g}, {name}")] = float(ratio[mode])
+            scalars[tags.evaluation("flux", f"P1D error, {name}")] = self.power_error(name)
+            scalars[tags.evaluation("flux", f"PDF distance, {name}")] = self.pdf_distance(name)
         for name, field in self.fields.items():
-            scalars[tags.evaluation(f"flux mean before rescaling, {name}")] = field.unscaled_mean
+            scalars[tags.evaluation("flux", f"mean before rescaling, {name}")] = field.unscaled_mean
         return scalars

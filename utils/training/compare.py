@@ -1,12 +1,17 @@
 """Compares runs: the config keys that differ, and the results, also of runs that are not finished.
 
 python -m utils.training.compare runs/demo/2ranks/00 runs/demo/2ranks/00-2
+python -m utils.training.compare runs --sort best --csv runs.csv    # all runs below runs
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,59 +19,114 @@ from typing import Any
 from utils import config as configs
 from utils.cli import Parser
 from utils.config import Config
-from utils.errors import UserError, one_line_errors
-from utils.files import read_json
+from utils.errors import UserError, one_line_errors, os_errors_for_users
+from utils.files import atomic_write, read_json
 from utils.progress import format_duration
 from utils.training import tags
-from utils.training.loggers.base import read_records
+from utils.training.choice import CONFIG, PROVENANCE, SUMMARY
+from utils.training.loggers.base import METRICS, read_records
 
 NOTHING = "-"
+RUN, FINAL, BEST = "run", "final validation loss", "best validation loss"
+ORDERS = {"final": FINAL, "best": BEST}
+# Names and values whose text in a table differs from that in a CSV file.
+LABELS = {RUN: "", "seconds": "time"}
+FORMATS: dict[str, Callable[[Any], str]] = {
+    FINAL: "{:.6f}".format,
+    BEST: "{:.6f}".format,
+    "samples/s": "{:.1f}".format,
+    "seconds": format_duration,
+}
+
+Row = dict[str, Any]  # of one run, by name; None for values that are not known
 
 
-def table(runs: Sequence[Path]) -> list[str]:
-    """Lines with a column for each run: config keys that differ, then results."""
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The runs among the directories and below them, each once; UserError for a directory without any."""
+    runs: dict[Path, None] = {}
+    for path in paths:
+        below = [path] if (path / CONFIG).is_file() else _runs_below(path)
+        if not below:
+            raise UserError(
+                f"{path} is not a run's directory and has none in it: there is no {CONFIG}; give one such as "
+                "runs/demo/2ranks/00, or runs"
+            )
+        runs |= dict.fromkeys(below)
+    return list(runs)
+
+
+def _runs_below(path: Path) -> list[Path]:
+    runs = []
+    for folder, names, files in os.walk(path):
+        names.sort()
+        if {CONFIG, PROVENANCE} <= {*files}:
+            runs.append(Path(folder))
+            names.clear()  # a run's own folders hold none
+    return runs
+
+
+def compare(runs: Sequence[Path], order: str) -> list[Row]:
+    """A row for each run, the best one first: config keys that differ, then results."""
     values = [_flat_config(run) for run in runs]
-    cells = {key: [_shown(config.get(key, NOTHING)) for config in values] for key in dict.fromkeys(chain(*values))}
-    results = [_results(run, config) for run, config in zip(runs, values, strict=True)]
-    rows = [["", *map(str, runs)]]
-    rows += [[key, *row] for key, row in cells.items() if len(set(row)) > 1 and key != "local_batch_size"]
-    rows += [[""] * (len(runs) + 1), *([name, *(config[name] for config in results)] for name in results[0])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    keys = [key for key in dict.fromkeys(chain(*values)) if key != "local_batch_size"]
+    shown = {key: [_shown(config.get(key, NOTHING)) for config in values] for key in keys}
+    differing = [key for key, cells in shown.items() if len(set(cells)) > 1]
+    rows: list[Row] = []
+    for number, (run, config) in enumerate(zip(runs, values, strict=True)):
+        config_cells = {key: shown[key][number] for key in differing}
+        rows.append({RUN: str(run), **config_cells, **_results(run, config)})
+    key = ORDERS.get(order)
+    return rows if key is None else sorted(rows, key=lambda row: math.inf if row[key] is None else row[key])
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines with a column for each run."""
+    lines = [[LABELS.get(name, name), *(_text(name, row[name]) for row in rows)] for name in rows[0]]
+    lines.insert([*rows[0]].index("state"), [""] * (len(rows) + 1))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """A header, and a line for each run."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*rows[0]], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def _flat_config(run: Path) -> dict[str, Any]:
     """The config by dotted keys."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"{run} is not a run's directory, it has no config.yaml; give one such as runs/demo/2ranks/00")
-    ((name, values),) = configs.read_file(str(path)).items()
+    ((name, values),) = configs.read_file(str(run / CONFIG)).items()
     return {"config": name, **configs.flatten(Config()), **configs.flatten(values)}
 
 
-def _results(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The results of a run, and where it ran; `NOTHING` for values that are not known."""
-    paths = (run / "summary.json", run / "provenance.json")
+def _results(run: Path, config: Mapping[str, Any]) -> Row:
+    """The results of a run, and where it ran."""
+    paths = (run / SUMMARY, run / PROVENANCE)
     summary, provenance = (read_json(path) if path.exists() else {} for path in paths)
-    records = read_records(run / "metrics.jsonl")
+    records = read_records(run / METRICS)
     losses = [(record[tags.VALID_LOSS], record["step"]) for record in records if tags.VALID_LOSS in record]
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]
-    commit = provenance.get("git_commit", NOTHING)
+    commit = provenance.get("git_commit")
     state = "stopped early" if summary.get("early_stop") else "finished"
     # The clock starts again with each process.
     seconds = [record["seconds"] for record in records]
-    total = sum(now for now, later in zip(seconds, [*seconds[1:], 0], strict=True) if later < now)
+    total = sum(now for now, later in zip(seconds, [*seconds, 0][1:], strict=True) if later < now)
+    best, best_step = min(losses, default=(None, None))
     return {
         "state": state if summary else "no summary",
-        "steps": str(records[-1]["step"]) if records else NOTHING,
-        "final validation loss": f"{losses[-1][0]:.6f}" if losses else NOTHING,
-        "best validation loss": "{:.6f} after step {}".format(*min(losses)) if losses else NOTHING,
-        "samples/s": f"{speeds[-1] * config['global_batch_size']:.1f}" if speeds else NOTHING,
-        "time": format_duration(total) if records else NOTHING,
-        "ranks": str(provenance.get("world_size", NOTHING)),
-        "device": provenance.get("device", NOTHING),
-        "torch": provenance.get("versions", {}).get("torch", NOTHING),
-        "commit": commit[:12] + ("-dirty" if commit.endswith("-dirty") else ""),
+        "steps": records[-1]["step"] if records else None,
+        FINAL: losses[-1][0] if losses else None,
+        BEST: best,
+        "best step": best_step,
+        "samples/s": speeds[-1] * config["global_batch_size"] if speeds else None,
+        "seconds": total if records else None,
+        "ranks": provenance.get("world_size"),
+        "device": provenance.get("device"),
+        "torch": provenance.get("versions", {}).get("torch"),
+        "commit": commit and commit[:12] + ("-dirty" if commit.endswith("-dirty") else ""),
     }
 
 
@@ -74,12 +134,31 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
+def _text(name: str, value: Any) -> str:
+    """A cell of the table."""
+    return NOTHING if value is None else FORMATS.get(name, str)(value)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
         parser = Parser(__doc__)
-        parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run", type=Path)
-        print("\n".join(table(parser.parse_args(argv).runs)))
+        parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or one above runs", type=Path)
+        orders = (*ORDERS, "none")
+        parser.add_argument(
+            "--sort", choices=orders, default="final", help="by this loss (%(default)s); none: as given"
+        )
+        parser.add_argument("--csv", metavar="FILE", nargs="?", const="-", help="write CSV; without FILE to stdout")
+        options = parser.parse_args(argv)
+        rows = compare(find_runs(options.runs), options.sort)
+        if options.csv is None:
+            print("\n".join(table(rows)))
+        elif options.csv == "-":
+            print(csv_text(rows), end="")
+        else:
+            path = Path(options.csv)
+            with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
+                partial.write_text(csv_text(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

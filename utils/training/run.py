@@ -42,7 +42,7 @@ RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of
 # All that a run writes; --resume=no removes it, and nothing else. Without its config a run cannot be continued, so the
 # config goes first and a removal that was interrupted is completed by the next start.
 WRITTEN = [SUMMARY, CONFIG, FOLDER, "metrics.jsonl", "logs", "out.log", EVALUATIONS, "report.html", "wandb"]
-WRITTEN += ["loss_curves.png", "slices.png", "trace*.json.gz", "top_operations*.txt"]
+WRITTEN += ["loss_curves.png", "slices*.png", "trace*.json.gz", "top_operations*.txt"]
 WRITTEN += ["flight_recorder_rank*.json", PROVENANCE]
 
 

@@ -24,6 +24,7 @@ NOISE_PROGRESS = "Noise/relative progress per step"
 
 # Figures.
 SLICES = "Slices"
+SLICES_LARGEST_ERROR = "Slices, largest error"
 
 
 def ends_epoch(record: Collection[str]) -> bool:
@@ -36,8 +37,13 @@ def valid_metric(name: str) -> str:
     return f"{name.capitalize().replace('_', ' ')}{VALID_SUFFIX}"
 
 
-def evaluation(name: str) -> str:
-    """Tag of a scalar or figure of an evaluation of the whole validation volume."""
+def evaluation(quantity: str, name: str) -> str:
+    """Tag of a scalar of an evaluation of the whole validation volume; TensorBoard folds those of one quantity."""
+    return f"Evaluation {quantity}/{name}"
+
+
+def evaluation_figure(name: str) -> str:
+    """Tag of a figure of an evaluation of the whole validation volume."""
     return f"Evaluation/{name}"
 
 

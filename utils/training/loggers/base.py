@@ -142,6 +142,11 @@ class RunRecords(Logger):
         self._warned.add(line)
 
 
+def run_name(directory: Path) -> str:
+    """The end of a run directory's path: config, ranks and run_num."""
+    return "/".join(directory.parts[-3:])
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some."""
     records = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -15,7 +16,8 @@ from utils.config import Config
 from utils.training.loggers.base import LoggedRun, Logger
 
 FOLDER, HPARAMS = "logs", ".hparams"
-COLUMNS = ("global_batch_size", "lr_schedule.start_lr")  # hyperparameters that are shown even if they are the defaults
+# Hyperparameters that HPARAMS shows at once, also if they are the defaults; it has five columns for them.
+COLUMNS = ("lr_schedule.start_lr", "optimizer.name", "network.width", "global_batch_size", "num_epochs")
 
 
 class TensorBoardLogger(Logger):
@@ -67,7 +69,7 @@ class TensorBoardLogger(Logger):
         for earlier in (self._run.directory / FOLDER).glob(f"*{HPARAMS}"):
             earlier.unlink()
         with SummaryWriter(str(self._run.directory / FOLDER), filename_suffix=HPARAMS) as writer:
-            for summary in hparams(plain, dict(results)):
+            for summary in _with_columns_first(*hparams(plain, dict(results))):
                 writer._get_file_writer().add_summary(summary)
 
     def flush(self) -> None:
@@ -77,6 +79,19 @@ class TensorBoardLogger(Logger):
     def close(self, error: BaseException | None = None) -> None:
         if "_writer" in vars(self):
             self._writer.close()
+
+
+def _with_columns_first(experiment: Any, *summaries: Any) -> list[Any]:
+    """TensorBoard sorts hyperparameters by name, those that differ between runs first: marks COLUMNS as such."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    plugin = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin.content)
+    for info in content.experiment.hparam_infos:
+        with contextlib.suppress(AttributeError):  # earlier versions have no such field, and do not sort
+            info.differs = info.name in COLUMNS
+    plugin.content = content.SerializeToString()
+    return [experiment, *summaries]
 
 
 def _wait_for_a_later_second(folder: Path) -> None:
