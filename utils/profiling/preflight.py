@@ -80,7 +80,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     _log_learning_rate(config)
     if options.plot is not None:
         _plot_learning_rate(config, options.config, Path(options.plot))
-    log.info(describe_config(config, options.config))
+    log.info(describe_config(config, options.yaml_config, options.config))
     if config.enable_benchy:
         read_settings(alone)
         start = None
