@@ -25,6 +25,13 @@ from utils.steps.eager import EagerStep
 
 log = logging.getLogger(__name__)
 
+# Values of the key symmetries, for the log.
+SYMMETRIES = {
+    "full": "48 rotations and reflections that also turn vectors; symmetries=grid is the tutorial's",
+    "grid": "48 rotations and reflections that leave vector components unchanged; symmetries=full also turns vectors",
+    "none": "no rotations and reflections; symmetries=full adds 48",
+}
+
 
 def network(config: Config) -> nn.Module:
     """The config's network with torch's default weights; ValueError if its options contradict each other."""
@@ -102,9 +109,11 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
 
 
 def log_settings(config: Config, step: EagerStep, world: World) -> None:
-    """Logs how the step computes, a long warm-up, and the options without effect in this run."""
+    """Logs how the step computes, the augmentation, a long warm-up, and the options without effect in this run."""
     log.info(describe_optimizer(config.optimizer.name, step.optimizer))
     log_backends(config, world)
+    if not config.is_classification:
+        log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
     warn_of_long_warmup(config)
     for line in options_without_effect(config, world):
         log.info(line)
