@@ -62,6 +62,7 @@ def test_a_section_keeps_the_inherited_keys_that_it_lacks(how: str, tmp_path: Pa
     assert demo == OptimizerConfig(name="soap", eps=1e-5, weight_decay=1e-4, betas=[0.5, 0.5])
     assert mine.optimizer == demo.model_copy(update={"eps": 1e-4})
     assert (mine.num_epochs, mine.seed) == (3, 6 if "seed" in how else 5)
+    assert load(write(tmp_path, "<<: {a: {seed: 5}}\na: {num_epochs: 3}"), "a") == Config(seed=5, num_epochs=3)
 
 
 def test_a_file_in_another_directory_extends_the_shipped_one(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def _apply_merge_keys(value: Any, name: str, visited: set[int]) -> None:
     visited.add(id(value))
     parents = value.pop(MERGE, []) if isinstance(value, dict) else []
     parents = parents if isinstance(parents, list) else [parents]
-    for part in (*parents, *(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    for part in (*parents, *inner):
         _apply_merge_keys(part, name, visited)
     for parent in parents:
         if not isinstance(parent, dict):
@@ -156,6 +157,8 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
     except OSError as error:
         source = f"{EXTENDS} in {extended_by[-1]}" if extended_by else "--yaml_config"
         raise UserError(f"cannot read {path}: {error.strerror or error}; correct {source}") from None
+    if isinstance(configs, dict) and MERGE in configs:  # whole configs
+        _apply_merge_keys(configs, path, set())
     entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]
     for name, values in entries:
         if not isinstance(values, dict) and name != EXTENDS:

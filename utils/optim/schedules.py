@@ -45,7 +45,7 @@ def warn_of_long_warmup(config: Config) -> None:
     steps, total = config.warmup_steps, config.total_steps
     if steps >= total and not config.enable_benchy:
         log.warning(
-            f"the run of {total} steps ends within the warm-up of {steps} steps, before the learning rate falls; lower "
+            f"the run of {total} steps ends within the warm-up of {steps} steps of the learning rate; lower "
             f"lr_schedule.warmup_steps or warmup_epochs, or raise num_epochs"
         )
 
