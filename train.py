@@ -62,7 +62,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
         reserve = reserved_bytes(config, world)
         with open_loaders(config, world, reserve) as loaders, build.step(config, world, model, step_class) as step:
             state = run.restore(step)
-            log.info(configs.describe_config(config, options.config))
+            log.info(configs.describe_config(config, options.yaml_config, options.config))
             build.log_settings(config, step, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)

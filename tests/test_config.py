@@ -11,7 +11,7 @@ import pytest
 
 from utils import cli
 from utils import config as configs
-from utils.config import Config, default_name, differences, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.config import Config, differences, flatten, load, parse_value, read_file, to_yaml, validate
 from utils.config.messages import keys_of, similar
 from utils.errors import UserError
 
@@ -82,11 +82,22 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
         assert load(write(tmp_path, to_yaml(config, name)), name) == config
 
 
-def test_the_log_shows_what_differs_from_the_defaults() -> None:
-    """It once began with all hundred keys."""
+def test_the_log_shows_what_differs_from_the_defaults_and_from_the_inherited_config(tmp_path: Path) -> None:
+    """It once began with all hundred keys. A path in the inherited config need not exist."""
     config = validate({"num_epochs": 3, "network": {"width": 8}}, "test")
     assert differences(Config(), config) == {"num_epochs": 10, "network.width": 64}
-    assert configs.describe_config(config, "x").splitlines() == [
+    path = write(
+        tmp_path,
+        "x: &x {num_epochs: 3, expdir: $MISSING/a, network: {width: 8, scales: 2}}\nequal: {extends: x}\n"
+        "mine: {<<: *x, num_epochs: 3, expdir: b, optimizer: {name: soap}, network: {scales: 3}}\n",
+    )
+    shown = {name: configs.describe_config(config, path, name).splitlines() for name in ("x", "equal", "mine")}
+    assert shown["equal"][0] == "Config equal extends x: equal"
+    assert shown["equal"][2:] == shown["x"][1:]
+    assert shown["mine"][0] == (
+        "Config mine extends x: expdir b, network.scales 3, optimizer.name soap, optimizer.betas [0.95, 0.95]"
+    )
+    assert shown["x"] == [
         "Config x, keys that differ from the defaults:",
         "  num_epochs: 3 (default 10)",
         "  network.width: 8 (default 64)",
@@ -144,7 +155,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
             read_file(str(path))
 
 
-# --- paths and extends -----------------------------------------------------------------------------------------------
+# --- paths ---------------------------------------------------------------------------------------------------------
 
 
 def test_home_and_variables_are_expanded_in_all_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,55 +183,6 @@ def test_home_and_variables_are_expanded_in_all_paths(tmp_path: Path, monkeypatc
     assert load(path_again, "t") == dollar, "config.yaml states the same path"
     options = cli.parse(["--config=test", "--resume=~/a", "--init_from=~/b"])  # shells leave ~ in --flag=~/x unchanged
     assert (options.resume, options.init_from) == ("/home/me/a", "/home/me/b")
-
-
-def test_a_file_and_a_config_extend_others(tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "base.yaml").write_text(
-        "base: &base {seed: 1, num_epochs: 7, lr_schedule: {start_lr: 0.5, warmup_steps: 3}}\n"
-        "demo: {<<: *base, Nsamples: 100}\nother: {seed: 4}"
-    )
-    (tmp_path / "middle.yaml").write_text("extends: shared/base.yaml\nmiddle: {extends: base, num_epochs: 8}")
-    path = write(
-        tmp_path,
-        "extends: middle.yaml\nmine: {extends: middle, seed: 2, lr_schedule: {start_lr: 0.1}}\ndemo: {seed: 3}\n"
-        "base: {extends: base, num_epochs: 9}\nother: {extends: mine}",
-    )
-
-    def values(name: str) -> tuple[int, int, int]:
-        config = load(path, name)
-        return config.seed, config.num_epochs, config.Nsamples
-
-    default = Config().Nsamples
-    assert values("mine") == (2, 8, default)
-    assert load(path, "mine").lr_schedule.warmup_steps == 0, "a section replaces the whole section"
-    assert values("demo") == (3, 7, 100), "a config of the same name inherits, without the base of this file"
-    assert values("base") == (1, 9, default)
-    assert values("middle") == (1, 8, default), "it was complete before this file's base"
-    assert values("other") == (2, 8, default), "extends replaces the config of the same name"
-    assert list(read_file(path)) == ["mine", "demo", "base", "other"]
-    write(tmp_path, "extends: middle.yaml\nmine: {extends: demo}")
-    assert default_name(path) == "mine", "the only one of its own"
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("extends: none.yaml\na: {}", "cannot read {folder}/none.yaml: No such file or directory; correct extends in "),
-        (
-            "extends: b.yaml\na: {}",
-            "the files {folder}/configs.yaml -> {folder}/b.yaml -> {folder}/configs.yaml extend",
-        ),
-        ("a: {extends: bsae}\nbase: {}", "config a extends bsae, which is no earlier config"),
-        ("base: {}\na: {extends: bsae}", "config a extends bsae, which is no earlier config; did you mean base?"),
-    ],
-)
-def test_wrong_extends_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
-    path = write(tmp_path, text)
-    (tmp_path / "b.yaml").write_text("extends: ./configs.yaml\nb: {}")
-    with pytest.raises(UserError) as caught:
-        load(path, "a")
-    assert says.replace("{folder}", str(tmp_path)) in str(caught.value)
 
 
 # --- keys of the tutorial's later editions ---------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_valid_config_passes_and_its_properties_are_printed(report: Report, tmp_
         "steps: 8 per epoch × 2 epochs = 16\n",
         f"network: unet, {parameters:,} parameters, accepts samples of shape 4 × 8 × 8 × 8\n",
         "memory per rank: about ",
-        "learning rate: shape cosine, scaling none, no warm-up, peak 2.000e-03; step 0: 2.000e-03",
+        "learning rate: shape cosine, scaling none, no warm-up, peak 2.000e-03; step 0: 1.981e-03",
         "step 15: 0.000e+00",
         "Config test, keys that differ from the defaults:\n",
         "\n  train_path: ",
@@ -83,7 +83,7 @@ def test_report_follows_the_flags(report: Report, tmp_path: Path, volume_file: A
         ),
         (
             [schedule, "--set=global_batch_size=16"],
-            ["scaling linear, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04", "step 7: 1.000e-05"],
+            ["scaling linear, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04", "step 7: 1.005e-03"],
         ),
         (["--data_loader_config=auto"], ["data_loader_config auto: lowmem"]),
         ([f"--set=train_path={chunked}"], ["rewrite it contiguously for speed"]),

@@ -50,19 +50,20 @@ def shipped() -> dict[str, Config]:
     return dict(found.values())
 
 
+AVERAGE = {"ema_decay": 0.999}
 # One setting at a time, of the fused step in bfloat16 or of the plain one.
 SETTINGS: dict[str, tuple[str, Changes]] = {
-    **{f"optimizer {name}": ("bs64_opt", {"optimizer.name": name}) for name in OPTIMIZERS},
+    **{f"optimizer {name}": ("bs64_fast", {"optimizer.name": name}) for name in OPTIMIZERS},
     "optimizer soap without an average": ("bs64_fast", {"ema_decay": None}),
     **{f"loss {name}": ("base", {"loss": name}) for name, loss in LOSSES.items() if not loss.is_classification},
     "density term and channel weights": ("base", {"lambda_rho": 0.1, "channel_weights": [1, 2, 2, 2, 1]}),
     **{f"norm {name}": ("base", {"network.norm": name}) for name in ("batch", "sync_batch", "ghost(2)", "group")},
     "float16": ("base", {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1}),
     "float16 with SOAP": ("bs64_fast", {"precision": "float16"}),
-    "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1}),
-    "smooth_unet": ("bs64_opt", {"network.name": "smooth_unet", "network.space_to_depth": []}),
+    "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1, **AVERAGE}),
+    "smooth_unet": ("bs64_opt", {"network.name": "smooth_unet", "network.space_to_depth": [], **AVERAGE}),
     "dense gradients": ("bs64_opt", {**SETS["dense"].changes, "network.scales": 4}),
-    "tail": ("bs64_opt", SETS["tail"].changes),
+    "tail": ("bs64_opt", {**SETS["tail"].changes, **AVERAGE}),
 }
 
 

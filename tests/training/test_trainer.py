@@ -187,7 +187,10 @@ def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPat
     assert loaders.valid.epochs == [0] * (EPOCHS + 1)
     assert step.lrs == [trainer.schedule(number) for number in range(STEPS * EPOCHS)]
     assert step.lrs[-1] == 0.0
-    assert logger.curve("Learning Rate") == {0: 1.0, **{s: trainer.schedule(s - 1) for s in (5, 10, 15)}}
+    assert logger.curve("Learning Rate") == {
+        0: trainer.schedule(0),
+        **{s: trainer.schedule(s - 1) for s in (5, 10, 15)},
+    }
     assert logger.curve("Loss/valid") == {step: pytest.approx(2.0) for step in (0, 5, 10, 15)}
     train = logger.curve("Loss/train")
     assert train[0] == pytest.approx(7.0)

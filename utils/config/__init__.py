@@ -6,6 +6,7 @@ translates the tutorial's later keys, applies overrides, and writes a config bac
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Co
 
     Overrides use dotted keys: {'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}.
     """
-    values, overrides = translate(find(path, name)), translate(overrides or {})
+    values, overrides = translate(find(path, name).values), translate(overrides or {})
     if "global_batch_size" in overrides:  # It replaces a local batch size in the file.
         values = {**values, "local_batch_size": None}
     for key, value in overrides.items():
@@ -90,11 +91,21 @@ def differences(config: Config, base: Config | None = None) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if value != before[key]}
 
 
-def describe_config(config: Config, name: str) -> str:
-    """The keys that differ from the defaults, for the log."""
+def describe_config(config: Config, path: str, name: str) -> str:
+    """For the log: the keys that differ from the config that the file's one inherits from, and from the defaults."""
     defaults = flatten(Config())
     lines = [f"  {key}: {value!s:.80} (default {defaults[key]})" for key, value in differences(config).items()]
-    return "\n".join([f"Config {name}, keys that differ from the defaults:", *lines])
+    return "\n".join([*_describe_parent(path, name), f"Config {name}, keys that differ from the defaults:", *lines])
+
+
+def _describe_parent(path: str, name: str) -> list[str]:
+    with contextlib.suppress(UserError):  # the parent may be incomplete by itself, or the file be gone by now
+        own = find(path, name)
+        if own.parent is not None:
+            both = (validate_section(Config, translate(each.values), name) for each in (own, own.parent))
+            changes = ", ".join(f"{key} {value!s:.80}" for key, value in differences(*both).items())
+            return [f"Config {name} extends {own.parent.name}: {changes or 'equal'}"]
+    return []
 
 
 def changes_result(key: str) -> bool:

@@ -202,13 +202,7 @@ class Config(NeutralKeys):
                 f"Nsamples {self.Nsamples} is less than global_batch_size {total}, so an epoch has no step; raise "
                 f"Nsamples or lower the batch size"
             )
-        resolved = self.model_copy(update={"local_batch_size": total // world_size, "global_batch_size": total})
-        if resolved.warmup_steps and resolved.warmup_steps >= resolved.total_steps:
-            raise UserError(
-                f"lr_schedule: the warm-up of {resolved.warmup_steps} steps is not shorter than the run of "
-                f"{resolved.total_steps} steps; lower warmup_steps or warmup_epochs, or raise num_epochs"
-            )
-        return resolved
+        return self.model_copy(update={"local_batch_size": total // world_size, "global_batch_size": total})
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Config:

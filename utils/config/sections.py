@@ -89,7 +89,7 @@ class LrScheduleConfig(Section):
     shape: Literal["cosine", "step", "constant"] = "cosine"  # half-cosine decay, drops, or constant
     scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
     start_lr: PositiveFloat = 2e-4  # learning rate at base_batch_size, before scaling
-    end_lr: Rate = 0.0  # cosine: learning rate of the last step
+    end_lr: Rate = 0.0  # cosine: learning rate of the last step, without a warm-up
     drop_epochs: list[Positive] = []  # step: after each of these epochs, multiply the learning rate by drop_factor
     drop_factor: Fraction = 0.1  # step: see drop_epochs
     warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size

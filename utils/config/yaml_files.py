@@ -1,8 +1,8 @@
 """YAML files of named configs, and `extends`, by which a file or a config inherits from another.
 
-`extends: UNet.yaml` at the top of a file adds the configs of another file, named relative to this one; a config that is
-in both inherits the keys of the other one. `extends: base` in a config inherits the keys of an earlier config. Keys are
-inherited as by `<<: *base`: a section that is given again replaces the whole section.
+`extends: UNet.yaml` at the top of a file adds the configs of another file, named relative to this one or to the shipped
+ones; a config that is in both inherits the keys of the other one. `extends: base` in a config inherits the keys of an
+earlier config, `<<: *base` those of the mapping with the anchor &base. Sections are merged key by key, by either.
 
 Numbers and booleans are those of YAML 1.2: 1e-4 is a number, `on` and 1:30 are strings. Duplicate keys are errors.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,20 @@ import yaml
 from utils.config.messages import did_you_mean
 from utils.errors import UserError
 
-EXTENDS = "extends"
-Configs = dict[str, dict[str, Any]]  # name -> keys and values
+EXTENDS, MERGE = "extends", "<<"
+SHIPPED = Path(__file__).parents[2] / "config"
+
+
+@dataclass(frozen=True)
+class NamedConfig:
+    """A config of a file: its values, with those that it inherits, and the config that it inherits from."""
+
+    name: str
+    values: dict[str, Any]
+    parent: NamedConfig | None = None
+
+
+Configs = dict[str, NamedConfig]
 
 
 class _StrictSafeLoader(yaml.SafeLoader):
@@ -45,7 +58,6 @@ for _kind, _pattern, _first in (
     ("int", r"[-+]?(0|[1-9]\d*)", "-+0123456789"),
     ("float", r"[-+]?(\.\d+|\d+\.\d*)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+|[-+]?\.inf|\.nan", "-+.0123456789"),
     ("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""]),  # None as in the tutorial's configs
-    ("merge", "<<", "<"),
 ):
     for _class in (_StrictSafeLoader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_pattern})$"), list(_first))
@@ -53,10 +65,48 @@ for _kind, _pattern, _first in (
 
 def parse_value(text: str, name: str = "a value") -> Any:
     """One YAML value. Errors mention `name`."""
+    value = _parse(text, name)
+    _apply_merge_keys(value, name, set())
+    return value
+
+
+def _parse(text: str, name: str) -> Any:
+    """One YAML value, in which << is a key like others: its value is the mapping itself that the alias names."""
     try:
         return yaml.load(text, Loader=_StrictSafeLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a wrong tag, such as !!int word
-        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a wrong tag, such as !!int word
+        undefined = "undefined alias" in str(error)
+        hint = f"; << finds anchors above it in the same file, {EXTENDS}: NAME any config" if undefined else ""
+        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}{hint}") from None
+
+
+def _apply_merge_keys(value: Any, name: str, visited: set[int]) -> None:
+    """Replaces each << by the keys that it names, in place, so that aliases of the mapping see them, too."""
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    parents = value.pop(MERGE, []) if isinstance(value, dict) else []
+    parents = parents if isinstance(parents, list) else [parents]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    for part in (*parents, *inner):
+        _apply_merge_keys(part, name, visited)
+    for parent in parents:
+        if not isinstance(parent, dict):
+            raise UserError(
+                f"{name}: {MERGE} takes an alias such as *base, got {parent!r:.80}; to name a config, write {EXTENDS}"
+            )
+        _inherit(value, parent)
+
+
+def _inherit(values: dict[str, Any], parent: dict[str, Any]) -> None:
+    """Adds the parent's keys that `values` lacks, also those of the sections that are in both."""
+    both = {**parent, **values}
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(parent.get(key), dict):
+            both[key] = dict(value)  # a copy, because aliases may share the section
+            _inherit(both[key], parent[key])
+    values.clear()
+    values.update(both)
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -64,9 +114,9 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None)
 
 
-def read_file(path: str) -> Configs:
+def read_file(path: str) -> dict[str, dict[str, Any]]:
     """The named configs of a YAML file, with the keys that they inherit, without those of files that it extends."""
-    return _read(path)[0]
+    return {name: config.values for name, config in _read(path)[0].items()}
 
 
 def default_name(path: str) -> str:
@@ -75,14 +125,14 @@ def default_name(path: str) -> str:
     return next(iter(configs)) if len(configs) == 1 else "base"
 
 
-def find(path: str, name: str) -> dict[str, Any]:
-    """The values of config `name` in the file, or else in the only other YAML file of its directory that has it."""
+def find(path: str, name: str) -> NamedConfig:
+    """The config `name` in the file, or else in the only other YAML file of its directory that has it."""
     configs, inherited = _read(path)
     known = inherited | configs
     matches, faults = {path: known[name]} if name in known else {}, ""
     for neighbor in [] if matches else sorted(Path(path).parent.glob("*.yaml")):
         try:
-            configs = read_file(str(neighbor))
+            configs = _read(str(neighbor))[0]
         except UserError as error:  # possibly a file of another program
             configs, faults = {}, f"{faults}; {error}"
         known |= configs
@@ -90,8 +140,8 @@ def find(path: str, name: str) -> dict[str, Any]:
             matches[str(neighbor)] = configs[name]
     if len(matches) > 1:
         raise UserError(f"config {name} is in {' and in '.join(matches)}; choose one with --yaml_config")
-    for values in matches.values():
-        return values
+    for config in matches.values():
+        return config
     raise UserError(
         f"unknown config {name} in {path} and the other YAML files of its directory{did_you_mean(name, known)}; "
         f"known: {', '.join(known)}{faults}"
@@ -103,25 +153,50 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
     if os.path.realpath(path) in map(os.path.realpath, extended_by):
         raise UserError(f"the files {' -> '.join((*extended_by, path))} extend each other; remove one of the extends")
     try:
-        configs = parse_value(Path(path).read_text(encoding="utf-8", errors="replace"), path)
+        configs = _parse(Path(path).read_text(encoding="utf-8", errors="replace"), path)
     except OSError as error:
         source = f"{EXTENDS} in {extended_by[-1]}" if extended_by else "--yaml_config"
         raise UserError(f"cannot read {path}: {error.strerror or error}; correct {source}") from None
+    if isinstance(configs, dict) and MERGE in configs:  # whole configs
+        _apply_merge_keys(configs, path, set())
     entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]
     for name, values in entries:
         if not isinstance(values, dict) and name != EXTENDS:
             raise UserError(f"{path} must hold named configs, such as base: {{seed: 1}}, but {name} is {values!r:.100}")
-    parent, inherited = configs.pop(EXTENDS, None), Configs()
-    if parent is not None:
-        target = Path(path).parent / os.path.expandvars(os.path.expanduser(str(parent)))
-        extended, further = _read(str(target), (*extended_by, path))
+    file, inherited = configs.pop(EXTENDS, None), Configs()
+    if file is not None:
+        extended, further = _read(_extended_file(path, str(file)), (*extended_by, path))
         inherited = further | extended
-    complete = Configs()
+    return _complete(path, configs, inherited), inherited
+
+
+def _extended_file(path: str, name: str) -> str:
+    """The file that `extends` names: relative to the file at `path`, or else one of the shipped files."""
+    expanded = os.path.expandvars(os.path.expanduser(name))
+    near, shipped = Path(path).parent / expanded, SHIPPED / expanded
+    is_other = near.exists() and os.path.realpath(near) != os.path.realpath(path)
+    return str(near if is_other or not shipped.exists() else shipped)
+
+
+def _complete(path: str, configs: dict[str, dict[str, Any]], inherited: Configs) -> Configs:
+    """The configs of a file with the keys that they inherit from earlier ones and from those of extended files."""
+    complete, visited = Configs(), set[int]()
     for name, values in configs.items():
-        base, known = values.pop(EXTENDS, name), inherited | complete
-        if base != name and base not in known:
-            raise UserError(
-                f"{path}: config {name} extends {base}, which is no earlier config{did_you_mean(str(base), known)}"
+        known, merged = inherited | complete, values.get(MERGE)
+        _apply_merge_keys(values, path, visited)
+        base = values.pop(EXTENDS, name)
+        if base != name and base not in list(known):
+            hint = did_you_mean(str(base), known) or (
+                f"; configs of another file need {EXTENDS}: UNet.yaml at the top of this one, anchors {MERGE}: *{base}"
             )
-        complete[name] = (inherited if base == name else known).get(base, {}) | values
-    return complete, inherited
+            raise UserError(f"{path}: config {name} extends {base}, which is no earlier config{hint}")
+        parent = (inherited if base == name else known).get(base)
+        if parent is None:
+            named = merged[:1] if isinstance(merged, list) else [merged]
+            parent = next(
+                (config for config in complete.values() if any(config.values is each for each in named)), None
+            )
+        else:
+            _inherit(values, parent.values)
+        complete[name] = NamedConfig(name, values, parent)
+    return complete

@@ -6,11 +6,14 @@ To add one, write a function like `cosine`, add a line to SCHEDULES, and add the
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from utils.config import Config
+
+log = logging.getLogger("utils.training")  # one line for all ranks
 
 LearningRate = Callable[[int], float]  # of a step, counted from 0
 
@@ -37,6 +40,16 @@ def build_schedule(config: Config) -> Schedule:
     return Schedule(peak, config.warmup_steps, SCHEDULES[options.shape](config, peak))
 
 
+def warn_of_long_warmup(config: Config) -> None:
+    """Logs a warning if a training run ends within its warm-up, which benchmarks may do."""
+    steps, total = config.warmup_steps, config.total_steps
+    if steps >= total and not config.enable_benchy:
+        log.warning(
+            f"the run of {total} steps ends within the warm-up of {steps} steps of the learning rate; lower "
+            f"lr_schedule.warmup_steps or warmup_epochs, or raise num_epochs"
+        )
+
+
 def lr_scale(scaling: str, batch: int, base_batch: int) -> float:
     """Factor of the learning rate at `batch`, relative to `base_batch`; scaling is none, sqrt or linear."""
     ratio = batch / base_batch
@@ -44,12 +57,15 @@ def lr_scale(scaling: str, batch: int, base_batch: int) -> float:
 
 
 def cosine(config: Config, peak: float) -> LearningRate:
-    """Half-cosine decay from `peak` to `end_lr`, which it reaches at the last step (Loshchilov & Hutter 2017)."""
+    """Half-cosine decay from `peak` to `end_lr` (Loshchilov & Hutter 2017), as in the SC21 tutorial.
+
+    It spans as many steps as the run has, also after a warm-up, at whose end it begins. The last rate is then a little
+    above `end_lr`.
+    """
     start, end = config.warmup_steps, config.lr_schedule.end_lr
-    span = max(1, config.total_steps - 1 - start)
 
     def learning_rate(step: int) -> float:
-        progress = min(1.0, (step - start) / span)
+        progress = (step + 1 - start) / config.total_steps
         return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     return learning_rate

@@ -24,7 +24,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.evaluation.callback import evaluation_volume
 from utils.files import atomic_write, check_target
-from utils.optim.schedules import build_schedule
+from utils.optim.schedules import build_schedule, warn_of_long_warmup
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import check_memory, fits_one_step, reserved_bytes
 from utils.profiling.profiler import build_profiler
@@ -80,7 +80,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     _log_learning_rate(config)
     if options.plot is not None:
         _plot_learning_rate(config, options.config, Path(options.plot))
-    log.info(describe_config(config, options.config))
+    log.info(describe_config(config, options.yaml_config, options.config))
     if config.enable_benchy:
         read_settings(alone)
         start = None
@@ -145,6 +145,7 @@ def _log_learning_rate(config: Config) -> None:
     shape, scaling = config.lr_schedule.shape, config.lr_schedule.scaling
     warmup = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
     log.info(f"learning rate: shape {shape}, scaling {scaling}, {warmup}, peak {schedule.peak:.3e}; {curve}")
+    warn_of_long_warmup(config)
 
 
 def _plot_learning_rate(config: Config, name: str, file: Path) -> None:

@@ -19,10 +19,18 @@ from utils.data.datasets import get_dataset
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
+from utils.optim.schedules import warn_of_long_warmup
 from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
 
 log = logging.getLogger(__name__)
+
+# Values of the key symmetries, for the log.
+SYMMETRIES = {
+    "full": "48 rotations and reflections that also turn vectors; symmetries=grid is the tutorial's",
+    "grid": "48 rotations and reflections that leave vector components unchanged; symmetries=full also turns vectors",
+    "none": "no rotations and reflections; symmetries=full adds 48",
+}
 
 
 def network(config: Config) -> nn.Module:
@@ -101,9 +109,12 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
 
 
 def log_settings(config: Config, step: EagerStep, world: World) -> None:
-    """Logs how the step computes, and the options that have no effect in this run."""
+    """Logs how the step computes, the augmentation, a long warm-up, and the options without effect in this run."""
     log.info(describe_optimizer(config.optimizer.name, step.optimizer))
     log_backends(config, world)
+    if not config.is_classification:
+        log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
+    warn_of_long_warmup(config)
     for line in options_without_effect(config, world):
         log.info(line)
 
