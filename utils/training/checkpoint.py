@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
 FOLDER, BEST = "checkpoints", "best"
-NO_BEST = "no epoch so far has lowered the validation loss below that of the initial network"
+NO_BEST = "no saved epoch so far has lowered the validation loss below that of the initial network"
 ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
