@@ -499,6 +499,16 @@ def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, co
     assert saved_steps(directory(tmp_path) / FOLDER) == [16, 14, 11, 8, 6, 3]
 
 
+def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_flags: list[str]) -> None:
+    """With every part that a checkpoint may have. The formats of its files add a few kB."""
+    flags = [*data_flags, "--set=ema_decay=0.9", "--set=network.norm=batch", "--set=network.width=32"]
+    assert run(ALONE, [*flags, f"--set=expdir={tmp_path}", "--num_epochs=1"])
+    options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
+    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
+    size = sum(file.stat().st_size for file in last(directory(tmp_path)).path.iterdir())
+    assert 1 < size / checkpoint_writer.checkpoint_bytes(config) < 1.02
+
+
 # --- disk errors ----------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from utils.log import log_file
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
-from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter
+from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter, check_space
 from utils.training.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, is_free
 from utils.training.evaluations import FOLDER as EVALUATIONS
 from utils.training.evaluations import remove_after
@@ -151,9 +151,11 @@ class Run:
             partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, record: dict[str, Any]) -> None:
-        """Removes what is replaced, writes config.yaml and provenance.json, and opens out.log and the loggers."""
+        """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""
         directory, start, config = self.directory, self.start, self.request.config
         directory.mkdir(parents=True, exist_ok=True)
+        if not start.is_complete:
+            check_space(directory / FOLDER, config, resumes=start.path is not None)
         if start.path is None and (self.choice.resume == "no" or not (directory / CONFIG).exists()):
             _remove_run(directory)
         recover(directory)
