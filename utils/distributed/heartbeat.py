@@ -18,7 +18,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -116,6 +116,14 @@ class Heartbeat:
         """Reports that the main thread enters a phase, by default of the same step; each call counts as progress."""
         self._calls += 1
         self._phase, self._step = phase, self._step if step is None else step
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Lowers the time without progress after which the run hangs to `seconds`, for the duration of the block."""
+        usual = self._hang_seconds
+        self._hang_seconds = min(usual or seconds, seconds)
+        yield
+        self._hang_seconds = usual
 
     def failed(self, error: BaseException) -> None:
         """Reports an exception to the other ranks. Returns if this rank has to print it."""

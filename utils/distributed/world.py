@@ -144,15 +144,17 @@ def connect(
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         record_collectives()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeouts.collective),
-        )
+        with heartbeat.limit(timeouts.rendezvous):  # gloo's own limit is that of a collective
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=store,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(seconds=timeouts.collective),
+            )
+            world = _with_threads(World(launch, meeting.device, heartbeat))
         with _leaving_group():
-            yield _with_threads(World(launch, meeting.device, heartbeat))
+            yield world
 
 
 def _with_threads(world: World) -> World:
