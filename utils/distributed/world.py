@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
@@ -74,6 +74,11 @@ class World:
         padded = bytearray(text.ljust(int(sizes.max())))  # JSON ignores spaces at the end
         return [json.loads(row.numpy().tobytes()) for row in self.gather(torch.frombuffer(padded, dtype=torch.uint8))]
 
+    def ranks_without(self, value: Any) -> str:
+        """The ranks whose value, for JSON, is another one than that of rank 0, as a text; empty if there are none."""
+        values = self.gather_json(value)
+        return name_ranks([rank for rank, other in enumerate(values) if other != values[0]])
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stacks one tensor per rank: [...] -> [world, ...]."""
         if self.size == 1:
@@ -110,6 +115,12 @@ class World:
         if failed:
             where = "" if len(failed) == self.size else f"rank {failed[0]}: "
             raise UserError(where + lines[failed[0]])
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """The text "rank 3", or "ranks 4, 5, …" with at most eight of them; empty if there are none."""
+    text = ", ".join([*map(str, ranks[:8]), *["…"] * (len(ranks) > 8)])
+    return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
 
 
 @contextlib.contextmanager

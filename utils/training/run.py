@@ -32,7 +32,7 @@ from utils.training.evaluations import FOLDER as EVALUATIONS
 from utils.training.evaluations import remove_after
 from utils.training.loggers import build_loggers, check_loggers
 from utils.training.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.training.provenance import data_changes, data_record, provenance, read_provenance
+from utils.training.provenance import common_data_record, data_changes, provenance, read_provenance
 from utils.training.resume import Start, find_start
 from utils.training.state import FitResult, TrainState
 
@@ -51,12 +51,14 @@ class Run:
     """An open run. Every rank has one; rank 0 holds the lock and writes.
 
     start: the checkpoint, the weights or the scratch from which it starts.
+    data: the record of the data files, the same on all ranks but for missing files.
     """
 
     request: Request
     choice: Choice
     world: World
     start: Start
+    data: dict[str, dict[str, Any]]
     _open_files: contextlib.ExitStack
     records: Logger = field(default_factory=Logger)
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
@@ -74,6 +76,7 @@ class Run:
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
+        data = common_data_record(request.config, world)
         with contextlib.ExitStack() as files:
             choice = None
             with world.raise_together():
@@ -85,7 +88,7 @@ class Run:
             choice = choice or Choice(Path(path), resume)
             world.heartbeat.folder = choice.path
             start = find_start(choice.path, choice.resume, request.init_from, request.config.model_dump(), world)
-            run = cls(request, choice, world, start, files)
+            run = cls(request, choice, world, start, data, files)
             try:
                 yield run
             except BaseException as error:
@@ -184,7 +187,7 @@ class Run:
         # Only the global batch: with another number of ranks the local one would change it.
         portable = self.request.config.model_copy(update={"local_batch_size": None})
         path, changes = self.directory / PROVENANCE, []
-        record["data"] = data_record(self.request.config)
+        record["data"] = self.data
         if self.start.path is not None and path.exists():
             before = read_provenance(path)
             record["earlier"] = [*before.pop("earlier", []), before]
