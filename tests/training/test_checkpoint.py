@@ -377,7 +377,7 @@ def test_ranks_that_see_different_checkpoints_at_one_path_are_refused(tmp_path: 
     shutil.rmtree(tmp_path / "missing" / "1" / path)
     one, two = run_ranks(refusals_on_ranks, 2, str(tmp_path), names)
     assert one == two
-    reasons = ["its digests are others; ", "cannot read .*: weights.pt is damaged: its digest does not match", ""]
+    reasons = ["its digests differ; ", "cannot read .*: weights.pt is damaged: its digest does not match", ""]
     for line, reason in zip(one[:-1], reasons, strict=True):
         assert re.match(rf"rank 1: {path} is intact on rank 0 but not the same on this rank: {reason}", line)
         assert line.endswith("; use a directory that all nodes share")

@@ -151,7 +151,7 @@ def load_same(path: Path, checksums: str) -> Checkpoint:
         if read_checksums(path) == checksums:
             verify(path)
             return load(path)
-        reason = "its digests are others"
+        reason = "its digests differ"
     except (OSError, DamagedCheckpoint) as error:
         reason = str(error)
     raise UserError(f"{path} is intact on rank 0 but not the same on this rank: {reason}; {SHARED}")
