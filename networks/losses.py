@@ -62,6 +62,9 @@ class FieldLoss(Loss, ABC):
         """The loss of each cell, in the shape of the fields."""
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if outputs.shape != targets.shape:  # torch might broadcast one of them
+            shapes = [" × ".join(map(str, fields.shape)) for fields in (outputs, targets)]
+            raise ValueError(f"the network's output has the shape {shapes[0]}, and the targets have {shapes[1]}")
         cells = self.cellwise(at_least_float32(outputs), targets)
         if self.weights is not None and self.training:
             means = cells.mean(dim=(0, 2, 3, 4)).unbind()
@@ -83,7 +86,7 @@ class L1Loss(FieldLoss):
         return (outputs - targets).abs()
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self.fused and self.weights is None and self.lambda_rho <= 0:
+        if self.fused and self.weights is None and self.lambda_rho <= 0 and outputs.shape == targets.shape:
             return l1(outputs, targets)
         return super().forward(outputs, targets)
 

@@ -87,8 +87,8 @@ def hdf5_output(text: str) -> str:
 
 
 def png_output(text: str) -> str:
-    """Converts the name of a PNG file to write, for argparse; refuses others, since an existing file is replaced."""
-    if not text.endswith(".png"):
+    """Converts the name of a PNG file to write, or none; refuses others, since an existing file is replaced."""
+    if text and not text.endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png; name it *.png")
     return os.path.expanduser(text)
 
@@ -161,10 +161,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plot",
         nargs="?",
-        const="learning_rate.png",
+        const="",
         type=png_output,
         metavar="FILE",
-        help="with --preflight: plot the learning rate of all steps (learning_rate.png)",
+        help="with --preflight: plot the learning rate of all steps (learning_rate.png in the run directory)",
     )
     text = "print the resolved config, with all keys, as a YAML file, then exit"
     parser.add_argument("--print_config", action="store_true", help=text)

@@ -100,6 +100,18 @@ def test_progress_of_any_rank_or_no_limit_is_no_hang() -> None:
             assert reports.diagnosis_after(25 * number) is None
 
 
+def test_the_start_has_a_limit_of_its_own() -> None:
+    """Fixed: with `hang: 0` or a large value only gloo's limit of half an hour held there."""
+    for hang in (0.0, 900.0):
+        reports = Reports(2, hang)
+        with reports.root.limit(20.0):
+            assert reports.diagnosis_after(15) is None
+            found = reports.diagnosis_after(25)
+            assert found is not None
+            assert " hangs at step 0 (start) for 25 s" in found.line
+        assert reports.diagnosis_after(25) is None
+
+
 def test_a_silent_rank_is_gone_after_30_s_and_sooner_once_a_peer_is_lost() -> None:
     reports = Reports(3, hang=0)
     for rank in range(3):
@@ -378,6 +390,19 @@ def test_the_users_number_of_entries_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")  # the older name
     flight_recorder.record_collectives()
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_a_number_of_entries_that_pytorch_cannot_read_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed: all ranks waited without end, and without a line, in the construction of the process group."""
+    flight_recorder.check_entries()
+    for number in ("0", "7", "2147483647"):
+        monkeypatch.setenv(name, number)
+        flight_recorder.check_entries()
+    for number in ("abc", "", "-1", "7x", "2147483648"):
+        monkeypatch.setenv(name, number)
+        with pytest.raises(UserError, match=f"{name} is '{number}'; unset it, or set it to"):
+            flight_recorder.check_entries()
 
 
 def write_and_exit(folder: Path) -> None:

@@ -238,6 +238,16 @@ def test_a_stop_signal_ends_the_rendezvous(
     assert program.text == "SIGTERM: stopping before all ranks have connected\n"
 
 
+def test_ranks_that_pytorch_would_let_wait_forever_are_refused(
+    start: Callable[..., Program], connecting: Callable[..., list[str]]
+) -> None:
+    port, recorder = free_port(), {"TORCH_FR_BUFFER_SIZE": "abc"}
+    ranks = [start(connecting(GENEROUS), **rank_variables(rank, 2, port), **recorder) for rank in range(2)]
+    assert [rank.end().returncode for rank in ranks] == [2, 2]
+    (line,) = errors("".join(rank.text for rank in ranks))
+    assert line.startswith("error: the environment variable TORCH_FR_BUFFER_SIZE is 'abc'; unset it")
+
+
 # --- addresses -----------------------------------------------------------------------------------------------------
 
 

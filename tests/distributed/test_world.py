@@ -188,15 +188,18 @@ def test_nccl_is_used_only_to_exchange_gradients_between_gpus(
 ) -> None:
     class Connected(Exception): ...
 
+    heartbeat = Heartbeat(0)
+
     def init(found: str, **options: Any) -> None:
         assert found == backends
+        assert heartbeat._hang_seconds == worlds.DEFAULT_TIMEOUTS.rendezvous, "the start is limited"
         raise Connected
 
     launch = Launch("test", world_size=2)
     monkeypatch.setattr(worlds, "read_launch", lambda: launch)
     meeting = Meeting(dist.HashStore(), torch.device(device), shared)
     monkeypatch.setattr(worlds, "rendezvous", lambda *_: meeting)
-    monkeypatch.setattr(worlds, "Heartbeat", lambda *_: Heartbeat(0))
+    monkeypatch.setattr(worlds, "Heartbeat", lambda *_: heartbeat)
     monkeypatch.setattr(dist, "init_process_group", init)
     with pytest.raises(Connected), connect(nccl=wanted):
         pass

@@ -17,6 +17,7 @@ from utils.config import Config
 from utils.config.sections import LrScheduleConfig
 from utils.optim.optimizers import OPTIMIZERS
 from utils.optim.schedules import SCHEDULES, build_schedule, lr_scale, warn_of_long_warmup
+from utils.training.choice import is_free
 
 YAML = Path(__file__).parent.parent.parent / "config" / "UNet.yaml"
 
@@ -166,14 +167,17 @@ def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tm
 @pytest.mark.parametrize(
     ("plot", "name", "settings"),
     [
-        ("--plot", "learning_rate.png", ["base_batch_size=4", "lr_schedule.warmup_epochs=0.5"]),
+        ("--plot", "{run}/learning_rate.png", ["base_batch_size=4", "lr_schedule.warmup_epochs=0.5"]),
         ("--plot=rate.png", "rate.png", ["lr_schedule={shape: step, drop_epochs: [1]}"]),
     ],
 )
 def test_the_preflight_plots_the_learning_rate_of_every_step(
     plot: str, name: str, settings: list[str], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PNG, regardless of its name, without temporary files; also if a login node does not see the data."""
+    """A PNG without temporary files; also if a login node does not see the data. The directory stays free for the run.
+
+    Fixed: without a name it was written to the current directory.
+    """
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []
@@ -183,8 +187,11 @@ def test_the_preflight_plots_the_learning_rate_of_every_step(
     code, printed, errors = trained("--preflight", plot, *flags, "--set=train_path=/nowhere.h5")
     assert code == 2
     assert "no such file: /nowhere.h5" in errors
+    run = tmp_path / "runs" / "test" / "1ranks" / "00"
+    name = name.format(run=run)
     assert f"preflight: learning rate plotted in {name}\n" in printed
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+    assert is_free(run)
     assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     (axes,) = drawn[0].axes
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])

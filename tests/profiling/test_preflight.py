@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import h5py
 import numpy as np
@@ -15,9 +17,12 @@ import torch
 from torch import nn
 
 import train
+from networks import NETWORKS
+from networks.unet import UNet
 from utils.data.files import shared_memory
 from utils.profiling import memory, preflight
 from utils.profiling.memory import activation_bytes
+from utils.steps.graph import GraphStep
 
 TOP = Path(__file__).parent.parent.parent
 SAME_VOLUME = "training and validation use the same volume; results look better than they are"
@@ -61,6 +66,7 @@ def test_valid_config_passes_and_its_properties_are_printed(report: Report, tmp_
         "\n  train_path: ",
         f"run directory: {tmp_path / 'runs' / 'test' / '1ranks' / '00'} is new",
         "read into the page cache",
+        "Optimizer: Adam\n",
         "one step with 1 sample on cpu: loss 0.",
         "train data: ",
         "valid data: ",
@@ -199,6 +205,77 @@ def test_without_the_runs_gpus_memory_is_not_compared_and_the_volumes_are_not_lo
     code, _, errors = report("--data_loader_config=inmem")
     assert code == 2
     assert "valid.h5 need 0.00 GiB of memory" in errors
+
+
+def test_a_login_node_without_a_gpu_checks_the_run_of_a_cuda_graph(
+    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed: its preflight was refused, because only CUDA devices have graphs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--set=device=cuda", "--preflight=8"]
+    train.main([*flags, "--data_loader_config=auto"], step_class=GraphStep)
+    assert capsys.readouterr().out.endswith("preflight: no errors; warnings: 1\n")
+    with pytest.raises(SystemExit):
+        train.main([*flags, "--set=gradient_compression=bfloat16"], step_class=GraphStep)
+    assert "cannot record the step as a CUDA graph: gradient_compression" in capsys.readouterr().err
+
+
+# --- the network's output --------------------------------------------------------------------------------------------
+
+
+class WrongSize(UNet):
+    """A network whose output torch would broadcast: one cell, or one channel."""
+
+    part: ClassVar[tuple[slice, ...]] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[self.part]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize(
+    ("part", "shape"),
+    [((..., slice(1)), "1 × 5 × 8 × 8 × 1"), ((slice(None), slice(1)), "1 × 1 × 8 × 8 × 8")],
+    ids=["cells", "channels"],
+)
+def test_a_network_with_an_output_of_the_wrong_size_is_refused(
+    report: Report, part: tuple[Any, ...], shape: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed: the loss broadcast such an output. Without memory for a step, only the shapes are computed."""
+    monkeypatch.setitem(NETWORKS, "wrong", WrongSize)
+    monkeypatch.setattr(WrongSize, "part", part)
+    monkeypatch.setattr(preflight, "fits_one_step", lambda *_: fits)
+    for flags in ([], ["--set=fused_pointwise=true"]):
+        code, printed, errors = report("--set=network.name=wrong", *flags)
+        assert code == 2
+        assert errors == (
+            f"error: the network's output has the shape {shape}, and the targets have 1 × 5 × 8 × 8 × 8\n"
+        )
+        assert "Optimizer: " in printed
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+
+def test_the_space_for_checkpoints_is_checked_by_the_preflight_and_before_training(
+    report: Report, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A checkpoint of 7,701 parameters has three numbers of 4 bytes for each, and four exist at once."""
+    disk = SimpleNamespace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    line = "checkpoints: about 0.1 MB each, up to 4 at once; the file system of "
+    refusal = "a checkpoint needs about 0.1 MB, and the file system of "
+    training = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}"]
+    for disk.free, is_refused, warns in ((50_000, True, False), (200_000, False, True), (2_000_000, False, False)):
+        code, printed, errors = report()
+        with pytest.raises(SystemExit) if is_refused else contextlib.nullcontext():
+            train.main([*training, "--num_epochs=1"])
+        log = capsys.readouterr().err
+        assert code == (2 if is_refused else 0)
+        assert (refusal in errors) == (refusal in log) == is_refused
+        assert (f"warning: {line}" in printed) == (f"WARNING - {line}" in log) == warns
+        assert (line in printed) == (not is_refused)
+        assert (tmp_path / "runs").exists() != is_refused
 
 
 def test_mixed_precision_and_micro_batches_lower_the_memory_of_activations(report: Report) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import stat
@@ -25,6 +27,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import recover
+from utils.training import checkpoint as checkpoints
 from utils.training import checkpoint_writer
 from utils.training.checkpoint import (
     BEST,
@@ -40,7 +43,7 @@ from utils.training.checkpoint import (
     verify,
 )
 from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter
-from utils.training.resume import Start
+from utils.training.resume import Start, find_start
 from utils.training.state import TrainState
 
 FILES = (WEIGHTS, TRAINING, CHECKSUMS)
@@ -338,6 +341,49 @@ def test_all_ranks_start_from_the_same_weights(tmp_path: Path) -> None:
 
 
 # --- the best checkpoint ---------------------------------------------------------------------------------------------
+
+
+def refusals_on_ranks(world: World, folder: str, names: list[str]) -> list[str]:
+    """The errors of each rank that resumes from a relative path, and then loads weights, in a directory of its own.
+
+    The last one is that of the weights, whose path rank 0 has made absolute: the other rank sees other content there.
+    """
+    errors = []
+    config = Config().model_dump()
+    for name in names:
+        os.chdir(Path(folder, name, str(world.rank)))
+        try:
+            find_start(Path(), None, None, config, world)
+        except UserError as error:
+            errors.append(str(error))
+    read = checkpoints.digest
+    checkpoints.digest = lambda path: read(path) + str(world.rank)
+    try:
+        start_from(world, ["checkpoints/step_00000001"] * 2)
+    except UserError as error:
+        errors.append(str(error))
+    return errors
+
+
+def test_ranks_that_see_different_checkpoints_at_one_path_are_refused(tmp_path: Path) -> None:
+    """Fixed: they trained on, each from a checkpoint of its own, if the run directory was local to each node."""
+    names = ["others", "damaged", "missing"]
+    for name, rank in itertools.product(names, range(2)):
+        is_other = name == "others" and rank == 1
+        save(writer(tmp_path / name / str(rank) / "checkpoints"), 1, numbers=50 if is_other else 40)
+    path = Path("checkpoints", "step_00000001")
+    flip(tmp_path / "damaged" / "1" / path / WEIGHTS, 300)
+    shutil.rmtree(tmp_path / "missing" / "1" / path)
+    one, two = run_ranks(refusals_on_ranks, 2, str(tmp_path), names)
+    assert one == two
+    reasons = ["its digests differ; ", "cannot read .*: weights.pt is damaged: its digest does not match", ""]
+    for line, reason in zip(one[:-1], reasons, strict=True):
+        assert re.match(rf"rank 1: {path} is intact on rank 0 but not the same on this rank: {reason}", line)
+        assert line.endswith("; use a directory that all nodes share")
+    weights = tmp_path / "missing" / "0" / path / WEIGHTS
+    assert one[-1] == (
+        f"{weights} is another file on rank 1 than on rank 0, or missing there; use a directory that all nodes share"
+    )
 
 
 def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path) -> None:

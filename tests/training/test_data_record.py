@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -15,9 +16,12 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
+from processes import run_ranks
 from trainings import ALONE, YAML
 
 from utils import config as configs
+from utils.distributed.world import World
+from utils.errors import UserError
 from utils.training import checkpoint
 from utils.training.choice import Request
 from utils.training.provenance import BLOCKS, HEAD, data_changes, data_record
@@ -80,6 +84,41 @@ def test_a_resumed_run_warns_about_changed_data(
     assert start(config, resumed=8) == [], "each change is logged once"
     change_one_value(Path(paths["val_path"]))
     assert start(config) == [], "a training run from scratch mixes nothing"
+
+
+def open_in_own_directory(world: World, folder: str, names: list[str]) -> list[str]:
+    """For each name, the error of a run that opens relative paths in a directory of its own for each rank."""
+    errors = []
+    paths = {"train_path": "train_path.h5", "val_path": "val_path.h5"}
+    for name in names:
+        os.chdir(Path(folder, name, str(world.rank)))
+        request = Request(configs.load(YAML, "test", paths), "test", Path(folder, "run"))
+        try:
+            with Run.open(request, world):
+                errors.append("")
+        except UserError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_that_see_different_data_at_one_path_are_refused(tmp_path: Path, volume_file: Any) -> None:
+    """Fixed: each rank trained on its own file. Rank 2 has no validation file, which its loader would report."""
+    changes = {"same": None, "content": change_one_value, "size": append}
+    for (name, change), rank in itertools.product(changes.items(), range(3)):
+        folder = tmp_path / name / str(rank)
+        folder.mkdir(parents=True)
+        paths = volumes(folder, volume_file)
+        if change and rank > 0:
+            change(Path(paths["train_path"]))
+        if rank == 2:
+            os.remove(paths["val_path"])
+    size = (tmp_path / "same" / "0" / "train_path.h5").stat().st_size
+    start, end = "train_path train_path.h5 is another file on ranks 1, 2 than on rank 0: ", "; use a path at which "
+    for errors in run_ranks(open_in_own_directory, 3, str(tmp_path), list(changes)):
+        assert errors[0] == ""
+        assert errors[1].startswith(f"{start}other content{end}")
+        assert errors[2].startswith(f"{start}{size + 4} bytes instead of {size}{end}")
+    assert not (tmp_path / "run").exists()
 
 
 def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume_file: Any, start: Any) -> None:

@@ -476,6 +476,17 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
 # --- save times ---------------------------------------------------------------------------------------------------
 
 
+def test_without_saves_at_the_end_of_an_epoch_a_stop_and_the_last_epoch_save(
+    tmp_path: Path, data_flags: list[str], whole: Path
+) -> None:
+    flags = [*data_flags, f"--set=expdir={tmp_path}", "--set=checkpoint.every_epochs=0"]
+    run_in_parts(ALONE, flags, [11])
+    assert saved_steps(directory(tmp_path) / FOLDER) == [16, 11]
+    assert os.readlink(directory(tmp_path) / FOLDER / BEST) == "step_00000016"
+    assert_equal(last(directory(tmp_path)).weights["network"], last(whole).weights["network"])
+    assert metrics(directory(tmp_path)) == metrics(whole)
+
+
 def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     clock = SimpleNamespace(now=0.0)
     fake = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic)
@@ -486,6 +497,16 @@ def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, co
 
     assert command("--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99", after=a_minute_passes)[0] == 0
     assert saved_steps(directory(tmp_path) / FOLDER) == [16, 14, 11, 8, 6, 3]
+
+
+def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_flags: list[str]) -> None:
+    """With every part that a checkpoint may have. The formats of its files add a few kB."""
+    flags = [*data_flags, "--set=ema_decay=0.9", "--set=network.norm=batch", "--set=network.width=32"]
+    assert run(ALONE, [*flags, f"--set=expdir={tmp_path}", "--num_epochs=1"])
+    options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
+    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
+    size = sum(file.stat().st_size for file in last(directory(tmp_path)).path.iterdir())
+    assert 1 < size / checkpoint_writer.checkpoint_bytes(config) < 1.02
 
 
 # --- disk errors ----------------------------------------------------------------------------------------------

@@ -288,6 +288,26 @@ def test_the_best_checkpoint_is_the_one_with_the_lowest_validation_loss() -> Non
     assert (result.initial_loss, result.final_loss, result.best_loss) == (5.0, 2.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("keys", "saved", "best"),
+    [
+        ({"every_epochs": 0}, [15], [15]),
+        ({"every_epochs": 2}, [10, 15], [10, 15]),
+        ({"every_epochs": 3}, [15], [15]),
+        ({"every_epochs": 0, "every_steps": 5}, [5, 10, 15], [15]),
+    ],
+    ids=str,
+)
+def test_the_best_epoch_is_one_of_those_that_every_epochs_saves(
+    keys: dict[str, int], saved: list[int], best: list[int]
+) -> None:
+    """The first epoch has the lowest loss. Saves for other reasons, which may depend on the time, do not count."""
+    trainer, checkpointer = validated(5.0, 1.0, 3.0, 2.0, checkpoint={"every_minutes": None, **keys})
+    result = trainer.fit()
+    assert (checkpointer.steps, checkpointer.best, checkpointer.waits) == (saved, best, [15])
+    assert (result.best_loss, result.best_step) == (2.0, 15)
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_training_ends_at_a_non_finite_validation_loss(value: float) -> None:
     trainer, checkpointer = validated(5.0, 3.0, value)
@@ -420,10 +440,12 @@ def test_a_training_stops_after_any_step_and_validation_batch_and_resumes(event:
 
 
 @pytest.mark.parametrize("log_interval", [1, 3, 5, 100])
-@pytest.mark.parametrize("every", [None, 1, 4])
-def test_many_stops_leave_the_records_of_an_uninterrupted_training(log_interval: int, every: int | None) -> None:
+@pytest.mark.parametrize(("every", "epochs"), [(None, 1), (1, 1), (4, 1), (None, 0), (4, 0)])
+def test_many_stops_leave_the_records_of_an_uninterrupted_training(
+    log_interval: int, every: int | None, epochs: int
+) -> None:
     # Events of a resumed process: the evaluation of one batch, the warm-up, then steps.
-    often = {"every_steps": every, "every_minutes": None}
+    often = {"every_steps": every, "every_minutes": None, "every_epochs": epochs}
     state, _ = run_in_parts([5, 3, 3, 5, 3, 4], log_interval, checkpoint=often)
     assert state.step == STEPS * EPOCHS
 

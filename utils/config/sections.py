@@ -200,8 +200,10 @@ class TimeoutsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints in addition to the one at the end of each epoch; see utils/training/checkpoint.py."""
+    """Checkpoints in addition to the one at the end of the run; see utils/training/checkpoint.py."""
 
+    # epochs from one checkpoint to the next; 0: not by epochs, only at the end of the run; the best is one of these
+    every_epochs: Count = 1
     every_steps: Positive | None = None  # steps between two checkpoints; None: not by steps
     every_minutes: PositiveFloat | None = 10.0  # minutes between two checkpoints; None: not by time
     keep_last: Positive = 2  # checkpoints to keep in addition to the best one

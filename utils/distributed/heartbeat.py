@@ -19,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -117,6 +117,14 @@ class Heartbeat:
         last = self._report
         step = last.step if step is None else step
         self._report = last._replace(step=step, phase=phase, calls=last.calls + 1)
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Lowers the time without progress after which the run hangs to `seconds`, for the duration of the block."""
+        usual = self._hang_seconds
+        self._hang_seconds = min(usual or seconds, seconds)
+        yield
+        self._hang_seconds = usual
 
     def failed(self, error: BaseException) -> None:
         """Reports an exception to the other ranks. Returns if this rank has to print it."""

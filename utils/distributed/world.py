@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
@@ -74,6 +74,11 @@ class World:
         padded = bytearray(text.ljust(int(sizes.max())))  # JSON ignores spaces at the end
         return [json.loads(row.numpy().tobytes()) for row in self.gather(torch.frombuffer(padded, dtype=torch.uint8))]
 
+    def ranks_without(self, value: Any) -> str:
+        """The ranks whose value, for JSON, is another one than that of rank 0, as a text; empty if there are none."""
+        values = self.gather_json(value)
+        return name_ranks([rank for rank, other in enumerate(values) if other != values[0]])
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stacks one tensor per rank: [...] -> [world, ...]."""
         if self.size == 1:
@@ -112,6 +117,12 @@ class World:
             raise UserError(where + lines[failed[0]])
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """The text "rank 3", or "ranks 4, 5, …" with at most eight of them; empty if there are none."""
+    text = ", ".join([*map(str, ranks[:8]), *["…"] * (len(ranks) > 8)])
+    return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
+
+
 @contextlib.contextmanager
 def connect(
     device: str = "auto",
@@ -144,15 +155,17 @@ def connect(
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         record_collectives()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeouts.collective),
-        )
+        with heartbeat.limit(timeouts.rendezvous):  # gloo's own limit is that of a collective
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=store,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timedelta(seconds=timeouts.collective),
+            )
+            world = _with_threads(World(launch, meeting.device, heartbeat))
         with _leaving_group():
-            yield _with_threads(World(launch, meeting.device, heartbeat))
+            yield world
 
 
 def _with_threads(world: World) -> World:

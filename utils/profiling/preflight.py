@@ -1,6 +1,7 @@
 """The preflight of a run (`--preflight`): builds what the run builds, trains one step and reads all data.
 
-One process checks a run of any number of ranks and writes nothing. What it builds logs the same lines as in the run.
+One process checks a run of any number of ranks and writes nothing but a plot. What it builds logs the same lines as in
+the run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from networks.norms import ghost_batch
 from utils.cli import Options
 from utils.config import Config, describe_config
 from utils.data import get_loader, open_loaders
+from utils.data.loaders.base import meta_batch
 from utils.data.volumes import check_all_values, with_file_values
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
@@ -24,13 +26,16 @@ from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.evaluation.callback import evaluation_volume
 from utils.files import atomic_write, check_target
+from utils.optim.optimizers import describe_optimizer
 from utils.optim.schedules import build_schedule, warn_of_long_warmup
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import check_memory, fits_one_step, reserved_bytes
 from utils.profiling.profiler import build_profiler
 from utils.steps import build
 from utils.steps.eager import EagerStep
-from utils.training.choice import choose, is_free, run_directory, run_request
+from utils.training.checkpoint import FOLDER
+from utils.training.checkpoint_writer import check_space
+from utils.training.choice import LEARNING_RATE, choose, is_free, run_directory, run_request
 from utils.training.loggers import check_loggers
 from utils.training.resume import Start, find_start
 
@@ -68,35 +73,37 @@ def run(options: Options, config: Config, step_class: type[EagerStep] = EagerSte
 def _check(options: Options, config: Config, ranks: int, step_class: type[EagerStep]) -> None:
     lacks_gpu = config.device == "cuda" and not torch.cuda.is_available()  # a login node
     device = torch.device("cpu") if lacks_gpu else choose_device(config.device, 0)
-    alone, together = (World(Launch("preflight", world_size=size), device) for size in (1, ranks))
-    if step_class.capturable or not lacks_gpu:
-        step_class.check(config, together)
-        build.check_norm(config, together)
+    alone = World(Launch("preflight"), device)
+    together = World(Launch("preflight", world_size=ranks), torch.device("cuda") if lacks_gpu else device)
+    step_class.check(config, together)
+    build.check_norm(config, together)
     evaluation_volume(config, alone)
     check_loggers(config.loggers, alone)
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
     check_memory(config, ranks)
     _log_learning_rate(config)
-    if options.plot is not None:
-        _plot_learning_rate(config, options.config, Path(options.plot))
     log.info(describe_config(config, options.yaml_config, options.config))
+    directory, start = run_directory(config, options.config, options.run_num, ranks), None
     if config.enable_benchy:
         read_settings(alone)
-        start = None
     else:
-        directory = run_directory(config, options.config, options.run_num, ranks)
-        start = _find_start(options, config, directory, alone)
+        directory, start = _find_start(options, config, directory, alone)
         if not lacks_gpu:
             build_profiler(config, alone, directory)
+    if options.plot is not None:
+        _plot_learning_rate(config, options.config, options.plot, directory)
     if lacks_gpu and get_loader(config.data_loader_config).reads == "hdf5":  # others may need its memory
         config = config.model_copy(update={"data_loader_config": "lowmem"})
     _train_one_step(config, alone, start)
     check_all_values(config, get_loader(config.data_loader_config).reads)
 
 
-def _find_start(options: Options, config: Config, directory: Path, world: World) -> Start:
-    """The start of the run in a directory of a run number; logs which directory it uses, and whether it resumes."""
+def _find_start(options: Options, config: Config, directory: Path, world: World) -> tuple[Path, Start]:
+    """The directory that the run uses, by the first one of its run number, and its start there; logs both.
+
+    Raises UserError if it could not be written, or has no space for a checkpoint.
+    """
     request = dataclasses.replace(run_request(config, options, world), directory=directory)
     choice = choose(request)
     path = choice.path.absolute()
@@ -114,7 +121,9 @@ def _find_start(options: Options, config: Config, directory: Path, world: World)
         log.info(line)
     if start.is_complete:
         log.warning(start.nothing_to_train.replace("was trained", "is left to train", 1))
-    return start
+    else:
+        log.info(check_space(choice.path / FOLDER, config, resumes=start.path is not None))
+    return choice.path, start
 
 
 def _train_one_step(config: Config, world: World, start: Start | None) -> None:
@@ -128,14 +137,25 @@ def _train_one_step(config: Config, world: World, start: Start | None) -> None:
     reserve, config = reserved_bytes(config, world), config.model_copy(update=changes)
     with open_loaders(config, world, reserve) as loaders:
         if not fits_one_step(config, world):
+            log.info("Optimizer: %s", config.optimizer.name)
+            _check_output(config)
             return
         started = time.perf_counter()
         with build.step(config, world, build.model(config)) as step:
+            log.info(describe_optimizer(config.optimizer.name, step.optimizer))
             if start is not None:
                 start.restore(step, world)
             loss = float(step(*next(loaders.train.epoch(0)), config.lr_schedule.start_lr))
     seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
     log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)
+
+
+def _check_output(config: Config) -> None:
+    """Compares the shapes of the network's output and the targets without memory for either."""
+    inputs, targets = meta_batch(config, config.local_batch_size or 1)
+    with torch.device("meta"):
+        network = build.network(config)
+    build.loss(config)(network(inputs), targets)
 
 
 def _log_learning_rate(config: Config) -> None:
@@ -148,10 +168,13 @@ def _log_learning_rate(config: Config) -> None:
     warn_of_long_warmup(config)
 
 
-def _plot_learning_rate(config: Config, name: str, file: Path) -> None:
-    """Plots the learning rate of all steps of config `name` to a PNG file."""
+def _plot_learning_rate(config: Config, name: str, plot: str, directory: Path) -> None:
+    """Plots the learning rate of all steps of config `name` to the PNG file `plot`, by default in the run directory."""
     from matplotlib.figure import Figure  # takes a second
 
+    file = Path(plot or directory / LEARNING_RATE)
+    if not plot:
+        directory.mkdir(parents=True, exist_ok=True)
     check_target(file, overwrite=True, option="--plot")
     schedule, options = build_schedule(config), config.lr_schedule
     steps = range(0, config.total_steps, max(1, config.total_steps // 10_000))  # more points than the plot shows

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
 FOLDER, BEST = "checkpoints", "best"
-NO_BEST = "no epoch so far has lowered the validation loss below that of the initial network"
+NO_BEST = "no saved epoch so far has lowered the validation loss below that of the initial network"
+SHARED = "use a directory that all nodes share"
 ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
@@ -136,12 +137,29 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS."""
     reading = CHECKSUMS
     try:
-        listed = (directory / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+        listed = read_checksums(directory).splitlines()
         for reading in names:
             if f"{digest(directory / reading)}  {reading}" not in listed:
                 raise DamagedCheckpoint(directory, f"{reading} is damaged: its digest does not match")
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{reading}: {os_reason(error)}") from None
+
+
+def load_same(path: Path, checksums: str) -> Checkpoint:
+    """Loads the checkpoint that rank 0 has verified; UserError if it has other digests, or other content, here."""
+    try:
+        if read_checksums(path) == checksums:
+            verify(path)
+            return load(path)
+        reason = "its digests differ"
+    except (OSError, DamagedCheckpoint) as error:
+        reason = str(error)
+    raise UserError(f"{path} is intact on rank 0 but not the same on this rank: {reason}; {SHARED}")
+
+
+def read_checksums(path: Path) -> str:
+    """The digests that a checkpoint's directory records."""
+    return (path / CHECKSUMS).read_text(encoding="utf-8", errors="replace")
 
 
 def digest(path: Path) -> str:
@@ -157,13 +175,19 @@ def digest(path: Path) -> str:
 
 
 def resolve_weights(checkpoint: str, world: World) -> Path:
-    """The weights file that `checkpoint` names, the same on all ranks.
+    """The weights file that `checkpoint` names, the same on all ranks; UserError if a rank sees another one.
 
     A training run that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
     """
     with world.raise_together():
         weights = str(weights_file(Path(checkpoint)).resolve()) if world.is_root else ""
-    return Path(world.gather_json(weights)[0])
+    path = Path(world.gather_json(weights)[0])
+    if world.size > 1:
+        with world.raise_together():
+            content = digest(path) if path.exists() else "none"
+        if ranks := world.ranks_without(content):
+            raise UserError(f"{path} is another file on {ranks} than on rank 0, or missing there; {SHARED}")
+    return path
 
 
 def weights_file(path: Path) -> Path:

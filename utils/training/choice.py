@@ -37,6 +37,7 @@ from utils.files import read_json
 from utils.training.provenance import command
 
 LOCK, CONFIG, PROVENANCE, SUMMARY = ".lock", "config.yaml", "provenance.json", "summary.json"
+LEARNING_RATE = "learning_rate.png"  # the preflight's plot
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,13 @@ class EarlierRun:
 
 
 def is_free(path: Path) -> bool:
-    """True if no run has begun there. A process that was killed may have left hidden files, or the first record."""
+    """True if no run has begun there.
+
+    A process that was killed may have left hidden files, or the first record; a preflight its plot.
+    """
     if not path.is_dir():
         return not os.path.lexists(path)
-    return all(name.startswith(".") or name == PROVENANCE for name in os.listdir(path))
+    return all(name.startswith(".") or name in (PROVENANCE, LEARNING_RATE) for name in os.listdir(path))
 
 
 def choose(request: Request) -> Choice:

@@ -21,7 +21,8 @@ from utils.data import get_loader
 from utils.data.plan import SPLITS
 from utils.data.volumes import split_settings
 from utils.distributed.threads import usable_cpus
-from utils.distributed.world import World
+from utils.distributed.world import World, name_ranks
+from utils.errors import UserError
 from utils.files import MIB, read_json
 
 log = logging.getLogger(__name__)
@@ -102,17 +103,42 @@ def data_record(config: Config) -> dict[str, dict[str, Any]]:
     return {name: _describe(path) for name, path in _data_files(config) if path.is_file()}
 
 
+def common_data_record(config: Config, world: World) -> dict[str, dict[str, Any]]:
+    """`data_record` of this rank; UserError if the ranks see different files. Every rank calls it.
+
+    A file may be missing on some ranks: their loader reports it if it needs the file.
+    """
+    with world.raise_together():
+        record = data_record(config)
+    everywhere = world.gather_json({name: [file["bytes"], file[DIGEST]] for name, file in record.items()})
+    for name, path in _data_files(config):
+        seen = {rank: files[name] for rank, files in enumerate(everywhere) if name in files}
+        first = next(iter(seen), 0)
+        others = [rank for rank, file in seen.items() if file != seen[first]]
+        if others:
+            change = _change(seen[first][0], seen[others[0]][0])
+            raise UserError(
+                f"{name} {path} is another file on {name_ranks(others)} than on rank {first}: {change}; use a path at "
+                f"which all nodes see the same file"
+            )
+    return record
+
+
 def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A line for each file whose content differs from the earlier record; it may have been moved or touched."""
     lines = []
     for name, record in now.items():
         earlier = before.get(name, record)
         if earlier[DIGEST] != record[DIGEST]:
-            sizes = earlier["bytes"], record["bytes"]
-            change = "other content" if sizes[0] == sizes[1] else f"{sizes[1]} bytes instead of {sizes[0]}"
+            change = _change(earlier["bytes"], record["bytes"])
             where = "" if earlier["path"] == record["path"] else f" of {earlier['path']}"
             lines.append(f"{name} {record['path']} differs from the data of the run that resumes: {change}{where}")
     return lines
+
+
+def _change(before: int, now: int) -> str:
+    """What differs between two files of these sizes."""
+    return "other content" if before == now else f"{now} bytes instead of {before}"
 
 
 def _data_files(config: Config) -> Iterator[tuple[str, Path]]:

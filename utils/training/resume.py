@@ -22,7 +22,6 @@ from utils.training.checkpoint import (
     FOLDER,
     WEIGHTS,
     Checkpoint,
-    DamagedCheckpoint,
     read_weights,
     resolve_weights,
     stored_config,
@@ -79,7 +78,7 @@ class Start:
                 step.load_state({"network": saved.weights["network"], **saved.training})
             _restore_random(saved, world)
         elif self._init_from is not None:
-            weights = resolve_weights(self._init_from, world)  # the same on all ranks, even if that run saves meanwhile
+            weights = resolve_weights(self._init_from, world)
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
                 step.load_weights(read_weights(weights)["network"])
         return self.state
@@ -109,21 +108,17 @@ def find_start(
     take precedence, except with no.
     """
     saved: Checkpoint | None = None
+    place = None
     with world.raise_together():
         if world.is_root and resume != "no":
             saved = checkpoint.load_newest(directory / FOLDER)
             if saved is None and resume not in (None, "auto"):
                 saved = _checkpoint_of_flag(resume)
-    path = world.gather_json(str(saved.path) if saved else None)[0]
+            place = [str(saved.path), checkpoint.read_checksums(saved.path)] if saved else None
+    place = world.gather_json(place)[0]
     with world.raise_together():
-        if path is not None and saved is None:
-            try:
-                saved = checkpoint.load(Path(path))
-            except (OSError, DamagedCheckpoint) as error:
-                raise UserError(
-                    f"{path} is intact on rank 0 but not on this rank: {error}; set expdir to a directory that all "
-                    f"nodes share"
-                ) from None
+        if place is not None and saved is None:
+            saved = checkpoint.load_same(Path(place[0]), place[1])
     is_elsewhere = saved is not None and saved.path.parent.resolve() != (directory / FOLDER).resolve()
     if saved is not None and is_elsewhere:
         saved.state.best_loss, saved.state.best_step = math.inf, 0  # the other run's best checkpoint stays there

@@ -26,13 +26,13 @@ from utils.log import log_file
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
-from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter
+from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter, check_space
 from utils.training.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, is_free
 from utils.training.evaluations import FOLDER as EVALUATIONS
 from utils.training.evaluations import remove_after
 from utils.training.loggers import build_loggers, check_loggers
 from utils.training.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.training.provenance import data_changes, data_record, provenance, read_provenance
+from utils.training.provenance import common_data_record, data_changes, provenance, read_provenance
 from utils.training.resume import Start, find_start
 from utils.training.state import FitResult, TrainState
 
@@ -51,12 +51,14 @@ class Run:
     """An open run. Every rank has one; rank 0 holds the lock and writes.
 
     start: the checkpoint, the weights or the scratch from which it starts.
+    data: the record of the data files, the same on all ranks but for missing files.
     """
 
     request: Request
     choice: Choice
     world: World
     start: Start
+    data: dict[str, dict[str, Any]]
     _open_files: contextlib.ExitStack
     records: Logger = field(default_factory=Logger)
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
@@ -74,6 +76,7 @@ class Run:
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
+        data = common_data_record(request.config, world)
         with contextlib.ExitStack() as files:
             choice = None
             with world.raise_together():
@@ -85,7 +88,7 @@ class Run:
             choice = choice or Choice(Path(path), resume)
             world.heartbeat.folder = choice.path
             start = find_start(choice.path, choice.resume, request.init_from, request.config.model_dump(), world)
-            run = cls(request, choice, world, start, files)
+            run = cls(request, choice, world, start, data, files)
             try:
                 yield run
             except BaseException as error:
@@ -151,9 +154,11 @@ class Run:
             partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, record: dict[str, Any]) -> None:
-        """Removes what is replaced, writes config.yaml and provenance.json, and opens out.log and the loggers."""
+        """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""
         directory, start, config = self.directory, self.start, self.request.config
         directory.mkdir(parents=True, exist_ok=True)
+        if not start.is_complete:
+            check_space(directory / FOLDER, config, resumes=start.path is not None)
         if start.path is None and (self.choice.resume == "no" or not (directory / CONFIG).exists()):
             _remove_run(directory)
         recover(directory)
@@ -182,7 +187,7 @@ class Run:
         # Only the global batch: with another number of ranks the local one would change it.
         portable = self.request.config.model_copy(update={"local_batch_size": None})
         path, changes = self.directory / PROVENANCE, []
-        record["data"] = data_record(self.request.config)
+        record["data"] = self.data
         if self.start.path is not None and path.exists():
             before = read_provenance(path)
             record["earlier"] = [*before.pop("earlier", []), before]

@@ -26,7 +26,7 @@ class TrainState:
     skipped_in_a_row: int = 0
     initial_loss: float = float("nan")  # validation losses
     final_loss: float = float("nan")
-    best_loss: float = float("inf")
+    best_loss: float = float("inf")  # the lowest at the end of an epoch that is saved (checkpoint.every_epochs)
     best_step: int = 0
     # For early stopping; an improvement lowers the loss by more than min_delta.
     loss_to_beat: float = float("inf")  # validation loss of the last improvement
@@ -39,13 +39,16 @@ class TrainState:
         """The state with which the next epoch starts; this one stays."""
         state = copy.copy(self)
         state.final_loss = validation_loss
-        if validation_loss < state.best_loss:
-            state.best_loss, state.best_step = validation_loss, state.step
         state.epochs_without_improvement += 1
         if validation_loss < state.loss_to_beat - min_delta:
             state.loss_to_beat, state.epochs_without_improvement = validation_loss, 0
         state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
         return state
+
+    def compare_with_best(self) -> None:
+        """Called at the end of an epoch that is saved: it is the best one if its validation loss is the lowest."""
+        if self.final_loss < self.best_loss:
+            self.best_loss, self.best_step = self.final_loss, self.step
 
     def stops_early(self, patience: int | None) -> bool:
         """True at the end of an epoch after which the loss has not improved for `patience` epochs; None: never."""
@@ -70,7 +73,7 @@ class FitResult:
     noise_scale: str | None = None  # one sentence, if it was measured
     early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
     skipped_updates: int = 0
-    best_step: int = 0  # of the lowest validation loss; 0: no epoch has lowered it
+    best_step: int = 0  # of the best checkpoint, which has best_loss; 0: no saved epoch has lowered the loss
 
     def table(self, losses: Mapping[str, float]) -> list[str]:
         """The table that ends the log; `losses` are those of other predictors, by name."""

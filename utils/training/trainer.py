@@ -44,7 +44,7 @@ class Validation(NamedTuple):
 
 
 class Trainer:
-    """Trains from `state` to the last epoch; validates, logs and saves after each epoch, and stops after a signal."""
+    """Trains from `state` to the last epoch; validates and logs after each epoch, saves, and stops after a signal."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class Trainer:
         self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), self.world)
         self._coordinator = StopCoordinator(self.world)
         self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
+        self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
         self._teraflop_per_sample = 0.0
         self._first_step = state.step
         self._started = time.perf_counter() - state.seconds  # as if this process had trained all steps
@@ -86,20 +87,20 @@ class Trainer:
                 # The present state stays for now: a stop during the evaluation repeats the validation, too.
                 ended = self.state.after_epoch(validation.loss, self.config.early_stopping.min_delta)
                 is_last = self._is_complete(ended)
+                is_saved = is_last or self._saves_after(ended.epoch)
+                if is_saved:
+                    ended.compare_with_best()
                 scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last, self.stop_if_requested)
                 self._record_epoch(validation, scores)
                 self._finish_epoch(ended)
-                self._save(wait=self._is_complete())
+                if is_saved or self._save_is_due:
+                    self._save(wait=is_last)
             self._coordinator.close()
         if self.state.skipped == self.state.step > 0:
             raise UserError(
                 f"training failed: all {self.state.step} updates were skipped, nothing was learned; {REMEDY}"
             )
         return self._result()
-
-    def stop_if_requested(self) -> None:
-        """Raises Stopped, after saving, if a rank received a stop signal; every rank calls it at the same points."""
-        self._save_and_stop_if_requested()
 
     def _is_complete(self, state: TrainState | None = None) -> bool:
         return (state or self.state).is_complete(self.config.num_epochs, self.config.early_stopping.patience)
@@ -310,13 +311,19 @@ class Trainer:
 
     def _save_or_stop(self, ends_epoch: bool) -> None:
         """Saves or stops if that is due; all ranks do so after the same step."""
-        request, every_steps = self._save_and_stop_if_requested(), self.config.checkpoint.every_steps
-        due = every_steps is not None and self.state.step % every_steps == 0
-        if (due or request is Request.SAVE) and not ends_epoch:  # the end of an epoch saves after the validation
+        self.stop_if_requested()
+        every_steps = self.config.checkpoint.every_steps
+        self._save_is_due |= every_steps is not None and self.state.step % every_steps == 0
+        if self._save_is_due and not ends_epoch:
             self._save()
 
-    def _save_and_stop_if_requested(self) -> Request:
-        """Agrees on one request with all ranks and returns it; if it is to stop, saves and raises Stopped."""
+    def _saves_after(self, epoch: int) -> bool:
+        """True if `checkpoint.every_epochs` asks for a checkpoint at the end of this epoch, counted from 1."""
+        every_epochs = self.config.checkpoint.every_epochs
+        return every_epochs > 0 and epoch % every_epochs == 0
+
+    def stop_if_requested(self) -> None:
+        """Agrees on one request with all ranks, which call it at the same points; a stop saves and raises Stopped."""
         request = Request.CONTINUE
         if self.signals.received:
             request = Request.STOP
@@ -332,7 +339,7 @@ class Trainer:
             with self.world.raise_together():  # otherwise a launcher may kill a rank that still writes
                 self.checkpoint_writer.check()
             raise Stopped
-        return answer
+        self._save_is_due |= answer is Request.SAVE
 
     def _save(self, wait: bool = False) -> None:
         """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
@@ -343,6 +350,7 @@ class Trainer:
         random = random_states(self.world)
         self.checkpoint_writer.save({**self.step.state(), "random": random}, self.state, wait=wait)
         self._save_timer.restart()
+        self._save_is_due = False
 
     def _seconds(self) -> float:
         """Duration of the run, including earlier processes."""
