@@ -34,6 +34,7 @@ from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.export import ExportedNetwork, finite_record
 from utils.inference.trained_network import TrainedNetwork
+from utils.log import configure_logging
 from utils.training.checkpoint import digest, weights_file
 from utils.training.provenance import provenance
 
@@ -43,6 +44,7 @@ UNITS = ("physical", "channel")
 @one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Exports a network; invalid input is reported in one line, with exit code 2."""
+    configure_logging(0)
     export(parse(argv))
 
 

@@ -262,9 +262,9 @@ def test_training_and_validation_are_imported_together_or_not_at_all(
 ) -> None:
     other = write_nyx(tmp_path / "other.h5", {name: FIELDS[name] for name in (DARK, *GAS[:4])})
     refuse(snapshot, f"--validation={other}", says="need the same fields")
-    other = write_nyx(tmp_path / "other.h5", FIELDS)
+    other = write_nyx(tmp_path / "damaged.h5", FIELDS)
     change(other, "native_fields/temperature", (3, 4, 5), np.nan)
-    refuse(snapshot, f"--validation={other}", says="other.h5: native_fields/temperature[3, 4, 5] is nan")
+    refuse(snapshot, f"--validation={other}", says="native_fields/temperature[3, 4, 5] is nan")
     refuse(snapshot, f"--validation={other}", "--split=0.2", says="remove it or --validation")
 
 

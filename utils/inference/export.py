@@ -43,7 +43,7 @@ class ExportedNetwork:
     def of(cls, trained: TrainedNetwork, units: str) -> ExportedNetwork:
         """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
         inputs, targets = trained.channels
-        divisor = 2**trained.config.scales
+        divisor = trained.config.window_multiple
         if units == "channel":
             return cls(module=trained.network, inputs=inputs, targets=targets, divisor=divisor, density_floor=None)
         check_physical_units((*inputs, *targets), "give --units channel")
