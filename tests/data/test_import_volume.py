@@ -145,6 +145,10 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
     np.testing.assert_allclose(found["Nbody"][0], expected, atol=1e-7)
     np.testing.assert_allclose(found["Hydro"], [expected, np.log(grid + 1) / 8 - 1.5], atol=3e-7)
     assert attributes(box)["density_floor_of_mean"] == np.exp(-14)
+    run(tmp_path, "--index=1", "--validation_index=2", "--box_size=25")
+    np.testing.assert_array_equal(contents(box.with_name("box_train.h5"))["Hydro"], found["Hydro"])
+    other = np.log(grids[2] / grids[2].mean()) / 14
+    np.testing.assert_allclose(contents(box.with_name("box_val.h5"))["Nbody"][0], other, atol=1e-7)
 
 
 # --- missing fields, and the config that fits ------------------------------------------------------------------------
@@ -175,6 +179,25 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
     for dataset, names, each in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
         physical = [channel.to_physical(values) for channel, values in zip(each, stored[dataset], strict=True)]
         np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("cells", "parent"), [(63, "demo"), (64, "base")])
+def test_the_config_extends_one_whose_crops_fit(tmp_path: Path, cells: int, parent: str) -> None:
+    """Also for paths with a dollar sign, which configs expand; cubes are stated by one number."""
+    folder = tmp_path / "my $HOME"
+    folder.mkdir()
+    volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
+    lines = imported_config.write_config(folder / "512.yaml", volumes, (4, 5))
+    options = cli.parse(shlex.split(lines[-1])[2:])
+    config, shipped = (
+        configs.load(path, name)
+        for path, name in ((options.yaml_config, options.config), (str(imported_config.SHIPPED), parent))
+    )
+    changed = configs.differences(config, shipped)
+    assert changed.pop("train_path") == str(folder / "a.h5")
+    assert changed.pop("val_path") == str(folder / "b.h5")
+    own = {"symmetries": "full", "expdir": "./runs"} if parent == "base" else {}
+    assert changed == {"box_size": [[[128, cells, 128]], 80], **own}
 
 
 def test_without_gas_only_the_inputs_are_written(run: Any, box: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def _find(name: str) -> type[nn.Module]:
         with one_line(f"network.name {name}: cannot import {module_name}"):
             module = importlib.import_module(module_name)
     classes = [key for key, value in vars(module).items() if _is_network(value) and value.__module__ == module_name]
-    kind = getattr(module, class_name, None)
+    kind: Any = getattr(module, class_name, None)
     if not _is_network(kind):
         fault = "is no class derived from torch.nn.Module" if hasattr(module, class_name) else "does not exist"
         known = f"; {module_name} has {', '.join(classes) or 'no networks'}"
