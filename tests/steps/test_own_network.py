@@ -16,8 +16,10 @@ from trainings import YAML
 import networks
 import train
 from utils import config as configs
+from utils.config.sections import NetworkConfig
 from utils.errors import UserError
 from utils.steps import build
+from utils.steps.own_network import check_output
 
 SOURCE = """
 import torch
@@ -37,6 +39,14 @@ class Free(nn.Module):
     def __init__(self, **options):
         super().__init__()
         self.options = options
+
+class Classifier(nn.Module):
+    def __init__(self, shape, classes, less):
+        super().__init__()
+        self.linear = nn.Linear(shape[-1], classes - less)
+
+    def forward(self, x):
+        return self.linear(x.mean((1, 2)))
 
 def function():
     pass
@@ -68,7 +78,7 @@ def network(name: str, **options: Any) -> nn.Module:
         ),
         ("own_net.Net", {}, "network own_net.Net needs its option depth; set network.options.depth; known: in_ch"),
         ("own_net.Net", {"depth": 0}, "'depth': 0}: ValueError: too flat (TMP/own_net.py, line 9)"),
-        ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Free"),
+        ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Free, Classifier"),
         ("own_net.function", {}, "function is no class derived from torch.nn.Module"),
         ("nowhere_net.Net", {}, "no module nowhere_net in TMP; correct the name"),
         ("own_net.sub.Net", {}, "cannot import own_net.sub: ModuleNotFoundError"),
@@ -89,6 +99,14 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
     assert network("own_net.Free", any=1).options == {"any": 1}  # type: ignore[comparison-overlap]
     with pytest.raises(UserError, match=r"network own_net\.Net has no option norm"):
         build.network(configs.load(YAML, "test", {"network.name": "own_net.Net", "network.norm": "batch"}))
+
+
+def test_a_classifier_is_checked_too() -> None:
+    config = configs.load(str(Path(YAML).with_name("classification.yaml")), "digits_naive")
+    config = config.model_copy(update={"network": NetworkConfig(name="own_net.Classifier", options={"less": 1})})
+    network = build.network(config)
+    with pytest.raises(UserError, match=re.escape("output [1, 9], target [1, 10]")):
+        check_output(config, network, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("preflight", [[], ["--preflight"]])

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from utils.config import Config, did_you_mean
+from utils.data.datasets import get_dataset
+from utils.data.loaders.base import meta_batch
 from utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -27,8 +29,8 @@ LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "
 
 
 def is_checked(config: Config) -> bool:
-    """True for a network for volumes that is not one of this project's, and so may have any fault."""
-    return not config.is_classification and config.network.name not in SHIPPED
+    """True for a network that is not one of this project's, and so may have any fault."""
+    return "." in config.network.name or not (config.is_classification or config.network.name in SHIPPED)
 
 
 def build(name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
@@ -54,19 +56,21 @@ def build(name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 @torch.no_grad()
 def check_output(config: Config, network: nn.Module, device: torch.device) -> None:
-    """Calls the network once, on a crop of zeros; UserError unless its output has the shape of the targets.
+    """Calls the network once, on a sample of zeros; UserError unless its output has the shape of the targets.
 
     May draw from torch's global generators.
     """
-    name, cells = config.network.name, [config.data_size] * 3
-    given, target = [1, config.N_in_channels, *cells], [1, config.N_out_channels, *cells]
+    name, (inputs, targets) = config.network.name, meta_batch(config, 1)
+    given, target = list(inputs.shape), list(targets.shape)
+    if config.dataset.name is not None:
+        target.append(get_dataset(config.dataset.name).classes)  # logits
     was_training = network.training
     with one_line(f"network {name} fails on an input {given} (target {target})"):
-        outputs = network.eval()(torch.zeros(given, device=device))
+        outputs = network.eval()(torch.zeros_like(inputs, device=device))
     network.train(was_training)
     shape = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
     if shape != target:
-        raise UserError(f"network {name}: output {shape}, target {target}; correct the network, or N_out_channels")
+        raise UserError(f"network {name}: output {shape}, target {target}; correct the network")
 
 
 def _find(name: str) -> type[nn.Module]:
