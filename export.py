@@ -33,6 +33,7 @@ from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.export import ExportedNetwork, finite_record
 from utils.inference.trained_network import TrainedNetwork
+from utils.log import configure_logging
 from utils.training.checkpoint import digest, weights_file
 from utils.training.provenance import provenance
 
@@ -42,6 +43,7 @@ UNITS = ("physical", "channel")
 @one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Exports a network; invalid input is reported in one line, with exit code 2, and no file is written."""
+    configure_logging(0)
     options = build_parser().parse_args(argv)
     target, cpu = Path(options.output), torch.device("cpu")
     if target.suffix != ".pt2":

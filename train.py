@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """One training run, from its directory to its summary. Every rank calls it."""
-    model, volume = build.model(config), evaluation_volume(config, world)
+    with world.raise_together():
+        model = build.model(config)
+    volume = evaluation_volume(config, world)
     with Run.open(run_request(config, options, world), world) as run:
         if run.has_nothing_to_do():
             return

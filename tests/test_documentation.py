@@ -293,7 +293,7 @@ def faults_in(words: list[str]) -> Iterator[str]:
 
 def unknown_key(setting: str) -> Iterator[str]:
     key = setting.partition("=")[0]
-    placeholder = setting.lower() == "key=value"
+    placeholder = setting.lower() == "key=value" or key.startswith("network.options.")  # keys of the network
     if not placeholder and key not in config.flatten(config.Config()) and key not in config.Config.model_fields:
         yield f"--set {setting}"
 

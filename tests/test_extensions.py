@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import h5py
 import pytest
 import torch
 from reference_samples import digest, rank_batches, read_fields, reference
 from trainings import TOP, YAML, metrics
 
-import networks
+import export
+import predict
 import train
 from utils import cli, data
 from utils import config as configs
@@ -80,12 +83,39 @@ def test_the_documented_loader_carries_out_the_sample_plan(
             assert [digest(batch) for batch in loader.epoch(epoch, first)] == wanted[first:]
 
 
-def test_the_documented_network_trains(data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, line = section("How to add a network")
-    module = new_module("pyramid", source, monkeypatch)
-    monkeypatch.setattr(networks, "NETWORKS", networks.NETWORKS | eval(f"{{{line}}}", vars(module)))
-    losses = train_with(["--set=network.name=pyramid"], data_flags, tmp_path)
+def test_the_documented_network_trains_predicts_and_is_exported(
+    data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From a file of the working directory, whose path is logged; elsewhere, one line says that it is missing."""
+    source, _ = section("How to add a network")
+    file = tmp_path / source.splitlines()[0].removeprefix("# ")
+    file.write_text(source)
+    (tmp_path / "elsewhere").mkdir()
+
+    def run(main: Callable[..., None], *flags: str, folder: Path = tmp_path) -> str:
+        """The log of a program that starts in a folder."""
+        sys.modules.pop(file.stem, None)
+        monkeypatch.chdir(folder)
+        main([*flags])
+        return capfd.readouterr().err
+
+    train_flags = ["--set=network.name=my_networks.Pyramid", "--set=network.options={depth: 2, width: 8}"]
+    run(lambda flags: train_with(flags, data_flags, tmp_path), *train_flags)
+    records = metrics(tmp_path / "test" / "1ranks" / "00")
+    losses = [record["Loss/valid"] for record in records if "Loss/valid" in record]
     assert losses[-1] < losses[0]
+    line = f"network my_networks.Pyramid from {file}"
+    assert line in (tmp_path / "test" / "1ranks" / "00" / "out.log").read_text()
+    trained = f"--checkpoint={tmp_path / 'test' / '1ranks' / '00'}"
+    flags = [trained, data_flags[1].replace("--set=val_path", "--input"), f"--output={tmp_path / 'gas.h5'}"]
+    with pytest.raises(SystemExit, match="2"):
+        run(predict.main, *flags, "--device=cpu", folder=tmp_path / "elsewhere")
+    assert f"no module my_networks in {tmp_path / 'elsewhere'}; " in capfd.readouterr().err
+    assert line in run(predict.main, *flags, "--device=cpu")
+    assert line in run(export.main, trained, f"--output={tmp_path / 'gas.pt2'}", "--units=channel")
+    with h5py.File(tmp_path / "gas.h5") as gas:
+        assert gas["Hydro"].shape == (5, 16, 16, 16)
+    sys.modules.pop(file.stem)
 
 
 def test_the_documented_optimizer_trains(

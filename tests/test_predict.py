@@ -352,7 +352,7 @@ CLASSIFIER = {
     [
         (CLASSIFIER, (), "a classifier (mnist_cnn); predict.py, evaluate.py and export.py need a network trained on"),
         ({"transform": {"density_log_scale": None}}, ("--physical",), "does not define physical values of gas density"),
-        ({}, ("--window=10",), "--window 10 is not a multiple of 4 (2**scales of the network)"),
+        ({}, ("--window=10",), "--window 10 is not a multiple of 4, which the network needs"),
         ({}, ("--overlap=8",), "overlap 8 must be smaller than the window (8); 4 is recommended"),
         ({}, ("--window=0",), "argument --window: '0' is not a positive integer"),
     ],

@@ -19,7 +19,7 @@ import train
 from utils import cli
 from utils import config as configs
 from utils.config.sections import TransformConfig
-from utils.data import import_volume
+from utils.data import import_volume, imported_config
 from utils.data.channels import volume_channels
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import FieldReader, open_volume
@@ -27,7 +27,6 @@ from utils.data.import_volume import main
 from utils.evaluation.callback import evaluation_grid
 from utils.evaluation.volume import config_of_files
 
-YAML = str(Path(train.__file__).parent / "config" / "UNet.yaml")
 SHAPE = (12, 6, 8)
 FIELDS = physical_fields(SHAPE)
 DARK, DARK_VELOCITY = "dark_matter_density", [f"dark_matter_velocity_{axis}" for axis in "xyz"]
@@ -146,6 +145,10 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
     np.testing.assert_allclose(found["Nbody"][0], expected, atol=1e-7)
     np.testing.assert_allclose(found["Hydro"], [expected, np.log(grid + 1) / 8 - 1.5], atol=3e-7)
     assert attributes(box)["density_floor_of_mean"] == np.exp(-14)
+    run(tmp_path, "--index=1", "--validation_index=2", "--box_size=25")
+    np.testing.assert_array_equal(contents(box.with_name("box_train.h5"))["Hydro"], found["Hydro"])
+    other = np.log(grids[2] / grids[2].mean()) / 14
+    np.testing.assert_allclose(contents(box.with_name("box_val.h5"))["Nbody"][0], other, atol=1e-7)
 
 
 # --- missing fields, and the config that fits ------------------------------------------------------------------------
@@ -160,14 +163,16 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
         ([DARK], ["baryon_density"]),
     ],
 )
-def test_missing_fields_leave_out_channels_and_the_printed_keys_fit(
+def test_missing_fields_leave_out_channels_and_the_written_config_fits(
     run: Any, box: Path, tmp_path: Path, inputs: list[str], targets: list[str]
 ) -> None:
     fields = {**FIELDS, **dict(zip(DARK_VELOCITY, (FIELDS[name] for name in GAS[1:4]), strict=True))}
     source = write_nyx(tmp_path / "snapshot.h5", {name: fields[name] for name in (*inputs, *targets)})
-    flags = shlex.split(run(source).splitlines()[-1])
-    config = configs.load(YAML, "demo", cli.parse(flags).overrides)
-    assert config.train_path == str(box)
+    command = shlex.split(run(source).splitlines()[-1])
+    assert command[:2] == ["python", "train.py"]
+    options = cli.parse(command[2:])
+    config = configs.load(options.yaml_config, options.config)
+    assert (config.train_path, config.val_path, config.box_size) == (str(box), str(box), [[[*SHAPE]], [[*SHAPE]]])
     assert (config.N_in_channels, config.N_out_channels) == (len(inputs), len(targets))
     assert volume_channels(config_of_files(str(box), str(box))) == volume_channels(config), "evaluate.py --prediction"
     stored, channels = contents(box), volume_channels(config)
@@ -176,8 +181,25 @@ def test_missing_fields_leave_out_channels_and_the_printed_keys_fit(
         np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize(("cells", "parent"), [(63, "demo"), (64, "base")])
+def test_the_config_extends_one_whose_crops_fit(tmp_path: Path, cells: int, parent: str) -> None:
+    """Also for paths with a dollar sign, which configs expand; cubes are stated by one number."""
+    folder = tmp_path / "my $HOME"
+    folder.mkdir()
+    volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
+    lines = imported_config.write_config(folder / "512.yaml", volumes, (4, 5))
+    options = cli.parse(shlex.split(lines[-1])[2:])
+    shipped = configs.load(str(imported_config.SHIPPED), parent)
+    changed = configs.differences(configs.load(options.yaml_config, options.config), shipped)
+    assert changed.pop("train_path") == str(folder / "a.h5")
+    assert changed.pop("val_path") == str(folder / "b.h5")
+    own = {"symmetries": "full", "expdir": "./runs"} if parent == "base" else {}
+    assert changed == {"box_size": [[[128, cells, 128]], 80], **own}
+
+
 def test_without_gas_only_the_inputs_are_written(run: Any, box: Path, tmp_path: Path) -> None:
     printed = run(write_nyx(tmp_path / "snapshot.h5", {DARK: FIELDS[DARK]}))
+    assert os.listdir(box.parent) == ["box.h5"]
     assert printed.splitlines()[-1] == "without baryon_density it is an input of predict.py only"
     assert FieldReader(str(box), "Nbody", 1, TransformConfig()).shape == SHAPE
 
@@ -255,6 +277,17 @@ def test_a_directory_that_does_not_match_is_refused(
     refuse(tmp_path, *flags, says=says)
 
 
+def test_training_and_validation_are_imported_together_or_not_at_all(
+    refuse: Any, snapshot: Path, tmp_path: Path
+) -> None:
+    other = write_nyx(tmp_path / "other.h5", {name: FIELDS[name] for name in (DARK, *GAS[:4])})
+    refuse(snapshot, f"--validation={other}", says="need the same fields")
+    other = write_nyx(tmp_path / "damaged.h5", FIELDS)
+    change(other, "native_fields/temperature", (3, 4, 5), np.nan)
+    refuse(snapshot, f"--validation={other}", says="native_fields/temperature[3, 4, 5] is nan")
+    refuse(snapshot, f"--validation={other}", "--split=0.2", says="remove it or --validation")
+
+
 def test_grids_of_different_simulations_are_not_mixed(refuse: Any, tmp_path: Path) -> None:
     for key, suite in (("Mcdm", "IllustrisTNG"), ("Mgas", "IllustrisTNG"), ("T", "SIMBA")):
         np.save(tmp_path / f"Grids_{key}_{suite}_CV_128_z=0.0.npy", FIELDS[DARK])
@@ -282,9 +315,10 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(
     (box.parent / "box_val.h5").write_text("mine")
     with pytest.raises(SystemExit):
         run(snapshot, "--split=0.25")
-    assert sorted(os.listdir(box.parent)) == ["box.h5", "box_val.h5"], "nothing is written without --overwrite"
-    printed = run(snapshot, "--split=0.25", "--overwrite")
-    assert f"--set val_path={box.parent / 'box_val.h5'}" in printed
+    assert sorted(os.listdir(box.parent)) == ["box.h5", "box.yaml", "box_val.h5"], "nothing without --overwrite"
+    written = box.with_suffix(".yaml").read_text()
+    assert "kept" in run(snapshot, "--split=0.25", "--overwrite")
+    assert box.with_suffix(".yaml").read_text() == written, "it may have been edited"
     for name, planes, length in (("train", slice(0, 5), 4.0), ("val", slice(7, 10), 4.0)):
         path = box.parent / f"box_{name}.h5"
         for dataset, values in contents(path).items():
@@ -293,7 +327,8 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(
         assert (found["box_size_mpc_h"], bool(found["periodic"])) == (length, False)
         assert found["input_planes"].tolist() == [planes.start, planes.stop]
     window = {"evaluation.window": 4, "evaluation.overlap": 1}
-    grid = evaluation_grid(configs.load(YAML, "test", window), open_volume(box.parent / "box_train.h5", (1, 5)))
+    config = configs.load(str(imported_config.SHIPPED), "test", window)
+    grid = evaluation_grid(config, open_volume(box.parent / "box_train.h5", (1, 5)))
     assert grid.x.origins == (0, 1), "evaluations during a run do not wrap"
 
 
@@ -336,24 +371,26 @@ def test_attributes_may_be_arrays_of_one_element_and_a_part_of_a_box_stays_one(
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def test_a_network_without_velocities_trains_is_evaluated_and_predicts(
-    run: Any, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_import_and_train_are_two_commands_without_further_flags(
+    box: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nyx writes no dark-matter velocity: N_in_channels 1. Fields are those of a small simulation."""
-    paths, flags, fields = [], [], {}
-    for seed, split in ((1, "train"), (2, "val")):
-        fields = simulated_fields(16, box_size=8.0, seed=seed, n_steps=3, redshift=3.0, threads=1)
-        printed = run(write_nyx(tmp_path / "snapshot.h5", fields))
-        paths.append(f"--set={split}_path={box.rename(tmp_path / f'{split}.h5')}")
-        flags = shlex.split(printed.splitlines()[-1])
-    options = ["num_epochs=1", "Nsamples=16", "lambda_rho=1e-3", "evaluation.every_epochs=1", "loggers=[]"]
-    options += [f"expdir={tmp_path}"]
-    monkeypatch.chdir(Path(train.__file__).parent)
-    train.main(["--config=test", *flags, *paths, "--set=device=cpu", *(f"--set={option}" for option in options)])
-    checkpoint, gas = tmp_path / "test" / "1ranks" / "00", tmp_path / "gas.h5"
+    snapshots, fields = [], {}
+    for grid, split in ((24, "train"), (16, "val")):
+        fields = simulated_fields(grid, box_size=grid / 2, seed=grid, n_steps=3, redshift=3.0, threads=1)
+        snapshots.append(write_nyx(tmp_path / f"{split}.h5", fields))
+    main([f"--input={snapshots[0]}", f"--validation={snapshots[1]}", f"--output={box}"])
+    command, yaml = shlex.split(capsys.readouterr().out.splitlines()[-1]), box.with_suffix(".yaml")
+    small = "extends: test\n  num_epochs: 1\n  lambda_rho: 1e-3\n  evaluation: {every_epochs: 1}\n  device: cpu"
+    written = yaml.read_text()
+    assert "extends: demo" in written, "the box is too small for base"
+    yaml.write_text(written.replace("extends: demo", small).replace("./runs", str(tmp_path)))
+    train.main(command[2:])
+    checkpoint, gas, valid = tmp_path / "box" / "1ranks" / "00", tmp_path / "gas.h5", box.with_name("box_val.h5")
+    config = configs.load(str(checkpoint / "config.yaml"), "box")
+    assert (config.N_in_channels, config.box_size, config.vector_channels.inputs) == (1, [24, 16], [])
     assert (checkpoint / "evaluation").is_dir()
-    files = [f"--input={tmp_path / 'val.h5'}", f"--output={gas}"]
-    predict.main([f"--checkpoint={checkpoint}", *files, "--format=nyx", "--device=cpu"])
+    predict.main([f"--checkpoint={checkpoint}", f"--input={valid}", f"--output={gas}", "--format=nyx", "--device=cpu"])
     with h5py.File(gas) as file:
         assert dict(file["universe"].attrs) == pytest.approx(UNIVERSE)
         dark_matter = file[f"native_fields/{DARK}"][...]

@@ -16,7 +16,7 @@ import torch
 from processes import run_ranks
 from reference_samples import ALONE, VolumeFile, digest, rank_batches, read_fields, reference, write_signed_zeros
 
-from utils.config import Config, load, result_changes, to_yaml
+from utils.config import Config, load, result_changes, to_yaml, validate
 from utils.data import LOADERS, DataSplits, Loader, get_loader
 from utils.data.convert_to_npy import convert
 from utils.data.files import shared_memory
@@ -220,6 +220,31 @@ def test_a_run_records_the_shapes_of_volumes_that_are_not_one_cube(paths: Paths,
     assert with_file_values(again, reads) == again == found
     swapped = found.model_copy(update={key: config.paths(key)[::-1] for key in paths if key.startswith("train")})
     assert result_changes(found, with_file_values(swapped, reads)) == ["box_size"]
+
+
+@pytest.mark.parametrize("reads", ["hdf5", "npy"])
+def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_files(
+    volume_file: VolumeFile, tmp_path: Path, reads: str
+) -> None:
+    """A named value that is wrong is refused; vectors that a file cannot have are no longer the default."""
+    file = volume_file(tmp_path / "volume.h5", 16, channels=(2, 7))
+    copies = dict(zip(("data", "label"), map(str, convert(file)), strict=True))
+    keys = {f"{key}_path": str(file) for key in ("train", "val")}
+    keys |= {f"{key}_path_npy_{kind}": copy for key in ("train", "val") for kind, copy in copies.items()}
+    if reads == "npy":
+        file.rename(tmp_path / "gone.h5")
+    found = with_file_values(validate(keys, "mine"), reads)
+    assert (found.N_in_channels, found.N_out_channels, found.box_size) == (2, 7, [16, 16])
+    assert (found.vector_channels.inputs, found.vector_channels.targets) == ([], [[1, 2, 3]])
+    open_files = open_split if reads == "hdf5" else open_split_npy
+    open_files(found.model_copy(update={"data_size": 8}), "train")
+    for key, value in {"N_in_channels": 4, "N_out_channels": 5, "box_size": [32, 32]}.items():
+        named = with_file_values(validate({**keys, key: value}, "mine"), reads)
+        assert key != "box_size" or named.box_size == value
+        with pytest.raises(UserError, match="box_size is 32" if key == "box_size" else "expected"):
+            open_files(named, "train")
+    with pytest.raises(UserError, match="there is no channel 3; N_in_channels is 2"):
+        with_file_values(validate({**keys, "vector_channels": {"inputs": [[1, 2, 3]]}}, "mine"), reads)
 
 
 def test_volumes_that_do_not_fit_the_config_are_refused_by_name(paths: Paths) -> None:

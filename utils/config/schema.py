@@ -100,18 +100,19 @@ class Config(NeutralKeys):
     enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's (optimizer.name apex_adam)
     enable_jit: bool = False  # compile the network and the loss with torch.compile
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
-    # Cells per side of the cubes for training and for validation. In place of several volumes, or of one that is not a
-    # cube, the number has no effect: the run replaces it by a list of their shapes [x, y, z], read from the files.
+    # Cells per side of the cubes for training and for validation; a config without this key reads them from the files.
+    # In place of several volumes, or of one that is not a cube, the number has no effect: the run replaces it by a list
+    # of their shapes [x, y, z].
     box_size: list[CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
     data_size: Positive = 64  # cells per side of a crop
-    N_out_channels: Positive = 5  # channels of the targets
+    N_out_channels: Positive = 5  # channels of the targets; a config without this key reads it from the files
     bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
     disable_broadcast_buffers: bool = False  # DDP: do not broadcast buffers
     noddp: bool = False  # no gradient exchange, to measure the cost of communication
 
     # Values that the tutorial hard-coded, and options of this project.
 
-    N_in_channels: Positive = 4  # channels of the inputs
+    N_in_channels: Positive = 4  # channels of the inputs; a config without this key reads it from the files
     # Names of the datasets of inputs and targets in the HDF5 files.
     dataset_names: list[Name] = Field(default=["Nbody", "Hydro"], min_length=2, max_length=2)
     network: NetworkConfig = NetworkConfig()
@@ -167,6 +168,12 @@ class Config(NeutralKeys):
         return self.network.scales or (6 if self.full_scale else 5)
 
     @property
+    def window_multiple(self) -> int:
+        """Sides of the network's input are multiples of it; of one's own network, without scales, of data_size."""
+        is_own = "." in self.network.name and self.network.scales is None
+        return self.data_size if is_own else 2**self.scales
+
+    @property
     def steps_per_epoch(self) -> int:
         return self.Nsamples // self.global_batch_size
 
@@ -206,14 +213,14 @@ class Config(NeutralKeys):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Config:
-        block = 2**self.scales
+        block = self.window_multiple
         torch_ddp_only = self.static_graph or self.gradient_compression != "none"
         tail = self.network.name == "unet" and "last" in self.network.space_to_depth and self.loss == "l1"
         faults = {
             "enable_benchy and enable_manual_profiling cannot be combined; choose one": (
                 self.enable_benchy and self.enable_manual_profiling
             ),
-            f"evaluation.window {self.evaluation.window} is not a multiple of {block} (2**scales of the network)": (
+            f"evaluation.window {self.evaluation.window} is not a multiple of {block}, which the network needs": (
                 self.evaluation.window is not None and self.evaluation.window % block
             ),
             f"channel_weights must have {self.N_out_channels} values, one per target channel": (

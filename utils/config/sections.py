@@ -107,7 +107,9 @@ class LrScheduleConfig(Section):
 class NetworkConfig(Section):
     """The network."""
 
-    name: str = "unet"  # a name of NETWORKS in networks
+    # a name of NETWORKS in networks, or my_module.MyNetwork, a class that Python finds from the working directory
+    name: str = "unet"
+    options: dict[str, Any] = {}  # options of the constructor of a network of one's own
     width: Positive = 64  # unet and smooth_unet: channels at the first scale
     # unet and smooth_unet: number of downsamplings; None: 6, or 5 if full_scale is false
     scales: Positive | None = None

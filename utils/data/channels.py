@@ -90,6 +90,11 @@ def target_channels(count: int, transform: TransformConfig, vectors: Vectors = V
     return _channels(count, TARGETS.get(count, ()), GAS, transform, vectors)
 
 
+def vectors_of(count: int) -> list[list[int]]:
+    """The default vector_channels of a dataset: the velocity, if it has at least four channels."""
+    return [list(triple) for triple in VELOCITY if max(triple) < count]
+
+
 def _channels(
     count: int, quantities: Sequence[str], prefix: str, transform: TransformConfig, vectors: Vectors
 ) -> tuple[Channel, ...]:

@@ -1,11 +1,16 @@
 """Imports a simulation's fields into a volume that train.py and predict.py read: HDF5 with `Nbody` and `Hydro`.
 
-    python -m utils.data.import_volume --input snapshot.h5 --output train.h5                 Nyx's HDF5 ("nyx-lyaf")
-    python -m utils.data.import_volume --input SDRBENCH-EXASKY-NYX-512x512x512 --output train.h5 \\
-        --shape 512,512,512 --velocity_units cm/s                                     a directory of raw float32 fields
-    python -m utils.data.import_volume --input CAMELS/3D_grids --output box7.h5 --index 7 --box_size 25
-                                                                                     a directory of NumPy grids
-    python -m utils.data.import_volume --input snapshot.h5 --output box.h5 --split 0.25   box_train.h5 and box_val.h5
+    python -m utils.data.import_volume --input snapshot_1.h5 --validation snapshot_2.h5 --output box.h5
+                                          Nyx's HDF5 ("nyx-lyaf"): box_train.h5 and box_val.h5
+    python -m utils.data.import_volume --input snapshot.h5 --output box.h5 --split 0.25
+                                          one box, of which a quarter is for validation
+    python -m utils.data.import_volume --input SDRBENCH-EXASKY-NYX-512x512x512 --output box.h5 \\
+        --shape 512,512,512 --velocity_units cm/s
+                                          a directory of raw float32 fields: box.h5
+    python -m utils.data.import_volume --input CAMELS/3D_grids --output box.h5 --index 7 --validation_index 8 \\
+        --box_size 25                     a directory of NumPy grids
+
+It also writes box.yaml, a config that trains on the volumes: python train.py --yaml_config box.yaml
 
 The fields are dark_matter_density, baryon_density, velocity_x, velocity_y, velocity_z, temperature and, if known,
 dark_matter_velocity_x, _y and _z. Missing fields have no channels; without baryon_density only `Nbody`
@@ -15,8 +20,8 @@ is written. Densities in other units than the mean are divided by the mean. Memo
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +34,7 @@ import numpy as np
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
-from utils.data.channels import VELOCITY, Channel, input_channels, target_channels
+from utils.data.channels import Channel, input_channels, target_channels, vectors_of
 from utils.data.files.attributes import CELL, FLOOR, UNIVERSE
 from utils.data.files.hdf5 import DATASETS, stored_slabs
 from utils.data.files.nyx import open_nyx
@@ -46,6 +51,7 @@ from utils.data.files.snapshots import (
     open_npy,
     open_raw,
 )
+from utils.data.imported_config import write_config
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
@@ -83,14 +89,70 @@ class FieldChannel:
 Datasets = Mapping[str, Sequence[FieldChannel]]
 
 
+@dataclass(frozen=True)
+class Source:
+    """An input, and what is written of it."""
+
+    shape: Shape
+    datasets: Datasets
+    parts: Parts
+    attributes: Mapping[str, Any]
+    cell: float | None  # side of a cell in comoving Mpc/h
+
+    @property
+    def volumes(self) -> dict[Path, Shape]:
+        """The shape of each file."""
+        return {path: (len(planes), *self.shape[1:]) for path, planes in self.parts.items()}
+
+
 def import_volume(options: Options) -> list[str]:
     """Writes the files; returns lines for the user. Raises UserError, and leaves nothing, for contradictory input."""
-    snapshot = open_snapshot(Path(options.input), options)
-    shape, parts, simulation = snapshot.shape, plan_parts(snapshot.shape, options), describe(snapshot, options)
-    for path in parts:
+    inputs, targets = list_inputs(options), list_targets(options)
+    for path in targets:
         check_target(path, options.overwrite)
-        if path.exists() and path.samefile(options.input):
-            raise UserError(f"output {path} is the input; give another --output")
+        for source in inputs:
+            if path.exists() and path.samefile(source.input):
+                raise UserError(f"output {path} is the input; give another --output")
+    sources = [plan_source(source) for source in inputs]
+    names = [[channel.channel.name for channel in itertools.chain(*source.datasets.values())] for source in sources]
+    if names[0] != names[-1]:
+        fields = " and ".join(", ".join(each) for each in names)
+        raise UserError(f"training and validation need the same fields, but have {fields}; give others")
+    volumes = {path: shape for source in sources for path, shape in source.volumes.items()}
+    cells = sum(map(math.prod, volumes.values()))
+    counts = [len(channels) for channels in sources[0].datasets.values()]
+    make_output_directory(options.output.parent, 4 * sum(counts) * cells)
+    write_volumes(sources)
+    lines = [f"wrote {path}: {' × '.join(map(str, shape))} cells" for path, shape in volumes.items()]
+    if len(counts) < len(DATASETS):
+        return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
+    return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts)]
+
+
+# --- what is imported ------------------------------------------------------------------------------------------------
+
+
+def list_inputs(options: Options) -> list[Options]:
+    """The options of each input: of one, or of the training and the validation box."""
+    if options.validation is None and options.validation_index is None:
+        return [options]
+    train, valid = list_targets(options)
+    second = {"input": options.validation or options.input, "index": options.validation_index, "output": valid}
+    return [Options(**{**vars(options), **changes}) for changes in ({"output": train}, second)]
+
+
+def list_targets(options: Options) -> list[Path]:
+    """The files to write: one, or those of training and validation."""
+    output = options.output
+    if options.split is None and options.validation is None and options.validation_index is None:
+        return [output]
+    return [output.with_name(f"{output.stem}_{part}{output.suffix}") for part in ("train", "val")]
+
+
+def plan_source(options: Options) -> Source:
+    """What is written of one input."""
+    snapshot = open_snapshot(Path(options.input), options)
+    parts, simulation = plan_parts(snapshot.shape, options), describe(snapshot, options)
     datasets, cell = plan_channels(snapshot, options), simulation.pop(CELL, None)
     attributes = {
         "made_by": "utils.data.import_volume",
@@ -101,13 +163,7 @@ def import_volume(options: Options) -> list[str]:
         # Smaller densities are raised to this one, whose channel is -1.
         FLOOR: math.exp(-options.transform.density_log_scale),
     }
-    channels = sum(map(len, datasets.values()))
-    make_output_directory(options.output.parent, 4 * channels * sum(map(len, parts.values())) * shape[1] * shape[2])
-    write_volumes(datasets, parts, shape, attributes, cell)
-    return _summary(parts, datasets, shape)
-
-
-# --- what is imported ------------------------------------------------------------------------------------------------
+    return Source(snapshot.shape, datasets, parts, attributes, cell)
 
 
 def open_snapshot(path: Path, options: Options) -> Snapshot:
@@ -142,11 +198,6 @@ def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
             FieldChannel(field, channel, _factor(field, options)) for field, channel in zip(fields, known, strict=True)
         ]
     return {dataset: channels for dataset, channels in datasets.items() if channels}
-
-
-def vectors_of(channels: int) -> list[list[int]]:
-    """The config's vector_channels of a dataset, which has a velocity unless it has one or two channels."""
-    return [list(triple) for triple in VELOCITY] if channels > 3 else []
 
 
 def _factor(field: GridField, options: Options) -> float:
@@ -203,41 +254,44 @@ def plan_parts(shape: Shape, options: Options) -> Parts:
             f"--split {options.split:g} leaves {train} training and {valid} validation planes of {shape[0]}, with two "
             f"gaps of {GAP}; give another --split"
         )
-    stem, suffix, start = options.output.stem, options.output.suffix, train + GAP
-    return {
-        options.output.with_name(f"{stem}_train{suffix}"): range(train),
-        options.output.with_name(f"{stem}_val{suffix}"): range(start, start + valid),
-    }
+    start = train + GAP
+    return dict(zip(list_targets(options), (range(train), range(start, start + valid)), strict=True))
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
-def write_volumes(
-    datasets: Datasets, parts: Parts, shape: Shape, attributes: Mapping[str, Any], cell: float | None
-) -> None:
+def write_volumes(sources: Sequence[Source]) -> None:
     """Writes the files; raises UserError, and leaves nothing, for implausible values."""
+    targets = [path for source in sources for path in source.parts]
     with (
-        Progress(f"importing {attributes['input']}", sum(map(len, datasets.values())) * shape[0], "planes") as progress,
-        os_errors_for_users(f"cannot write {next(iter(parts))}", "give another --output"),
-        atomic_write(list(parts)) as partials,
+        os_errors_for_users(f"cannot write {targets[0]}", "give another --output"),
+        atomic_write(targets) as partials,
         ExitStack() as opened,
     ):
-        files = [opened.enter_context(h5py.File(partial, "w")) for partial in partials]
-        for file, planes in zip(files, parts.values(), strict=True):
-            file.attrs.update(attributes)
-            if cell is not None:
-                file.attrs["box_size_mpc_h"] = cell * max(len(planes), *shape[1:])
-            if len(parts) > 1:
-                file.attrs["input_planes"] = [planes.start, planes.stop]
-            for name, sources in datasets.items():
-                dataset = file.create_dataset(name, (len(sources), len(planes), *shape[1:]), "<f4")
-                dataset.attrs["channels"] = [source.channel.name for source in sources]
-                dataset.attrs["transform"] = [source.channel.formula() for source in sources]
-        for name, sources in datasets.items():
-            stored = [(file[name], planes) for file, planes in zip(files, parts.values(), strict=True)]
-            for number, source in enumerate(sources):
-                _write_channel(source, number, stored, attributes[FLOOR], progress)
+        files = iter([opened.enter_context(h5py.File(partial, "w")) for partial in partials])
+        for source in sources:
+            _write_source(source, list(itertools.islice(files, len(source.parts))))
+
+
+def _write_source(source: Source, files: Sequence[h5py.File]) -> None:
+    """Writes the parts of one input."""
+    for file, planes in zip(files, source.parts.values(), strict=True):
+        file.attrs.update(source.attributes)
+        if source.cell is not None:
+            file.attrs["box_size_mpc_h"] = source.cell * max(len(planes), *source.shape[1:])
+        if len(source.parts) > 1:
+            file.attrs["input_planes"] = [planes.start, planes.stop]
+        for name, channels in source.datasets.items():
+            dataset = file.create_dataset(name, (len(channels), len(planes), *source.shape[1:]), "<f4")
+            dataset.attrs["channels"] = [channel.channel.name for channel in channels]
+            dataset.attrs["transform"] = [channel.channel.formula() for channel in channels]
+    total = sum(map(len, source.datasets.values())) * source.shape[0]
+    with Progress(f"importing {source.attributes['input']}", total, "planes") as progress:
+        for name, channels in source.datasets.items():
+            parts = [(file[name], planes) for file, planes in zip(files, source.parts.values(), strict=True)]
+            for number, channel in enumerate(channels):
+                _write_channel(channel, number, parts, source.attributes[FLOOR], progress)
 
 
 def _write_channel(
@@ -291,22 +345,6 @@ def _check_units(field: GridField, mean: float, rms: float) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def _summary(parts: Parts, datasets: Datasets, shape: Shape) -> list[str]:
-    """Lines about the files, and the config keys that fit them."""
-    lines = [f"wrote {path}: {len(planes)} × {shape[1]} × {shape[2]} cells" for path, planes in parts.items()]
-    if len(datasets) < len(DATASETS):
-        return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
-    keys: dict[str, Any] = dict(zip(("train_path", "val_path"), map(str, parts), strict=False))
-    if len(parts) == 1 and len(set(shape)) == 1:
-        keys["box_size"] = [shape[0], shape[0]]
-    for channels, count, vectors in zip(
-        datasets.values(), ("N_in_channels", "N_out_channels"), ("inputs", "targets"), strict=True
-    ):
-        keys |= {count: len(channels), f"vector_channels.{vectors}": vectors_of(len(channels))}
-    flags = [flag for key, value in keys.items() for flag in ("--set", f"{key}={value}")]
-    return [*lines, "config keys for train.py:", shlex.join(flags)]
-
-
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Reads the command line; raises UserError if it is wrong."""
     parser = Parser(__doc__)
@@ -320,13 +358,19 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for name in UNIVERSE:
         text = {"hubble": "H0 / (100 km/s/Mpc)", "omega_l": "omega_lambda"}.get(name, name)
         parser.add_argument(f"--{name}", type=float, help=f"{text}, unless the file states it")
-    text = "share of the planes along x for validation: writes OUTPUT_train.h5 and OUTPUT_val.h5"
+    both = "writes OUTPUT_train.h5 and OUTPUT_val.h5"
+    parser.add_argument("--validation", metavar="INPUT", help=f"validation box in the same format as --input; {both}")
+    text = f"box of .npy files for validation, as --index; {both}"
+    parser.add_argument("--validation_index", type=int, metavar="INDEX", help=text)
+    text = f"share of the planes along x for validation; {both}"
     parser.add_argument("--split", type=float, metavar="FRACTION", help=text)
     for name, info in TransformConfig.model_fields.items():
         text = "of the channels, see docs/data.md (%(default).6g)"
         parser.add_argument(f"--{name}", type=float, default=info.default, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     options = parser.parse_args(argv)
+    if options.split is not None and (options.validation or options.validation_index is not None):
+        raise UserError("--split takes the validation box from --input; remove it or --validation")
     transform = {name: getattr(options, name) for name in TransformConfig.model_fields}
     options.transform = validate_section(TransformConfig, transform, "command line")
     options.output = Path(options.output)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.config import Config
-from utils.data.channels import volume_channels
+from utils.config import Config, validate_section
+from utils.data.channels import vectors_of, volume_channels
 from utils.data.files.attributes import Simulation, common_simulation, file_transform, plain_attributes
 from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading
 from utils.data.files.npy import open_npy_volume
@@ -23,6 +23,9 @@ from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file
 
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
+
+# Keys that are read from the files if the config does not name them, with values that accept every file.
+UNNAMED: dict[str, Any] = {"N_in_channels": None, "N_out_channels": None, "box_size": [None, None]}
 
 log = logging.getLogger(__name__)
 
@@ -66,23 +69,52 @@ def of_both_splits(volumes: Mapping[str, Sequence[Volume]]) -> list[Volume]:
 def with_file_values(config: Config, reads: str | None) -> Config:
     """The config with what its files state: the transform, and the shapes of volumes that are not one cube.
 
-    `reads` is the kind of files that its loader reads. Raises UserError if the files contradict the config or each
-    other. Files that cannot be read are left to a loader that needs them.
+    Keys of UNNAMED that it does not name are read from the files, too. `reads` is the kind of files that its loader
+    reads. Raises UserError if the files contradict the config or each other. Files that cannot be read are left to a
+    loader that needs them.
     """
     if reads not in VOLUME_FILES:
         return config
+    unnamed = {key: value for key, value in UNNAMED.items() if key not in config.model_fields_set}
     config = config.model_copy(update={"transform": file_transform(config.transform, _attributes(config))})
-    box_size = [_stated_box(config, split, reads) for split in SPLITS]
+    config = _with_channels(config, unnamed, reads)
+    box_size = [_stated_box(config, unnamed, split, reads) for split in SPLITS]
     return config.model_copy(update={"box_size": box_size})
 
 
-def _stated_box(config: Config, split: str, reads: str) -> int | list[list[int]]:
-    """The entry of box_size for a split: the cells per side of one cube, else a list of shapes."""
-    try:
-        shapes = [volume.shape for volume in open_boxes(config, split, reads)]
-    except UserError:
-        return split_settings(config, split).box
+def _with_channels(config: Config, unnamed: Mapping[str, Any], reads: str) -> Config:
+    """The config with the unnamed numbers of channels, and the vectors among them, as in the first training file."""
+    volumes = _volumes_of_any(config, {**unnamed, "box_size": UNNAMED["box_size"]}, "train", reads)
+    if not volumes:
+        return config
+    found: dict[str, Any] = {}
+    fields = (("N_in_channels", "inputs", volumes[0].inputs), ("N_out_channels", "targets", volumes[0].targets))
+    vectors = config.vector_channels.model_dump()
+    for key, name, field in fields:
+        if key in unnamed:
+            found[key] = int(field.shape[0])
+            if "vector_channels" not in config.model_fields_set:
+                vectors[name] = vectors_of(found[key])
+    values = {**config.model_dump(), **found, "vector_channels": vectors}
+    return validate_section(Config, values, f"with the channels of {volumes[0].path}") if found else config
+
+
+def _stated_box(config: Config, unnamed: Mapping[str, Any], split: str, reads: str) -> int | list[list[int]]:
+    """The entry of box_size for a split."""
+    volumes = _volumes_of_any(config, {key: unnamed[key] for key in unnamed if key == "box_size"}, split, reads)
+    return box_entry([volume.shape for volume in volumes]) if volumes else split_settings(config, split).box
+
+
+def box_entry(shapes: Sequence[Sequence[int]]) -> int | list[list[int]]:
+    """The entry of box_size for volumes: the cells per side of one cube, else a list of shapes."""
     return shapes[0][0] if len(shapes) == 1 and len(set(shapes[0])) == 1 else [list(shape) for shape in shapes]
+
+
+def _volumes_of_any(config: Config, unnamed: Mapping[str, Any], split: str, reads: str) -> list[Volume]:
+    """A split's volumes, which may have any values of the unnamed keys; empty if they cannot be opened."""
+    with contextlib.suppress(UserError):  # a crop that does not fit is reported later, too
+        return open_boxes(config.model_copy(update={**unnamed, "data_size": 1}), split, reads)
+    return []
 
 
 def training_simulation(config: Config, reads: str | None) -> Simulation:

@@ -47,7 +47,7 @@ class ExportedNetwork:
             check_physical_units((*inputs, *targets), "give --units channel")
             floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
             module = PhysicalNetwork(module, inputs, targets, floor).eval()
-        divisor = 2**trained.config.scales
+        divisor = trained.config.window_multiple
         return cls(module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor)
 
     @property

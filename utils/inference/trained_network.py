@@ -80,7 +80,11 @@ class TrainedNetwork:
             "local_batch_size": ghost_batch(config.network.norm) or 1,
         }
         network = build.network(config.model_copy(update=plain))
-        network.load_state_dict(content["network"])
+        try:
+            network.load_state_dict(content["network"])
+        except RuntimeError as error:
+            fault = str(error).splitlines()[:2][-1].strip(" \t.")
+            raise UserError(f"{path} does not fit network {config.network.name}, whose code differs: {fault}") from None
         record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
         return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
 
@@ -104,11 +108,11 @@ def build_predictor(
 ) -> SlidingWindowPredictor:
     """Predicts `volume` window by window; UserError if the windows do not suit the network or the box."""
     config = trained.config
-    window, divisor = options.window or config.data_size, 2**config.scales
+    window, divisor = options.window or config.data_size, config.window_multiple
     if world.is_root:
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
     if window % divisor:
-        raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
+        raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
     periodic = volume.periodic and not options.not_periodic
     grid = build_window_grid(volume.shape, window, options.overlap, periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]

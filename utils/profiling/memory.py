@@ -17,7 +17,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
 from utils.optim.optimizers import state_bytes
-from utils.steps import build
+from utils.steps import build, own_network
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,17 @@ def reserved_bytes(config: Config, world: World) -> int:
 def training_memory(config: Config) -> TrainingMemory:
     """The memory of a training run with this config, whose batch sizes are resolved (`Config.for_world`)."""
     assert config.local_batch_size is not None
-    with torch.device("meta"):
-        network = build.network(config)
+    is_checked = own_network.is_checked(config)
+    with torch.device("cpu" if is_checked else "meta"):  # not every constructor works without values
+        network = build.network(config).to("meta")
     parameters = sum(parameter.numel() for parameter in network.parameters())
     micro_batch = meta_batch(config, config.local_batch_size // config.accumulation_steps)
-    activations = activation_bytes(network, micro_batch[0])
+    try:
+        activations = activation_bytes(network, micro_batch[0])
+    except Exception:
+        if not is_checked:
+            raise
+        activations = 0  # not every network works without values; a faulty one is reported when it is called
     return TrainingMemory(
         parameters,
         # fp32 weights, gradients and the average of the weights

@@ -20,6 +20,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
+from utils.steps import own_network
 from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
 
@@ -43,22 +44,25 @@ def network(config: Config) -> nn.Module:
             f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
             f"local_batch_size, or use a smaller ghost batch"
         )
-    space_to_depth = config.network.space_to_depth
-    options: dict[str, object] = {"norm": None if norm == "none" else norm, "space_to_depth": space_to_depth}
+    name, given = config.network.name, {} if norm == "none" else {"norm": norm}
+    variants: dict[str, object] = {"space_to_depth": config.network.space_to_depth}
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
-        options |= {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
+        samples = {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
     else:
-        options |= {
+        samples = {
             "crop": config.data_size,
             "in_channels": config.N_in_channels,
             "out_channels": config.N_out_channels,
             "width": config.network.width,
             "scales": config.scales,
-            "fused": config.fused_pointwise,  # the loss of a classifier refuses it
         }
+        variants["fused"] = config.fused_pointwise  # the loss of a classifier refuses it
+    if "." in name:
+        return own_network.build(name, samples, {**given, **config.network.options})
     # Variants are passed only if they are set: not every network has them.
-    return build_network(config.network.name, **{name: value for name, value in options.items() if value})
+    options = {name: value for name, value in {**given, **variants, **samples}.items() if value}
+    return build_network(name, **{**options, **config.network.options})
 
 
 def loss(config: Config) -> nn.Module:
@@ -98,6 +102,8 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     module.to(world.device)
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
+    if own_network.is_checked(config):
+        own_network.check_output(config, module, world.device)
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
         optimizer = build_optimizer(

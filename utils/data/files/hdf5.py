@@ -109,7 +109,7 @@ class FieldReader:
         self,
         path: str,
         name: str,
-        channels: int,
+        channels: int | None,
         transform: TransformConfig | None = None,
         remedy: str = "link it, in Python: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
         channels_key: str | None = None,
@@ -145,8 +145,10 @@ class FieldReader:
         self.values = None
 
 
-def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], names: Sequence[str] = DATASETS) -> Volume:
-    """Opens a volume; raises UserError if it does not match the arguments."""
+def open_volume(
+    path: str | os.PathLike[str], channels: tuple[int | None, int | None], names: Sequence[str] = DATASETS
+) -> Volume:
+    """Opens a volume; raises UserError if it does not match the arguments. A number of channels None accepts any."""
     keys = ("N_in_channels", "N_out_channels")
     inputs, targets = (
         FieldReader(str(path), name, count, remedy="set dataset_names", channels_key=key)

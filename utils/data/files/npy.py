@@ -21,7 +21,7 @@ def open_npy_volume(
     paths: tuple[str | None, str | None],
     keys: tuple[str, str],
     source: str,
-    channels: tuple[int, int],
+    channels: tuple[int | None, int | None],
     volume: Volume | None = None,
     names: Sequence[str] = DATASETS,
 ) -> Volume:
@@ -49,7 +49,7 @@ def open_npy_volume(
     return Volume(" and ".join(files), fields[0], fields[1], tuple(files))
 
 
-def _open(path: str, grid: tuple[int, ...] | None, channels: int, remedy: str) -> np.ndarray:
+def _open(path: str, grid: tuple[int, ...] | None, channels: int | None, remedy: str) -> np.ndarray:
     """Maps a file with this grid, or with any."""
     if not os.path.isfile(path):
         raise UserError(f"no such file: {path}; {remedy}")
@@ -57,10 +57,10 @@ def _open(path: str, grid: tuple[int, ...] | None, channels: int, remedy: str) -
         array = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}; {remedy}") from None
-    fits = array.ndim == 4 and array.shape == (*(grid or array.shape[:-1]), channels)
+    fits = array.ndim == 4 and array.shape == (*(grid or array.shape[:-1]), channels or array.shape[-1])
     if array.dtype != np.dtype("<f4") or not fits or not array.flags.c_contiguous:
         order = "C" if array.flags.c_contiguous else "Fortran"
-        shape = ", ".join(map(str, (*(grid or "XYZ"), channels)))
+        shape = ", ".join(map(str, (*(grid or "XYZ"), channels or "C")))
         raise UserError(
             f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 ({shape}) in C order; {remedy}"
         )

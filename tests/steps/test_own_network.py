@@ -1,0 +1,147 @@
+"""Networks of users: every fault ends in one line that names it, before anything is trained."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainings import YAML
+
+import networks
+import train
+from utils import config as configs
+from utils.config.sections import NetworkConfig
+from utils.errors import UserError
+from utils.steps import build
+from utils.steps.own_network import check_output
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, in_channels, out_channels, *, depth, width=3):
+        super().__init__()
+        if depth < 1:
+            raise ValueError("too flat")
+        self.conv = nn.Conv3d(in_channels, out_channels - width, 1)
+
+    def forward(self, x):
+        return self.conv(x)
+
+class Free(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+class Classifier(nn.Module):
+    def __init__(self, shape, classes, less):
+        super().__init__()
+        self.linear = nn.Linear(shape[-1], classes - less)
+
+    def forward(self, x):
+        return self.linear(x.mean((1, 2)))
+
+def function():
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module own_net in the working directory."""
+    (tmp_path / "own_net.py").write_text(SOURCE)
+    (tmp_path / "broken_net.py").write_text("import torch\n\nclass Net(:\n")
+    (tmp_path / "exits_net.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("own_net", None)
+
+
+def network(name: str, **options: Any) -> nn.Module:
+    return build.network(configs.load(YAML, "test", {"network.name": name, "network.options": options}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        (
+            "own_net.Net",
+            {"dept": 2},
+            "network own_net.Net has no option dept; did you mean depth?; known: in_ch",
+        ),
+        ("own_net.Net", {}, "network own_net.Net needs its option depth; set network.options.depth; known: in_ch"),
+        ("own_net.Net", {"depth": 0}, "'depth': 0}: ValueError: too flat (TMP/own_net.py, line 9)"),
+        ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Free, Classifier"),
+        ("own_net.function", {}, "function is no class derived from torch.nn.Module"),
+        ("nowhere_net.Net", {}, "no module nowhere_net in TMP; correct the name"),
+        ("own_net.sub.Net", {}, "cannot import own_net.sub: ModuleNotFoundError"),
+        ("broken_net.Net", {}, "cannot import broken_net: SyntaxError: "),
+        ("exits_net.Net", {}, "cannot import exits_net: SystemExit: 3 (TMP/exits_net.py, line 1)"),
+        ("../own_net.Net", {}, "'../own_net.Net' is not the name of a class; write it as my_module.MyNetwork"),
+        ("os.system('true').x", {}, "is not the name of a class"),
+        ("unet", {"dept": 2}, "network unet has no option dept; remove it"),
+    ],
+)
+def test_faulty_names_and_options_are_one_line(name: str, options: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(line.replace("TMP", str(tmp_path)))):
+        network(name, **options)
+
+
+def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_has() -> None:
+    assert isinstance(network("own_net.Net", depth=1, width=2), nn.Module)
+    assert network("own_net.Free", any=1).options == {"any": 1}  # type: ignore[comparison-overlap]
+    with pytest.raises(UserError, match=r"network own_net\.Net has no option norm"):
+        build.network(configs.load(YAML, "test", {"network.name": "own_net.Net", "network.norm": "batch"}))
+
+
+def test_a_classifier_is_checked_too() -> None:
+    config = configs.load(str(Path(YAML).with_name("classification.yaml")), "digits_naive")
+    config = config.model_copy(update={"network": NetworkConfig(name="own_net.Classifier", options={"less": 1})})
+    network = build.network(config)
+    with pytest.raises(UserError, match=re.escape("output [1, 9], target [1, 10]")):
+        check_output(config, network, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("preflight", [[], ["--preflight"]])
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["own_net.Net", "network.options.depth=1"], "output [1, 1, 8, 8, 8], target [1, 5, 8, 8, 8]"),
+        (["own_net.Free"], "fails on an input [1, 4, 8, 8, 8] (target [1, 5, 8, 8, 8]): NotImplementedError"),
+        (["registered"], "network registered: output list, target [1, 5, 8, 8, 8]"),
+    ],
+)
+def test_a_network_with_another_output_than_the_targets_is_refused_before_it_trains(
+    flags: list[str],
+    line: str,
+    preflight: list[str],
+    data_flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Fixed: one output channel for five targets was broadcast, and trained."""
+
+    class Registered(nn.Module):
+        def __init__(self, crop: int, in_channels: int, out_channels: int, width: int, scales: int) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(in_channels, out_channels, 1)
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [self.conv(x)]
+
+    monkeypatch.setitem(networks.NETWORKS, "registered", Registered)
+    flags = [f"--set=network.name={flags[0]}", *(f"--set={flag}" for flag in flags[1:]), f"--set=expdir={tmp_path}/r"]
+    with pytest.raises(SystemExit, match="2"):
+        train.main([f"--yaml_config={YAML}", "--config=test", *data_flags, *flags, *preflight])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: network ")
+    assert line in error
+    assert not (tmp_path / "r").exists()

@@ -1,0 +1,55 @@
+"""The YAML file that the importer writes next to its volumes: a config that trains on them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from utils.config.yaml_files import EXTENDS, dump
+from utils.data.channels import vectors_of
+from utils.data.files.hdf5 import DATASETS
+from utils.data.volumes import box_entry
+from utils.errors import os_errors_for_users
+from utils.files import atomic_write
+
+SHIPPED = "UNet.yaml"
+SMALLEST_FOR_BASE = 64  # cells per side of base's crops; smaller boxes extend demo
+HEADER = """\
+# Trains on imported volumes: {command}
+# The config begins with all keys of `{parent}`; to begin with those of another config, change the line `extends` in it.
+"""
+ONE_VOLUME = """\
+# val_path is the training volume itself, so the validation loss says nothing about other volumes. Import another one,
+# set val_path to it, and the second number of box_size to its cells per side.
+"""
+
+
+def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> list[str]:
+    """Writes a config for volumes of these shapes, training first, unless the file exists; returns lines for the user.
+
+    `counts` are the numbers of input and target channels. A file that exists may have been edited, and is kept.
+    """
+    first, last = next(iter(volumes)), list(volumes)[-1]
+    command = f"python train.py --yaml_config {shlex.quote(str(path))}"
+    if path.exists():
+        return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
+    parent = "base" if min(map(min, volumes.values())) >= SMALLEST_FOR_BASE else "demo"
+    inputs, targets = counts
+    keys: dict[str, Any] = {
+        EXTENDS: parent,
+        **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
+        "box_size": [box_entry([volumes[file]]) for file in (first, last)],
+        "N_in_channels": inputs,
+        "N_out_channels": targets,
+        "vector_channels": {"inputs": vectors_of(inputs), "targets": vectors_of(targets)},
+        "dataset_names": list(DATASETS),
+        "symmetries": "full",
+        "expdir": "./runs",
+    }
+    header = HEADER.format(command=command, parent=parent) + ("" if len(volumes) > 1 else ONE_VOLUME)
+    text = f"{header}{dump({EXTENDS: SHIPPED, path.stem: keys})}"
+    with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
+        partial.write_text(text, encoding="utf-8")
+    return [f"wrote {path}, a config that extends {parent}; to train:", command]
