@@ -189,7 +189,7 @@ def test_the_config_extends_one_whose_crops_fit(tmp_path: Path, cells: int, pare
     volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
     lines = imported_config.write_config(folder / "512.yaml", volumes, (4, 5))
     options = cli.parse(shlex.split(lines[-1])[2:])
-    shipped = configs.load(str(imported_config.SHIPPED), parent)
+    shipped = configs.load("config/UNet.yaml", parent)
     changed = configs.differences(configs.load(options.yaml_config, options.config), shipped)
     assert changed.pop("train_path") == str(folder / "a.h5")
     assert changed.pop("val_path") == str(folder / "b.h5")
@@ -327,7 +327,7 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(
         assert (found["box_size_mpc_h"], bool(found["periodic"])) == (length, False)
         assert found["input_planes"].tolist() == [planes.start, planes.stop]
     window = {"evaluation.window": 4, "evaluation.overlap": 1}
-    config = configs.load(str(imported_config.SHIPPED), "test", window)
+    config = configs.load("config/UNet.yaml", "test", window)
     grid = evaluation_grid(config, open_volume(box.parent / "box_train.h5", (1, 5)))
     assert grid.x.origins == (0, 1), "evaluations during a run do not wrap"
 

@@ -235,23 +235,21 @@ class WrongSize(UNet):
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize(
     ("part", "shape"),
-    [((..., slice(1)), "1 × 5 × 8 × 8 × 1"), ((slice(None), slice(1)), "1 × 1 × 8 × 8 × 8")],
+    [((..., slice(1)), [1, 5, 8, 8, 1]), ((slice(None), slice(1)), [1, 1, 8, 8, 8])],
     ids=["cells", "channels"],
 )
 def test_a_network_with_an_output_of_the_wrong_size_is_refused(
-    report: Report, part: tuple[Any, ...], shape: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+    report: Report, part: tuple[Any, ...], shape: list[int], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fixed: the loss broadcast such an output. Without memory for a step, only the shapes are computed."""
     monkeypatch.setitem(NETWORKS, "wrong", WrongSize)
     monkeypatch.setattr(WrongSize, "part", part)
     monkeypatch.setattr(preflight, "fits_one_step", lambda *_: fits)
     for flags in ([], ["--set=fused_pointwise=true"]):
-        code, printed, errors = report("--set=network.name=wrong", *flags)
+        code, _, errors = report("--set=network.name=wrong", *flags)
         assert code == 2
-        assert errors == (
-            f"error: the network's output has the shape {shape}, and the targets have 1 × 5 × 8 × 8 × 8\n"
-        )
-        assert "Optimizer: " in printed
+        assert errors.count("\n") == 1
+        assert [int(side) for side in re.findall(r"\d+", errors)] == [*shape, 1, 5, 8, 8, 8]
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
