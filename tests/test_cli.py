@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import evaluate
 import predict
 import train
 from utils import __version__, cli, version_line
