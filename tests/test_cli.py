@@ -43,7 +43,7 @@ def changes(config_of: Any, *flags: str) -> dict[str, Any]:
 
 def test_each_flag_sets_only_its_key(config_of: Any) -> None:
     for switch in cli.SWITCHES:
-        assert changes(config_of, f"--{switch}") == ({} if switch == "enable_fused" else {switch: True})
+        assert changes(config_of, f"--{switch}") == {switch: True}
     values: dict[str, tuple[str, Any]] = {
         "amp_mode": ("bf16", True),
         "data_loader_config": ("synthetic", "synthetic"),
@@ -112,6 +112,30 @@ def test_quoted_paths_keep_every_character_and_survive_config_yaml(config_of: An
 def test_invalid_command_line_raises_a_user_error(flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         cli.parse(flags)
+
+
+def test_a_misspelled_required_flag_is_named(tmp_path: Path) -> None:
+    """Fixed: predict.py --chekpoint only listed --checkpoint as missing."""
+    given = ["--chekpoint=x", "--input", "y", "--output", "z.h5"]
+    for script in (predict, evaluate):
+        with pytest.raises(UserError, match=r"^unrecognized arguments: --chekpoint=x; did you mean --checkpoint\?"):
+            script.parse(given)
+        with pytest.raises(UserError, match=r"required.*; see --help"):
+            script.parse(given[1:])
+
+
+def test_a_yaml_error_has_one_place_and_does_not_repeat_the_input(tmp_path: Path) -> None:
+    """Fixed: it called the file "<unicode string>" and copied its line."""
+    path = tmp_path / "a.yaml"
+    for text, says in (
+        ('base: {seed: "1}', "line 1, column 17: found unexpected end of stream (while scanning a quoted scalar)"),
+        ("base: {seed: 1}\nother: a: b", "line 2, column 9: mapping values are not allowed here"),
+        ("base: \0", "unacceptable character #x0000: special characters are not allowed position 6"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            cli.parse([f"--yaml_config={path}"])
+        assert str(caught.value) == f"cannot read {path}: {says}"
 
 
 def test_the_only_config_of_a_file_needs_a_plain_name_too(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from utils.config.messages import did_you_mean
-from utils.errors import UserError
+from utils.errors import UserError, os_remedy
 
 EXTENDS = "extends"
 Configs = dict[str, dict[str, Any]]  # name -> keys and values
@@ -55,8 +55,13 @@ def parse_value(text: str, name: str = "a value") -> Any:
     """One YAML value. Errors mention `name`."""
     try:
         return yaml.load(text, Loader=_StrictSafeLoader)
+    except yaml.MarkedYAMLError as error:  # its text names the input "<unicode string>" and repeats the line
+        mark, context = error.problem_mark, f" ({error.context})" if error.context else ""
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise UserError(f"cannot read {name}: {place}{error.problem}{context}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a wrong tag, such as !!int word
-        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+        raise UserError(f"cannot read {name}: {reason}") from None
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -106,7 +111,8 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
         configs = parse_value(Path(path).read_text(encoding="utf-8", errors="replace"), path)
     except OSError as error:
         source = f"{EXTENDS} in {extended_by[-1]}" if extended_by else "--yaml_config"
-        raise UserError(f"cannot read {path}: {error.strerror or error}; correct {source}") from None
+        (remedy,) = os_remedy(error) or [f"correct {source}"]
+        raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from None
     entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]
     for name, values in entries:
         if not isinstance(values, dict) and name != EXTENDS:
