@@ -163,7 +163,7 @@ def test_a_run_under_nsys_that_captures_nothing_says_what_to_add(calls, tmp_path
     build_profiler(Config(), alone, tmp_path)
     build_profiler(Config(), World(Launch("test", 1, 1, 2), GPU), tmp_path)
     (line,) = caplog.messages
-    assert line.endswith("add --enable_manual_profiling")
+    assert line.endswith("without --enable_manual_profiling; add it")
 
 
 def test_nsys_captures_a_benchmark_on_rank_0_only_if_it_runs_around_the_command(calls, caplog, monkeypatch) -> None:
