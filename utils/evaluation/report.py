@@ -49,6 +49,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
             log.warning("Note: %s", evaluation.metadata["note"])
         for line in tables.lines(evaluation):
             log.info(line)
+        log.info("drawing pictures in %s", output)
         pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = (json.dumps(_summary(evaluation, provenance), indent=2) + "\n").encode()
