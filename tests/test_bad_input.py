@@ -323,13 +323,14 @@ def test_training_logs_the_lines_of_the_tutorial(trained: Trained) -> None:
     log = (trained.directory / "out.log").read_text()
     lines = messages(log)
     number = r"\d+(\.\d+)?(e-\d+)?"
-    loss, seconds = r"  Avg {} loss=\d\.\d{{6}}", rf"  Total validation time: {number} sec"
-    expected = [loss.format("val"), seconds]  # before training
+    loss = r"  Avg train loss=\d\.\d{6}"
+    validation = rf"  Avg val loss=\d\.\d{{6}}  Total validation time: {number} sec"
+    expected = ["Before training:", validation]
     for epoch in (1, 2):
         line = rf"Time taken for epoch {epoch} is {number} sec, avg {number} samples/sec"
-        expected += [line, loss.format("train"), loss.format("val"), seconds]
+        expected += [line, loss, validation]
     expected.append("DONE ---- rank 0")
-    logged = [line for line in lines if re.match("Time taken|  Avg|  Total|DONE", line)]
+    logged = [line for line in lines if re.match("Time taken|  Avg|Before|DONE", line)]
     assert len(logged) == len(expected)
     for message, pattern in zip(logged, expected, strict=True):
         assert re.fullmatch(pattern, message)
