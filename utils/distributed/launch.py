@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 import zlib
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.errors import LocalError, UserError, record_exit_code
+from utils.errors import EXIT_INTERRUPTED, LocalError, UserError, record_exit_code
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # Rank, number of ranks, local rank and local number, as set by Open MPI; MVAPICH; MPICH and Intel MPI; Cray's PMI.
@@ -34,6 +35,7 @@ MPI_RANKS = (*(rank for rank, *_ in MPIS), "PALS_RANKID", "PMIX_RANK")
 MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID", "PBS_JOBID", "SLURM_JOB_ID")
 RESTART_COUNTS = {"slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
 DEFAULT_PORT = 29500
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM)
 HOW_TO_START = "start through torchrun, srun or mpiexec"
 
 
@@ -210,9 +212,14 @@ def run_script(main: Callable[[], None]) -> None:
         if isinstance(stop.code, str):
             sys.stderr.write(stop.code + "\n")
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:  # a second one, while the first was reported
+        code = EXIT_INTERRUPTED
     except BaseException:
         traceback.print_exc()
         code = 1
+    if code in (0, EXIT_INTERRUPTED):  # a signal while the interpreter shuts down must not change that
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     record_exit_code(code)
     if _is_single_rank():
         sys.exit(code)
