@@ -121,7 +121,7 @@ def _remedy(path: str) -> str:
     if os.path.basename(path).startswith("demo_"):
         return "run make demo"
     if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
-        return "there is no /data here: to try the program, run make demo or, after it, use --config=demo"
+        return "to try the program without /data, run make demo (later also --config=demo)"
     return f"simulate one with python -m utils.simulation --output {path}"
 
 

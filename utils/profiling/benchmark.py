@@ -99,12 +99,12 @@ def _translate(values: Any, name: str) -> Any:
         else value
         for key, value in values.items()
     }
-    common = renamed.pop("global", None) or {}
+    common = dict(renamed.pop("global")) if isinstance(renamed.get("global"), dict) else {}
     unused = [key for key in WITHOUT_EFFECT if common.pop(key, None) is not None]
     if unused:
         log.info("%s: %s have no effect here", name, ", ".join(unused))
-    directory, file = common.pop("output_dir", "."), common.pop("output_filename", None)
-    if file is not None:
+    if {"output_dir", "output_filename"} & common.keys():
+        directory, file = common.pop("output_dir", "."), common.pop("output_filename", "benchy.json")
         common["output"] = os.path.join(str(directory), str(file))
     return {**common, **renamed}
 
