@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,15 +116,6 @@ def test_without_the_data_of_the_defaults_the_demo_is_named(
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/data") and exists(path))
     check_error(fails(["--set=train_path=/data/train.h5"]).err, "/data/train.h5", "run make demo", "--config=demo")
-
-
-@pytest.mark.parametrize("script", ["train", "train_graph", "predict", "evaluate", "export"])
-def test_a_missing_pytorch_is_one_line(script: str) -> None:
-    """-S hides all installed packages."""
-    done = subprocess.run([sys.executable, "-S", f"{script}.py"], cwd=TOP, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("error: PyTorch is not installed: ")
-    assert "make install" in done.stderr
 
 
 def test_a_nan_before_training_is_not_blamed_on_the_learning_rate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,21 @@ def test_version_is_one_line_of_every_script_and_the_same_in_all_files(capsys: p
     top = Path(train.__file__).parent
     assert f'\nversion = "{__version__}"\n' in (top / "pyproject.toml").read_text()
     assert f'\nversion: "{__version__}"\n' in (top / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("script", ["train", "train_graph", "predict", "evaluate", "export"])
+def test_a_missing_pytorch_is_one_line(script: str) -> None:
+    """-S hides all installed packages."""
+    done = subprocess.run(
+        [sys.executable, "-S", f"{script}.py"],
+        cwd=Path(train.__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: PyTorch is not installed: ")
+    assert "make install" in done.stderr
 
 
 def test_without_git_the_commit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,8 @@ class Parser(argparse.ArgumentParser):
         prefix, hint = "unrecognized arguments: ", "; see --help"
         if "required" in message:  # a misspelled flag is the cause, if there is one
             flags = [argument for argument in self._arguments if argument.startswith("--")]
-            unknown = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
-            message = f"{prefix}{' '.join(unknown)}" if unknown else message
+            misspelled = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
+            message = f"{prefix}{' '.join(misspelled)}" if misspelled else message
         if message.startswith(prefix):
             unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
             keys = similar(unknown.lstrip("-"), flatten(Config())) if "--set" in self._option_string_actions else []
