@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID
 RESTART_COUNTS = {"slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
 DEFAULT_PORT = 29500
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM)
+in_script = threading.Event()  # set by `run_script`: the process ends with the entry script
 HOW_TO_START = "start through torchrun, srun or mpiexec"
 
 
@@ -205,6 +207,7 @@ def run_script(main: Callable[[], None]) -> None:
     system counted a completed training as failed.
     """
     faulthandler.enable()  # a traceback of a fatal signal, such as SIGBUS when a mapped file shrinks
+    in_script.set()
     code = 0
     try:
         main()
