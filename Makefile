@@ -1,4 +1,5 @@
-# make demo        simulates two volumes, trains on them and reports the result
+# make demo        simulates two volumes, trains on them and reports the result; the next one trains in a new directory,
+#                  runs/demo/<ranks>ranks/00-2, and after an interruption it resumes
 # make test        runs the fast tests: every feature once, in about five minutes on two cores
 # make test-slow   runs the slow tests: 32 kills at random times, Slurm jobs, all combinations of options
 # make check       runs linters, type checks and checks of shell files
@@ -35,7 +36,7 @@ CALL ?= 1
 demo: $(READY) $(DEMO_DATA)
 	@# The number of ranks must divide the demo's batch of 8.
 	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))"); \
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks train.py --config=demo --resume=no
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks train.py --config=demo
 
 data/demo_train.h5: SEED = 1
 data/demo_val.h5: SEED = 2

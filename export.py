@@ -23,10 +23,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from utils import cli
 from utils import config as configs
+from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exports a network; invalid input is reported in one line, with exit code 2, and no file is written."""
     configure_logging(0)
     options = build_parser().parse_args(argv)
-    target, cpu = Path(options.output), torch.device("cpu")
+    target, cpu = Path(options.output), choose_device("cpu", 0)
     if target.suffix != ".pt2":
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load requires; rename it")
     check_target(target, options.overwrite)

@@ -109,6 +109,8 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(
         ({"lr_schedule": {"warmup_epochs": 1.0}}, 1, ["lr_schedule's warm-up has no effect"]),
         ({"profile": {"profiler": "torch"}}, 1, ["the section profile (--profiler) has no effect"]),
         ({"profile": {"profiler": "torch"}, "enable_manual_profiling": True}, 1, []),
+        ({"enable_apex": True, "enable_fused": True}, 1, ["enable_apex has no effect", "enable_fused has no effect"]),
+        ({"enable_apex": True, "optimizer": {"name": "apex_adam"}}, 1, []),
         ({"deterministic": True}, 1, ["deterministic has no effect on a CPU"]),
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],

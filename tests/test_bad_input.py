@@ -109,6 +109,23 @@ def test_invalid_flag_is_refused_in_one_line(
     refuse(flags, *says)
 
 
+def test_without_the_data_of_the_defaults_the_demo_is_named(
+    fails: Callable[[list[str]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """python train.py without arguments reads /data."""
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith("/data") and exists(path))
+    check_error(fails(["--set=train_path=/data/train.h5"]).err, "/data/train.h5", "run make demo", "--config=demo")
+
+
+def test_a_nan_before_training_is_not_blamed_on_the_learning_rate(
+    data_flags: list[str], tmp_path: Path, fails: Callable[[list[str]], Any]
+) -> None:
+    flags = [f"--set=expdir={tmp_path}", "--set=weight_init.conv_scale=1e30"]
+    line = check_error(fails([*data_flags, *flags]).err, "is nan after step 0, the untrained network", "weight_init")
+    assert "learning" not in line
+
+
 def test_invalid_environment_is_refused_in_one_line(
     refuse: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,13 +340,14 @@ def test_training_logs_the_lines_of_the_tutorial(trained: Trained) -> None:
     log = (trained.directory / "out.log").read_text()
     lines = messages(log)
     number = r"\d+(\.\d+)?(e-\d+)?"
-    loss, seconds = r"  Avg {} loss=\d\.\d{{6}}", rf"  Total validation time: {number} sec"
-    expected = [loss.format("val"), seconds]  # before training
+    loss = r"  Avg train loss=\d\.\d{6}"
+    validation = rf"  Avg val loss=\d\.\d{{6}}  Total validation time: {number} sec"
+    expected = ["Before training:", validation]
     for epoch in (1, 2):
         line = rf"Time taken for epoch {epoch} is {number} sec, avg {number} samples/sec"
-        expected += [line, loss.format("train"), loss.format("val"), seconds]
+        expected += [line, loss, validation]
     expected.append("DONE ---- rank 0")
-    logged = [line for line in lines if re.match("Time taken|  Avg|  Total|DONE", line)]
+    logged = [line for line in lines if re.match("Time taken|  Avg|Before|DONE", line)]
     assert len(logged) == len(expected)
     for message, pattern in zip(logged, expected, strict=True):
         assert re.fullmatch(pattern, message)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import evaluate
 import predict
 import train
 from utils import __version__, cli, version_line
@@ -42,7 +44,7 @@ def changes(config_of: Any, *flags: str) -> dict[str, Any]:
 
 def test_each_flag_sets_only_its_key(config_of: Any) -> None:
     for switch in cli.SWITCHES:
-        assert changes(config_of, f"--{switch}") == ({} if switch == "enable_fused" else {switch: True})
+        assert changes(config_of, f"--{switch}") == {switch: True}
     values: dict[str, tuple[str, Any]] = {
         "amp_mode": ("bf16", True),
         "data_loader_config": ("synthetic", "synthetic"),
@@ -113,6 +115,30 @@ def test_invalid_command_line_raises_a_user_error(flags: list[str], says: str) -
         cli.parse(flags)
 
 
+def test_a_misspelled_required_flag_is_named(tmp_path: Path) -> None:
+    """Fixed: predict.py --chekpoint only listed --checkpoint as missing."""
+    given = ["--chekpoint=x", "--input", "y", "--output", "z.h5"]
+    for script in (predict, evaluate):
+        with pytest.raises(UserError, match=r"^unrecognized arguments: --chekpoint=x; did you mean --checkpoint\?"):
+            script.parse(given)
+        with pytest.raises(UserError, match=r"required.*; see --help"):
+            script.parse(given[1:])
+
+
+def test_a_yaml_error_has_one_place_and_does_not_repeat_the_input(tmp_path: Path) -> None:
+    """Fixed: it called the file "<unicode string>" and copied its line."""
+    path = tmp_path / "a.yaml"
+    for text, says in (
+        ('base: {seed: "1}', "line 1, column 17: found unexpected end of stream (while scanning a quoted scalar)"),
+        ("base: {seed: 1}\nother: a: b", "line 2, column 9: mapping values are not allowed here"),
+        ("base: \0", "unacceptable character #x0000: special characters are not allowed position 6"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            cli.parse([f"--yaml_config={path}"])
+        assert str(caught.value) == f"cannot read {path}: {says}"
+
+
 def test_the_only_config_of_a_file_needs_a_plain_name_too(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("../x: {seed: 1}")
     with pytest.raises(UserError, match="must be a plain name"):
@@ -153,6 +179,21 @@ def test_version_is_one_line_of_every_script_and_the_same_in_all_files(capsys: p
     top = Path(train.__file__).parent
     assert f'\nversion = "{__version__}"\n' in (top / "pyproject.toml").read_text()
     assert f'\nversion: "{__version__}"\n' in (top / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("script", ["train", "train_graph", "predict", "evaluate", "export"])
+def test_a_missing_pytorch_is_one_line(script: str) -> None:
+    """-S hides all installed packages."""
+    done = subprocess.run(
+        [sys.executable, "-S", f"{script}.py"],
+        cwd=Path(train.__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: PyTorch is not installed: ")
+    assert "make install" in done.stderr
 
 
 def test_without_git_the_commit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ import pytest
 import train
 
 TOP = Path(__file__).parent.parent
+
+
+def test_the_demo_keeps_earlier_runs_and_resumes_an_interrupted_one() -> None:
+    """It had --resume=no, which removed the earlier run; tests/training/test_run.py tests the rule without it."""
+    done = subprocess.run(["make", "--dry-run", "demo"], cwd=TOP, capture_output=True, text=True, timeout=60)
+    (command,) = re.findall(r"-m torch.distributed.run .* train.py (.*)", done.stdout)
+    assert command == "--config=demo"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -112,7 +113,7 @@ def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
     check_target(target, overwrite=True)
     with pytest.raises(UserError, match=r"new is a directory; give another --output$"):
         check_target(target.parent, overwrite=True)
-    with pytest.raises(OSError, match=r"File exists|Not a directory"):
+    with pytest.raises(UserError, match=r"(File exists|Not a directory); give another --output$"):
         make_output_directory(target, size=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
     make_output_directory(tmp_path, size=10**6)
@@ -135,3 +136,30 @@ def test_an_os_error_is_reported_with_its_file_or_action_and_remedy(
     assert (stop.value.code, capsys.readouterr().err) == (2, f"error: {tmp_path}/none: No such file or directory\n")
     with pytest.raises(ConnectionResetError), one_line_errors():  # of no file: the traceback is needed
         raise ConnectionResetError
+    for number, remedy in ((errno.EACCES, "change its permissions"), (errno.EROFS, "choose another directory")):
+        with (
+            pytest.raises(UserError, match=rf"^cannot write a: .*{remedy}, or move$"),
+            os_errors_for_users("cannot write a", "move"),
+        ):
+            raise OSError(number, "as the library says")
+
+
+@pytest.mark.parametrize(("number", "says"), [(errno.EIO, "Input/output error"), (errno.ESTALE, "Stale file handle")])
+def test_a_file_system_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, says: str
+) -> None:
+    """Path.is_dir names the file; an error of a read names none, and was a traceback."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, "", str(tmp_path))
+
+    def read() -> None:
+        raise OSError(number, "")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", fail)
+        for action, name in ((tmp_path.is_dir, f"{tmp_path}: "), (read, "")):
+            with pytest.raises(SystemExit) as stop, one_line_errors():
+                action()
+            expected = f"error: {name}{says}; the file system has failed; run the command again when it works\n"
+            assert (stop.value.code, capsys.readouterr().err) == (2, expected)

@@ -6,6 +6,7 @@ Jupyter is not needed: the cells run in one namespace, as in a kernel, with a re
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 import urllib.request
@@ -45,12 +46,28 @@ def kernel(cells: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     monkeypatch.setattr("atexit.register", lambda function: function)
-    monkeypatch.delenv("JUPYTERHUB_SERVICE_PREFIX", raising=False)
+    for name in ("JUPYTERHUB_SERVICE_PREFIX", "LOGS_DIR", "SCRATCH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     yield kernel
     if "stop" in kernel.names:
         kernel.run("stop")
+
+
+def test_the_runs_are_those_of_the_job_script(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The notebook looked in ./runs, where submit_pm.sh writes nothing."""
+    logs = tmp_path / "scratch/nbody-unet/logs"
+    default = re.search(r"LOGS_DIR-\$SCRATCH/(.*)\}", (TOP / "submit_pm.sh").read_text())
+    assert default is not None
+    assert logs == tmp_path / "scratch" / default[1]
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    for path in (Path("runs"), logs, tmp_path / "other"):
+        path.mkdir(parents=True, exist_ok=True)
+        if path.name == "other":
+            monkeypatch.setenv("LOGS_DIR", str(path))
+        kernel.run("runs")
+        assert kernel.names["runs"] == path
 
 
 def test_runs_are_sorted_by_their_last_validation_loss(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,21 @@
 """All parts of a training run except the networks, which are in `networks`."""
 
+import importlib.util
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
+
+# Entry scripts import this package first, and none of its programs works without these.
+_missing = [name for name in ("torch", "numpy", "pydantic", "yaml") if importlib.util.find_spec(name) is None]
+if _missing:
+    _names = "PyTorch" if _missing[0] == "torch" else " and ".join(_missing)
+    _remedy = "run make install, then source .venv/bin/activate, or load the cluster's module for PyTorch"
+    sys.stderr.write(f"error: {_names} is not installed: {sys.executable} does not find it; {_remedy}\n")
+    raise SystemExit(2)
 
 # libgomp reads this when PyTorch is imported, which entry scripts do after this package. By default a thread that waits
 # for the others of an operation spins for 300,000 rounds, which take milliseconds. If another program uses one of the

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -47,8 +48,16 @@ class Parser(argparse.ArgumentParser):
         text = "print the versions of this program, PyTorch and Python, then exit"
         self.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help=text)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._arguments = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         prefix, hint = "unrecognized arguments: ", "; see --help"
+        if "required" in message:  # a misspelled flag is the cause, if there is one
+            flags = [argument for argument in self._arguments if argument.startswith("--")]
+            misspelled = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
+            message = f"{prefix}{' '.join(misspelled)}" if misspelled else message
         if message.startswith(prefix):
             unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
             keys = similar(unknown.lstrip("-"), flatten(Config())) if "--set" in self._option_string_actions else []

@@ -15,6 +15,13 @@ EXIT_HANG = 76  # a rank hangs or is gone
 EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Errors that only files have; the error of a read or a write names no file.
+REMEDIES = {
+    **dict.fromkeys(DISK_IS_FULL, "free some space and run the command again"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system has failed; run the command again when it works"),
+    errno.EROFS: "the file system is read-only; choose another directory",
+    errno.EACCES: "change its permissions",
+}
 
 
 def record_exit_code(code: int) -> None:
@@ -93,18 +100,21 @@ def value_errors_for_users() -> Iterator[None]:
 
 
 def as_local_error(error: BaseException) -> BaseException:
-    """A LocalError in place of an OSError that names a file or means a full disk; any other error unchanged."""
-    is_full = isinstance(error, OSError) and error.errno in DISK_IS_FULL
-    if not isinstance(error, OSError) or not (error.filename or is_full):
+    """A LocalError in place of an OSError that names a file or that only files have; any other error unchanged."""
+    if not isinstance(error, OSError) or not (error.filename or error.errno in REMEDIES):
         return error
-    parts = [str(error.filename)] if error.filename else []
-    remedy = "; free some space and run the command again" if is_full else ""
-    return LocalError(": ".join([*parts, os_reason(error)]) + remedy)
+    reason = ": ".join([*([str(error.filename)] if error.filename else []), os_reason(error)])
+    return LocalError("; ".join([reason, *os_remedy(error)]))
 
 
 def os_reason(error: OSError) -> str:
     """The reason of an OSError in one line; HDF5's own text is a paragraph."""
     return os.strerror(error.errno) if error.errno else " ".join(str(error).split()) or type(error).__name__
+
+
+def os_remedy(error: BaseException) -> list[str]:
+    """The remedy that follows from the number of an OSError; empty for others."""
+    return [REMEDIES[error.errno]] if isinstance(error, OSError) and error.errno in REMEDIES else []
 
 
 @contextlib.contextmanager
@@ -113,6 +123,5 @@ def os_errors_for_users(action: str, remedy: str = "", error_type: type[UserErro
     try:
         yield
     except OSError as error:
-        if error.errno in DISK_IS_FULL:
-            remedy = ", or ".join(filter(None, ("free some space and run the command again", remedy)))
+        remedy = ", or ".join([*os_remedy(error), *([remedy] if remedy else [])])
         raise error_type("; ".join(filter(None, (f"{action}: {os_reason(error)}", remedy)))) from error

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
 from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
@@ -141,7 +141,8 @@ def make_output_directory(directory: Path, size: int, remedy: str = "give anothe
 
     A quota may leave less space than the check sees.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    with os_errors_for_users(f"cannot create directory {directory}", remedy):
+        directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory).free
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UserError(f"directory {directory} is not writable; {remedy}")

@@ -13,6 +13,7 @@ from typing import Any
 from utils.errors import Stopped, UserError
 
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+ON_TERMINAL = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")  # for narrow windows
 EARLY_LINES = 10_000
 
 
@@ -25,6 +26,9 @@ class _StderrHandler(logging.StreamHandler):
     @property
     def stream(self) -> Any:
         return sys.stderr
+
+    def format(self, record: logging.LogRecord) -> str:
+        return (ON_TERMINAL if sys.stderr.isatty() else self.formatter or ON_TERMINAL).format(record)
 
 
 class _LogFile(logging.FileHandler):

@@ -251,6 +251,27 @@ def test_ctrl_c_ends_a_program_that_blocks_during_its_exit(start: Start, tmp_pat
     assert program.text == "interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("more", "first", "place", "second", "code"),
+    [
+        (["--num_epochs=1"], None, "DONE ---- rank 0", signal.SIGTERM, 0),
+        ([LONG], signal.SIGINT, "interrupted", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_during_the_exit_changes_nothing(
+    train: Start, more: list[str], first: int | None, place: str, second: int, code: int
+) -> None:
+    """A complete run that got SIGTERM after DONE ended with 143, and a second Ctrl-C with a traceback."""
+    program = train(*more)
+    if first is not None:
+        program.wait_for("epoch 2/")
+        program.signal(first)
+    program.wait_for(place)
+    program.signal(second)
+    assert program.end().returncode == code
+    assert "Traceback" not in program.text
+
+
 def test_ctrl_c_ends_a_training_without_saving(patient: Program, tmp_path: Path) -> None:
     patient.signal(signal.SIGINT)
     assert patient.end().returncode == 130

@@ -81,5 +81,7 @@ def test_the_result_table_compares_the_trained_loss_with_the_others() -> None:
     ]
     assert "50.0" in table[5]
     assert "1:05" in table[6]
+    worse = FitResult(400, 0.2, 0.01, 0.009, 50.0, 65.0, best_step=300)
+    assert worse.table({})[1:3] == [table[1], "  best checkpoint, step 300       0.009000"]
     perfect = FitResult(400, 0.2, 0.0, 0.0, 50.0, 65.0)
     assert "0.200000       inf times the " in "\n".join(perfect.table({"untrained": 0.2}))

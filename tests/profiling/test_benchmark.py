@@ -20,7 +20,7 @@ from utils.data.loaders.synthetic import SyntheticLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.benchmark import Benchmark, Settings, read_settings
+from utils.profiling.benchmark import Benchmark, Settings, Trials, read_settings
 from utils.steps.eager import EagerStep
 
 
@@ -32,15 +32,16 @@ class CountingStep(EagerStep):
         return super().__call__(*arguments)
 
 
-def measure(world: World, output: str) -> tuple[list[str], dict[bool, int]]:
+def measure(world: World, output: str, settings: Settings | None = None) -> tuple[list[str], dict[bool, int]]:
     """The lines logged by this rank, and the calls of its step with and without gradient exchange."""
     step, log = make_step(kind=CountingStep, world=world, network=nn.Conv3d(4, 5, 1)), CollectedLines("utils.profiling")
     step.calls = {True: 0, False: 0}
     # Three batches per epoch, so that a trial of five needs a second epoch.
     plan = SamplePlan(samples=12 * world.size, boxes=cubes(8), crop=4, seed=0, split="train")
     loader = loader_of(lambda _, *rest: SyntheticLoader(*rest), None, plan, world.rank, world.size)
-    trials = {"batches": 5, "trials": 3, "warmup_trials": 1}
-    settings = Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output})
+    trials = Trials(batches=5, trials=3, warmup_trials=1)
+    settings = settings or Settings(IO=trials, SYNTHETIC=trials, FULL=trials)
+    settings = settings.model_copy(update={"output": output})
     Benchmark(Config(global_batch_size=4 * world.size), step, loader, world, settings).run()
     return log.lines, step.calls
 
@@ -83,6 +84,31 @@ def test_settings_are_read_from_the_given_file_and_the_environment(
     monkeypatch.setenv("BENCHY_OUTPUT", "weak_scale")
     settings = read_settings(ALONE)
     assert (settings.IO.batches, settings.FULL.batches, settings.output) == (2, 30, "weak_scale.json")
+
+
+def test_settings_of_the_tutorial_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the keys of the tutorial's benchy-conf.yaml; they were unknown."""
+    caplog.set_level("INFO")
+    conf = tmp_path / "conf.yaml"
+    common = f"{{report_freq: 10, profiler_mode: 'single', output_filename: 'theirs.json', output_dir: '{tmp_path}'}}"
+    trials = "{run_benchmark: %s, nbatches: 2, ntrials: 3, nwarmup: 4}"
+    conf.write_text(f"global: {common}\nIO: {trials % False}\nsynthetic: {trials % True}\nfull: {trials % True}\n")
+    monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
+    settings = read_settings(ALONE)
+    measured = Trials(batches=2, trials=3, warmup_trials=4)
+    assert (settings.SYNTHETIC, settings.FULL, settings.IO.run_benchmark) == (measured, measured, False)
+    assert settings.output == str(tmp_path / "theirs.json")
+    assert caplog.messages == [f"{conf}: report_freq, profiler_mode have no effect here"]
+
+
+def test_measurements_that_are_switched_off_are_skipped(tmp_path: Path) -> None:
+    off = Trials(run_benchmark=False)
+    once = Trials(batches=1, trials=1, warmup_trials=0)
+    lines, calls = measure(ALONE, str(tmp_path / "rates.json"), Settings(IO=off, SYNTHETIC=off, FULL=once))
+    assert calls == {True: 1, False: 0}
+    assert [line.split("::")[2].split()[0] for line in lines if "::SUMMARY::" in line] == ["FULL", "FULL"]
 
 
 def test_invalid_settings_and_output_are_refused_before_the_measurements(

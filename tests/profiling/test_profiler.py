@@ -21,7 +21,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler
+from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler, nsys_capture
 from utils.steps.annotate import annotate
 from utils.training.callbacks import Profiler
 
@@ -146,6 +146,39 @@ def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_pr
         for rank in (0, 1):
             with pytest.raises(UserError, match=says):
                 built(tmp_path, rank=rank, **settings)
+
+
+def test_a_run_under_nsys_that_captures_nothing_says_what_to_add(calls, tmp_path, caplog, monkeypatch) -> None:
+    """ENABLE_PROFILING=1 without --enable_manual_profiling left no file and no word."""
+    alone = World(Launch("test"), GPU)
+    build_profiler(Config(), alone, tmp_path)
+    built(tmp_path, GPU, profiler="torch")
+    assert caplog.messages == []
+    built(tmp_path, GPU)
+    assert [message[:32] for message in caplog.messages] == ["No nsys runs around this command"]
+    caplog.clear()
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    built(tmp_path, GPU)
+    assert caplog.messages == []
+    build_profiler(Config(), alone, tmp_path)
+    build_profiler(Config(), World(Launch("test", 1, 1, 2), GPU), tmp_path)
+    (line,) = caplog.messages
+    assert line.endswith("without --enable_manual_profiling; add it")
+
+
+def test_nsys_captures_a_benchmark_on_rank_0_only_if_it_runs_around_the_command(calls, caplog, monkeypatch) -> None:
+    def capture(rank: int, device: torch.device) -> list[str]:
+        calls.clear()
+        with nsys_capture(World(Launch("test", rank, rank, 2), device), "the benchmark"), annotate("forward"):
+            pass
+        return list(calls)
+
+    assert capture(0, GPU) == []
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    assert capture(0, GPU) == ["wait for cuda:0", "start", "forward", "wait for cuda:0", "stop"]
+    assert capture(1, GPU) == []
+    assert capture(0, CPU) == []
+    assert caplog.messages == ["No profile: nsys captures GPUs, but this run uses cpu"]
 
 
 def test_training_continues_without_a_profile_if_it_cannot_be_written(tmp_path, caplog) -> None:

@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
             with pytest.raises(UserError, match=r"^(cannot read|no such file:) [^\n]*weights\.pt[^\n]*$"):
                 read_weights(path)
     damage(step_directory(folder, 1) / name)
-    with pytest.raises(UserError, match=r"^no usable checkpoint in .*step_00000002 .*step_00000001 .*--resume=no"):
+    with pytest.raises(UserError, match=r"^no usable checkpoint in .*step_00000002 .*step_00000001 .*--run_num"):
         load_newest(folder)
 
 

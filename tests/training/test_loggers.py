@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from log_lines import messages
 from trainings import TOP, NoWaiting
 
 import train
+from utils.distributed.devices import out_of_memory_for_users
 from utils.errors import Stopped, UserError, one_line_errors
 from utils.log import configure_logging, log_file
 from utils.training import loggers
@@ -70,6 +72,27 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended, one_line_errors():
         raise KeyboardInterrupt
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_lines_on_a_terminal_are_short_and_those_of_the_file_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    configure_logging(0)
+    with log_file(tmp_path / "out.log"):
+        logging.getLogger("utils.training.trainer").info("a line")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO a line\n", terminal.getvalue())
+    assert " - utils.training.trainer - INFO - a line\n" in (tmp_path / "out.log").read_text()
+
+
+def test_an_interrupted_allocation_is_no_full_memory() -> None:
+    """Two Ctrl-C in a row printed that no memory is left."""
+    interrupted = MemoryError()
+    interrupted.__context__ = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt), out_of_memory_for_users():
+        raise interrupted
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -202,8 +202,11 @@ def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPat
     assert (result.steps, result.initial_loss, result.final_loss) == (15, pytest.approx(2.0), pytest.approx(2.0))
     # Five steps are two intervals and a remainder; the device is read once for each, and not again for saving.
     assert [count for count in reads if count] == [2, 2, 1] * EPOCHS
-    for name in ("loss", "gradient norm", "samples per sec", "TFLOP per sec per rank", "data wait fraction"):
+    for name in ("loss", "gradient norm", "samples per sec", "data wait fraction"):
         assert set(logger.curve(f"Step/{name}")) == {2, 4, 5, 7, 9, 10, 12, 14, 15}, name
+    assert logger.curve("Step/TFLOP per sec per rank") == {}, "only on a GPU"
+    assert not [line for line in logger.lines if "TFLOP" in line]
+    assert max(len(line) for line in logger.lines) < 140 - len("12:34:56 INFO "), "one row of a terminal"
 
 
 @pytest.fixture
@@ -224,7 +227,8 @@ def test_the_warm_up_is_timed_separately_before_the_first_epoch(clock: list[floa
     trainer, logger, _, _ = make(step)
     trainer.fit()
     place = logger.lines.index("Warm-up, first forward and backward pass: 5.000 sec")
-    assert logger.lines[place - 1] == "  Total validation time: 0.500 sec", "the untrained losses come first"
+    untrained = "  Avg val loss=2.000000  Total validation time: 0.500 sec"
+    assert logger.lines[place - 1] == untrained, "the untrained losses come first"
     assert logger.lines[place + 1] == "described after 2 steps"
     assert logger.lines[place + 2].startswith("epoch 1/3, step 2/5")
     assert sum(line.startswith("described") for line in logger.lines) == 1

@@ -43,9 +43,9 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `values`, which all come from one source, with this project's keys only.
 
     Either of amp_mode and enable_amp turns mixed precision on: configs of SC22 inherit `amp_mode: none` and set
-    `enable_amp: True`. enable_fused has no effect, because Adam is always fused.
+    `enable_amp: True`.
     """
-    translated = {key: value for key, value in values.items() if key not in ("amp_mode", "enable_fused")}
+    translated = {key: value for key, value in values.items() if key != "amp_mode"}
     if "amp_mode" not in values:
         return translated
     mode = values["amp_mode"] or "none"  # YAML reads None as null

@@ -66,6 +66,8 @@ class NeutralKeys(Section):
     use_cache: PathText | None = None  # node-local directory that the data files are copied to
     local_batch_size: Positive | None = None  # samples per step and rank; sets global_batch_size
     enable_manual_profiling: bool = False  # profile some steps; see profile
+    enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's (optimizer.name apex_adam)
+    enable_fused: bool = False  # of SC22; no effect: adam is always fused
 
     # Options of this project.
 
@@ -97,7 +99,6 @@ class Config(NeutralKeys):
     Nsamples_val: Positive = 8192  # validation samples per epoch
     num_epochs: Positive = 10  # epochs of the whole run
     enable_amp: bool = False  # mixed precision
-    enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's (optimizer.name apex_adam)
     enable_jit: bool = False  # compile the network and the loss with torch.compile
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     # Cells per side of the cubes for training and for validation; a config without this key reads them from the files.

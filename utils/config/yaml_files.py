@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from utils.config.messages import did_you_mean
-from utils.errors import UserError
+from utils.errors import UserError, os_remedy
 
 EXTENDS, MERGE = "extends", "<<"
 SHIPPED = Path(__file__).parents[2] / "config"
@@ -74,10 +74,15 @@ def _parse(text: str, name: str) -> Any:
     """One YAML value, in which << is a key like others: its value is the mapping itself that the alias names."""
     try:
         return yaml.load(text, Loader=_StrictSafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a wrong tag, such as !!int word
+    except yaml.MarkedYAMLError as error:  # its text names the input "<unicode string>" and repeats the line
+        mark, context = error.problem_mark, f" ({error.context})" if error.context else ""
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         undefined = "undefined alias" in str(error)
         hint = f"; << finds anchors above it in the same file, {EXTENDS}: NAME any config" if undefined else ""
-        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}{hint}") from None
+        raise UserError(f"cannot read {name}: {place}{error.problem}{context}{hint}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a wrong tag, such as !!int word
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+        raise UserError(f"cannot read {name}: {reason}") from None
 
 
 def _apply_merge_keys(value: Any, name: str, visited: set[int]) -> None:
@@ -156,7 +161,8 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
         configs = _parse(Path(path).read_text(encoding="utf-8", errors="replace"), path)
     except OSError as error:
         source = f"{EXTENDS} in {extended_by[-1]}" if extended_by else "--yaml_config"
-        raise UserError(f"cannot read {path}: {error.strerror or error}; correct {source}") from None
+        (remedy,) = os_remedy(error) or [f"correct {source}"]
+        raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from None
     if isinstance(configs, dict) and MERGE in configs:  # whole configs
         _apply_merge_keys(configs, path, set())
     entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]

@@ -142,12 +142,19 @@ def open_split(config: Config, split: str) -> list[Volume]:
     volumes = []
     for path in config.paths(key):
         if not os.path.exists(path):
-            simulate = f"simulate one with python -m utils.simulation --output {path}"
-            remedy = "run make demo" if os.path.basename(path).startswith("demo_") else simulate
-            raise UserError(f"no such file: {path}; {remedy}, or set {key}")
+            raise UserError(f"no such file: {path}; {_remedy(path)}, or set {key}")
         volumes.append(open_volume(path, channel_counts(config), config.dataset_names))
     _check_shapes(config, split, volumes)
     return volumes
+
+
+def _remedy(path: str) -> str:
+    """The way to get a missing HDF5 file."""
+    if os.path.basename(path).startswith("demo_"):
+        return "run make demo"
+    if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
+        return "to try the program without /data, run make demo (later also --config=demo)"
+    return f"simulate one with python -m utils.simulation --output {path}"
 
 
 def open_split_npy(config: Config, split: str) -> list[Volume]:

@@ -47,6 +47,8 @@ def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
         reason = str(error).split(". ")[0].strip()
         raise LocalError(f"no device memory left ({reason}); {remedy}") from error
     except (MemoryError, RuntimeError) as error:  # of numpy, and of torch on the CPU
+        if isinstance(error.__context__, KeyboardInterrupt):  # an interrupted allocation, not a full memory
+            raise error.__context__ from None
         _, _, reason = str(error).partition("DefaultCPUAllocator: ")
         if not reason and not isinstance(error, MemoryError):
             raise

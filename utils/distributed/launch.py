@@ -12,14 +12,16 @@ import faulthandler
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.errors import LocalError, UserError, record_exit_code
+from utils.errors import EXIT_INTERRUPTED, LocalError, UserError, record_exit_code
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # Rank, number of ranks, local rank and local number, as set by Open MPI; MVAPICH; MPICH and Intel MPI; Cray's PMI.
@@ -34,6 +36,8 @@ MPI_RANKS = (*(rank for rank, *_ in MPIS), "PALS_RANKID", "PMIX_RANK")
 MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID", "PBS_JOBID", "SLURM_JOB_ID")
 RESTART_COUNTS = {"slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
 DEFAULT_PORT = 29500
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM)
+in_script = threading.Event()  # set by `run_script`: the process ends with the entry script
 HOW_TO_START = "start through torchrun, srun or mpiexec"
 
 
@@ -203,6 +207,7 @@ def run_script(main: Callable[[], None]) -> None:
     system counted a completed training as failed.
     """
     faulthandler.enable()  # a traceback of a fatal signal, such as SIGBUS when a mapped file shrinks
+    in_script.set()
     code = 0
     try:
         main()
@@ -210,9 +215,14 @@ def run_script(main: Callable[[], None]) -> None:
         if isinstance(stop.code, str):
             sys.stderr.write(stop.code + "\n")
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:  # a second one, while the first was reported
+        code = EXIT_INTERRUPTED
     except BaseException:
         traceback.print_exc()
         code = 1
+    if code in (0, EXIT_INTERRUPTED):  # a signal while the interpreter shuts down must not change that
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     record_exit_code(code)
     try:
         size = read_launch().world_size

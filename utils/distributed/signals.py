@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed import rendezvous
+from utils.distributed.launch import in_script
 from utils.distributed.world import World
 from utils.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, launched_rank, record_exit_code
 
@@ -79,10 +80,11 @@ class StopSignals(Signals):
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        is_complete = in_script.is_set() and error[0] is None
         for number, handler in self._previous.items():
-            # The same signal may come again while the process exits, and must not change the exit code.
-            restored = signal.SIG_IGN if self.received else handler
+            # A signal while the process exits must not change the exit code.
+            restored = signal.SIG_IGN if self.received or is_complete else handler
             signal.signal(number, restored)  # type: ignore[arg-type] # a return value of signal.signal
         signal.set_wakeup_fd(self._wakeup)
         os.write(self._writer, bytes(1))  # closing it is not enough: a forked child may hold it as well

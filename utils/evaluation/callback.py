@@ -61,6 +61,7 @@ class VolumeEvaluation(Evaluation):
             return {}
         started = time.perf_counter()
         windows = self._predictor.grid.describe()
+        log.info(f"  Evaluating the validation volume, {windows}")
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
         known = self._last.flux if self._last else None
         with out_of_memory_for_users(MEMORY_REMEDY):
@@ -72,7 +73,7 @@ class VolumeEvaluation(Evaluation):
         if self._world.is_root:
             self._save_and_draw(evaluation, step)
         seconds = time.perf_counter() - started
-        log.info(f"  Evaluation of the validation volume, {windows}: {seconds:.3f} sec")
+        log.info(f"  Evaluation of the validation volume: {seconds:.3f} sec")
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
         return evaluation.scalars()
@@ -124,6 +125,8 @@ def report_on_run(
 
     Every rank calls it. `steps` is the number of steps that the run has made.
     """
+    if config.report_baselines:
+        log.info("Computing the losses of the baselines")
     losses = baseline_losses(config, loader, step.loss, run.world) if config.report_baselines else {}
     draws = config.report_pictures and run.world.is_root
     return losses, _draw(config, step, loader, run, steps) if draws else []
@@ -132,6 +135,7 @@ def report_on_run(
 def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> list[str]:
     """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
     lines: list[str] = []
+    log.info("Drawing pictures in %s", run.directory)
     try:
         from utils.evaluation import training_figures  # matplotlib takes time to import
 

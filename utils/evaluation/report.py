@@ -53,6 +53,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
             log.warning("Note: %s", evaluation.metadata["note"])
         for line in tables.lines(evaluation):
             log.info(line)
+        log.info("drawing pictures in %s", output)
         pictures = _draw(evaluation)
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = (json.dumps(_summary(evaluation, provenance), indent=2) + "\n").encode()

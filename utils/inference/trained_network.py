@@ -67,6 +67,9 @@ class TrainedNetwork:
         if "config" not in content:
             raise UserError(f"{path} has no config of its network; give weights that train.py has written")
         config = configs.validate_section(Config, content["config"], str(path))
+        for name, tensor in content["network"].items():
+            if not torch.isfinite(tensor).all():
+                raise UserError(f"{path}: {name} has NaN or infinite values; give another checkpoint")
         if config.is_classification:
             raise UserError(
                 f"{path} holds a classifier ({config.network.name}); predict.py, evaluate.py and export.py need a "

@@ -2,7 +2,8 @@
 
 IO reads batches and discards them. SYNTHETIC trains on the same batch repeatedly. FULL trains on loaded batches.
 NO-COMM, if several ranks exchange gradients, is SYNTHETIC without that exchange. All are in samples/s over all ranks.
-The settings are in benchy-conf.yaml, or in the file named by the environment variable BENCHY_CONFIG_FILE.
+The settings are in benchy-conf.yaml, or in the file named by the environment variable BENCHY_CONFIG_FILE, which may
+have the tutorial's keys. If nsys runs around the command, it captures the first three on rank 0.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from utils.errors import UserError
 from utils.files import atomic_write
 from utils.optim.schedules import build_schedule
 from utils.profiling.memory import reserved_bytes
+from utils.profiling.profiler import nsys_capture
 from utils.profiling.timing import summary, synchronize
 from utils.progress import Progress
 from utils.steps import build
@@ -42,9 +44,21 @@ log = logging.getLogger(__name__)
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
 
 
+# The tutorial's names of settings, and those that have no counterpart here.
+TUTORIAL_NAMES = {
+    "synthetic": "SYNTHETIC",
+    "full": "FULL",
+    "nbatches": "batches",
+    "ntrials": "trials",
+    "nwarmup": "warmup_trials",
+}
+WITHOUT_EFFECT = ("report_freq", "exit_after_tests", "profiler_mode", "use_distributed_barrier")
+
+
 class Trials(Section):
     """The size of one measurement. Warm-up trials run first and are discarded."""
 
+    run_benchmark: bool = True
     batches: Annotated[int, Field(ge=1)] = 30
     trials: Annotated[int, Field(ge=1)] = 5
     warmup_trials: Annotated[int, Field(ge=0)] = 1
@@ -65,13 +79,34 @@ def read_settings(world: World) -> Settings:
     Every rank calls it.
     """
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
-    settings = validate_section(Settings, parse_value(path.read_text(encoding="utf-8"), str(path)) or {}, str(path))
+    values = _translate(parse_value(path.read_text(encoding="utf-8"), str(path)) or {}, str(path))
+    settings = validate_section(Settings, values, str(path))
     name = os.environ.get("BENCHY_OUTPUT") or settings.output
     output = Path(name if name.endswith(".json") else f"{name}.json")
     with world.raise_together():
         if world.is_root and (output.is_dir() or not output.parent.is_dir()):
             raise UserError(f"cannot write {output}; set BENCHY_OUTPUT to a file in an existing directory")
     return settings.model_copy(update={"output": str(output)})
+
+
+def _translate(values: Any, name: str) -> Any:
+    """The values of a settings file with the names of this project; logs those of the tutorial that have no effect."""
+    if not isinstance(values, dict):
+        return values
+    renamed = {
+        TUTORIAL_NAMES.get(key, key): {TUTORIAL_NAMES.get(inner, inner): x for inner, x in value.items()}
+        if isinstance(value, dict)
+        else value
+        for key, value in values.items()
+    }
+    common = dict(renamed.pop("global")) if isinstance(renamed.get("global"), dict) else {}
+    unused = [key for key in WITHOUT_EFFECT if common.pop(key, None) is not None]
+    if unused:
+        log.info("%s: %s have no effect here", name, ", ".join(unused))
+    if {"output_dir", "output_filename"} & common.keys():
+        directory, file = common.pop("output_dir", "."), common.pop("output_filename", "benchy.json")
+        common["output"] = os.path.join(str(directory), str(file))
+    return {**common, **renamed}
 
 
 class Benchmark:
@@ -97,12 +132,19 @@ class Benchmark:
                 "flops_per_sample": training_flops(self._step.network, fixed.inputs),
             }
             flops = results["flops_per_sample"]
-            results["IO"] = self._measure("IO", settings.IO, lambda: next(batches), 0)
-            results["SYNTHETIC"] = self._measure("SYNTHETIC", settings.SYNTHETIC, lambda: self._step(*fixed, lr), flops)
-            results["FULL"] = self._measure("FULL", settings.FULL, lambda: self._step(*next(batches), lr), flops)
-            if self._exchanges_gradients:  # last, because the ranks' parameters differ afterward
+            actions: dict[str, Callable[[], object]] = {
+                "IO": lambda: next(batches),
+                "SYNTHETIC": lambda: self._step(*fixed, lr),
+                "FULL": lambda: self._step(*next(batches), lr),
+            }
+            with nsys_capture(self._world, "the benchmark"):
+                for name, action in actions.items():
+                    trials = getattr(settings, name)
+                    if trials.run_benchmark:
+                        results[name] = self._measure(name, trials, action, 0 if name == "IO" else flops)
+            if self._exchanges_gradients and "SYNTHETIC" in results:  # last: the ranks' parameters differ afterward
                 with self._step.no_sync():
-                    alone = self._measure("NO-COMM", settings.SYNTHETIC, lambda: self._step(*fixed, lr), flops)
+                    alone = self._measure("NO-COMM", settings.SYNTHETIC, actions["SYNTHETIC"], flops)
                 results["NO-COMM"] = alone
                 lost = results["communication overhead"] = 1 - results["SYNTHETIC"]["median"] / alone["median"]
                 log.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
@@ -126,7 +168,8 @@ class Benchmark:
         text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
         if flops:
             result["TFLOP/s per rank"] = result["median"] * flops / self._world.size / 1e12
-            text += f"; {result['TFLOP/s per rank']:.3g} TFLOP/s per rank"
+            if self._world.device.type == "cuda":
+                text += f"; {result['TFLOP/s per rank']:.3g} TFLOP/s per rank"
         log.info(f"BENCHY::SUMMARY::{name} average trial throughput: {mean:.3f} +/- {stdev:.3f}")
         log.info(f"BENCHY::SUMMARY::{name} {text}")
         return result

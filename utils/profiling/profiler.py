@@ -7,7 +7,10 @@ https://ui.perfetto.dev and a table.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +105,40 @@ class WindowProfiler(Profiler):
         self._tool.stop(f"steps {self._first} to {self._step}, counted from 0")
 
 
+def _runs_under_nsys() -> bool:
+    return "NSYS_PROFILING_SESSION_ID" in os.environ  # nsys sets it
+
+
+@contextlib.contextmanager
+def nsys_capture(world: World, content: str) -> Iterator[None]:
+    """Context that nsys captures on rank 0, if it runs around the command."""
+    if not (world.is_root and _runs_under_nsys()):
+        yield
+        return
+    if world.device.type != "cuda":
+        log.warning("No profile: nsys captures GPUs, but this run uses %s", world.device)
+        yield
+        return
+    tool = Nsys()
+    synchronize(world.device)
+    tool.start()
+    annotate.named_range = tool.named_range
+    try:
+        yield
+    finally:
+        synchronize(world.device)
+        annotate.named_range = None
+        tool.stop(content)
+
+
 def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
     """The profiler of this rank, one that does nothing if it is not to be profiled.
 
     Raises UserError, on every rank, if the config asks for an impossible profile.
     """
     if not config.enable_manual_profiling:
+        if world.is_root and (_runs_under_nsys() or os.environ.get("ENABLE_PROFILING") == "1"):
+            log.warning("No profile: nsys captures nothing without --enable_manual_profiling; add it")
         return Profiler()
     options, on_gpu = config.profile, world.device.type == "cuda"
     with_nsys = options.profiler == "nsys" or (options.profiler == "auto" and on_gpu)
@@ -117,6 +148,8 @@ def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
     if options.ranks == "root" and not world.is_root:
         return Profiler()
     rank = world.rank if options.ranks == "all" else None
+    if with_nsys and world.is_root and not _runs_under_nsys():
+        log.warning("No nsys runs around this command; if no profile appears, use --profiler=torch")
     tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, rank)
     return WindowProfiler(first, options.steps, tool, world.device)
 

@@ -130,6 +130,9 @@ def options_without_effect(config: Config, world: World) -> Iterator[str]:
     on_gpu, exchanges = world.device.type == "cuda", world.size > 1 and not config.noddp
     no_kernels = not on_gpu or not config.channels_last or config.enable_jit
     bfloat16 = config.enable_amp and config.precision == "bfloat16"
+    for key in ("enable_apex", "enable_fused"):
+        if getattr(config, key) and config.optimizer.name != "apex_adam":
+            yield f"{key} has no effect: adam is always torch's fused Adam; --set optimizer.name=apex_adam uses apex's"
     if config.fused_pointwise and no_kernels:
         yield "fused_pointwise has no effect: it needs a GPU and channels_last, and torch.compile excludes it"
     if config.fused_tail and (no_kernels or not bfloat16):

@@ -26,6 +26,7 @@ class Compiled(nn.Module):
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.works is None:
+            log.info("torch.compile compiles the network and the loss, which may take minutes")
             try:
                 loss = self._compiled(inputs, targets)
                 self.works = True

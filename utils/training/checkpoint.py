@@ -107,8 +107,8 @@ def load_newest(folder: Path) -> Checkpoint | None:
             log.warning("Checkpoint %s is skipped: %s", path, damage.reason)
     if skipped:
         raise UserError(
-            f"no usable checkpoint in {folder}: {', '.join(skipped)}; start from scratch with --resume=no, which "
-            f"removes them, or with another --run_num"
+            f"no usable checkpoint in {folder}: {', '.join(skipped)}; recopy one, or start from scratch with another "
+            f"--run_num and without --resume"
         )
     return None
 

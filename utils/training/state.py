@@ -78,6 +78,8 @@ class FitResult:
     def table(self, losses: Mapping[str, float]) -> list[str]:
         """The table that ends the log; `losses` are those of other predictors, by name."""
         lines = ["validation loss (lower is better)", f"  {'trained network':<30}{self.final_loss:>10.6f}"]
+        if self.best_step:
+            lines.append(f"  {f'best checkpoint, step {self.best_step}':<30}{self.best_loss:>10.6f}")
         for name, loss in losses.items():
             ratio = loss / self.final_loss if self.final_loss else math.inf
             lines.append(f"  {name:<30}{loss:>10.6f} {ratio:>9.2f} times the trained network's")

@@ -30,6 +30,7 @@ from utils.training.state import FitResult, TrainState
 log = logging.getLogger(__name__)
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
+START_REMEDY = "check the data with --preflight, and the initial weights (weight_init, --init_from)"
 
 
 class Validation(NamedTuple):
@@ -114,7 +115,8 @@ class Trainer:
             batch = next(batches)
             train = WeightedMean(self.world)
             train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
-            self._teraflop_per_sample = training_flops(self.step.network, batch.inputs) / 1e12
+            if self.world.device.type == "cuda":
+                self._teraflop_per_sample = training_flops(self.step.network, batch.inputs) / 1e12
             if state.step == 0:
                 self._validate_untrained(train)
             self.world.heartbeat.progress("start", state.step)  # compilers may need minutes
@@ -225,15 +227,15 @@ class Trainer:
 
     def _log_validation(self, validation: Validation) -> None:
         """Logs a validation; raises UserError if its loss is not finite."""
-        log.info(f"  Avg val loss={validation.loss:.6f}")
-        for name, value in validation.metrics.items():
-            log.info(f"  Avg val {name.replace('_', ' ')}={value:.4f}")
-        log.info(f"  Total validation time: {validation.seconds:.3f} sec")
+        metrics = "".join(f"  Avg val {name.replace('_', ' ')}={x:.4f}" for name, x in validation.metrics.items())
+        seconds = f"Total validation time: {validation.seconds:.3f} sec"
+        log.info(f"  Avg val loss={validation.loss:.6f}{metrics}  {seconds}")
         if not math.isfinite(validation.loss):
             step = self.state.step
+            rate = f", learning rate {self.schedule(step - 1):.3e}" if step else ", the untrained network"
             raise UserError(
-                f"training stopped: the validation loss is {validation.loss} after step {step}, learning rate "
-                f"{self.schedule(max(step - 1, 0)):.3e}; {REMEDY}"
+                f"training stopped: the validation loss is {validation.loss} after step {step}{rate}; "
+                f"{REMEDY if step else START_REMEDY}"
             )
 
     def _record_epoch(self, validation: Validation, scores: Mapping[str, float]) -> None:
@@ -263,13 +265,15 @@ class Trainer:
             tags.STEP_LOSS: _mean(losses),
             tags.STEP_GRADIENT_NORM: records[-1].gradient_norm,
             tags.STEP_SAMPLES_PER_SECOND: speed,
-            tags.STEP_TFLOPS_PER_RANK: speed * self._teraflop_per_sample / self.world.size,
             tags.STEP_DATA_WAIT: interval.wait_fraction(),
             tags.STEP_LEARNING_RATE: lr,
         }
+        teraflops = ""
+        if self._teraflop_per_sample:
+            rate = scalars[tags.STEP_TFLOPS_PER_RANK] = speed * self._teraflop_per_sample / self.world.size
+            teraflops = f"{rate:.3g} TFLOP/s per rank, "
         log.info(
-            f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, "
-            f"{scalars[tags.STEP_TFLOPS_PER_RANK]:.3g} TFLOP/s per rank, learning rate {lr:.2e}, "
+            f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, {teraflops}lr {lr:.2e}, "
             f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
             f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(remaining)} left"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from reference_samples import VolumeFile, read_fields
 
+from utils.data.files import hdf5
 from utils.data.files.hdf5 import as_float32, open_volume
 from utils.data.volumes import stage
 from utils.errors import UserError
@@ -98,6 +100,35 @@ def test_files_that_are_missing_truncated_not_hdf5_or_of_other_channels_are_refu
         path = volume_file(tmp_path / f"{part}.h5")
         os.truncate(path, int(path.stat().st_size * part))
         refused(path, "the file is truncated; copy or recreate it$")
+
+
+def test_a_file_without_permission_to_read_is_not_to_be_recreated(
+    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed: the line advised to copy or recreate the file. Root, who may run the tests, can read every file."""
+
+    path = volume_file(tmp_path / "x.h5")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "unable to open file")
+
+    monkeypatch.setattr(h5py, "File", refuse)
+    with pytest.raises(UserError, match=r"x\.h5: Permission denied; change its permissions$"):
+        open_volume(path, CHANNELS)
+
+
+def test_large_chunks_are_logged_once(
+    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compressed chunk of 2 GB was read for a minute without a word."""
+    caplog.set_level("INFO")
+    path = volume_file(tmp_path / "x.h5", chunks=(1, 8, 8, 8))
+    open_volume(path, CHANNELS)
+    assert caplog.messages == []
+    monkeypatch.setattr(hdf5, "LARGE_CHUNK", 2000)
+    for _ in range(2):
+        open_volume(path, CHANNELS)
+    assert [line.split(" has ")[0] for line in caplog.messages] == [f"{path}: Nbody", f"{path}: Hydro"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ cache. Chunked or compressed datasets, and those of other types of numbers, are 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +21,16 @@ import numpy as np
 from utils.config.sections import TransformConfig
 from utils.data.files.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
 from utils.data.files.page_cache import MADV_WILLNEED, advise
-from utils.errors import UserError, os_reason
+from utils.errors import UserError, os_reason, os_remedy
 
 DATASETS = ("Nbody", "Hydro")
 NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
 IMPORTER = "python -m utils.data.import_volume"  # makes channels of physical values
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent, checked and converted in slabs
+LARGE_CHUNK = 2**28  # bytes
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,16 @@ def checked_dataset(
     if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]):
         fix = f"set {channels_key}" if channels_key and len(shape) == 4 else "choose or write one of that shape"
         raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {fix}")
+    chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
+    if chunk > LARGE_CHUNK:
+        _log_large_chunks(path, name, chunk)
     return dataset
+
+
+@functools.cache  # a run opens its files several times
+def _log_large_chunks(path: str, name: str, size: int) -> None:
+    text = "%s: %s has chunks of %.1f GB, and a crop needs whole ones: this is slow; rewrite it contiguously"
+    log.info(text, path, name, size / 1e9)
 
 
 def open_file(path: str) -> h5py.File:
@@ -238,7 +253,8 @@ def reading(path: str) -> Iterator[None]:
             text = "the file is truncated"
         if "signature" in text:
             text = "it is not an HDF5 file"
-        raise UserError(f"cannot read {path}: {text}; copy or recreate it") from None
+        (remedy,) = os_remedy(error) or ["copy or recreate it"]
+        raise UserError(f"cannot read {path}: {text}; {remedy}") from None
 
 
 def nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:

@@ -56,7 +56,8 @@ def _open(path: str, grid: tuple[int, ...] | None, channels: int | None, remedy:
     try:
         array = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}; {remedy}") from None
+        reason = "it holds Python objects" if "Python objects" in str(error) else " ".join(str(error).split())
+        raise UserError(f"cannot read {path}: {reason}; {remedy}") from None
     fits = array.ndim == 4 and array.shape == (*(grid or array.shape[:-1]), channels or array.shape[-1])
     if array.dtype != np.dtype("<f4") or not fits or not array.flags.c_contiguous:
         order = "C" if array.flags.c_contiguous else "Fortran"
