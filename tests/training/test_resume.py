@@ -162,8 +162,9 @@ def finished(whole: Path, tmp_path: Path) -> Path:
 # --- bit for bit -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [[step] for step in range(1, STEPS)] + [[1] * 15, [5, 4, 3]], ids=str)
+@pytest.mark.parametrize("after", [[step] for step in range(1, STEPS + 1)] + [[1] * 15, [5, 4, 3]], ids=str)
 def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, data_flags: Any, whole: Path) -> None:
+    """A fixed bug: after a stop in the last validation, the saved learning rate was that of the step before."""
     run_in_parts(ALONE, [*data_flags, *OFTEN, f"--set=expdir={tmp_path}"], after)
     assert_same_training(whole, directory(tmp_path))
 
