@@ -100,7 +100,9 @@ class EagerStep:
         on_gpu = self._device.type == "cuda"
         self._trained.train()
         with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
-            self._accumulate(inputs, targets)
+            # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
+            for _ in range(2 if self._config.static_graph else 1):
+                self._accumulate(inputs, targets)
         with torch.no_grad():
             for name, buffer in self._trained.named_buffers():
                 buffer.copy_(before[name])
