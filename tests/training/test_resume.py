@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,7 +24,6 @@ from trainings import (
     ALONE,
     STEPS,
     YAML,
-    NoWaiting,
     assert_equal,
     assert_same_training,
     curves,
@@ -130,18 +129,9 @@ def run_in_parts(world: World, flags: list[str], after: list[int]) -> None:
 def run_cases(world: World, flags: list[str], expdir: str, cases: dict[str, list[str]], stops: list[int]) -> None:
     """Trains each case once without stops and once with them."""
     logging.getLogger().setLevel(logging.INFO)
-    NoWaiting().install()
     for name, case in cases.items():
         assert run(world, [*flags, *case, f"--set=expdir={expdir}/{name}/whole"])
         run_in_parts(world, [*flags, *case, f"--set=expdir={expdir}/{name}/parts"], stops)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_waiting() -> Iterator[None]:
-    """Restarted runs in this process do not wait for the next second."""
-    with pytest.MonkeyPatch.context() as patch:
-        NoWaiting().install(patch.setattr)
-        yield
 
 
 @pytest.fixture(scope="module")
