@@ -199,6 +199,14 @@ def rank_0_hangs_in_its_end_phase(world: World, folder: Path) -> None:
     world.barrier()
 
 
+def rank_0_is_suspended_in_its_end_phase(world: World, folder: Path) -> None:
+    """After the last save, while it draws pictures or writes the summary."""
+    world.heartbeat.progress("end", 17)
+    if world.is_root:
+        signal_myself(signal.SIGSTOP)
+    world.barrier()
+
+
 def single_rank_hangs(world: World, folder: Path) -> None:
     world.heartbeat.progress("data", 3)
     time.sleep(GENEROUS)
@@ -290,6 +298,7 @@ STORE_WARNINGS = r"(?s)(\[.*)?"  # PyTorch's, of a rank that uses the store whil
 EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
     # Those that take until a time limit first: they run at the same time.
     "rank_0_is_suspended": ([None, 76, 76], GONE.format(0, NO_ANSWER, r"\w+"), ""),
+    "rank_0_is_suspended_in_its_end_phase": ([None, 76, 76], GONE.format(0, NO_ANSWER, r"\w+"), ""),
     "rank_1_is_suspended": ([76, None, 76], GONE.format(1, SILENT, r"\w+"), ""),
     "rank_0_hangs_in_its_end_phase": (
         [76, 76, 76],
