@@ -6,7 +6,8 @@
 # make coverage    runs all tests with branch coverage
 # make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 3 s per
 #                  kill. LAUNCHERS=plain,torchrun,srun gives each launcher an equal share (about 8 s per kill of the last
-#                  two); srun starts a private two-node Slurm, as root on Debian
+#                  two); srun starts a private two-node Slurm, as root on Debian. Then trains RUNS=20 times with random
+#                  configs and random stops, and compares the results with uninterrupted runs: about 15 s per run
 # make bench-cpu   measures the speed of a training step with sets of options on this CPU: about 5 minutes
 # make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 the fastest options; 2 the tests that
 #                  need a GPU; 3 single options, comparisons and loaders. Uses python3 without an installation if make
@@ -28,6 +29,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh tests/slurm/*.sh)
 N ?= 100
+RUNS ?= 20
 LAUNCHERS ?= plain
 CALL ?= 1
 
@@ -75,6 +77,7 @@ docs: $(READY)
 
 soak: $(TEST_READY)
 	$(BIN)/python tests/soak.py $(N) --launchers=$(LAUNCHERS)
+	$(BIN)/python tests/soak_random.py $(RUNS)
 
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.step

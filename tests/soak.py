@@ -22,9 +22,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "tests" / "slurm")]
@@ -59,6 +60,10 @@ class PlannedKill(NamedTuple):
     phase: str = BETWEEN
     fraction: float = 0.0  # of the phase's duration
     steps: int | None = None
+
+
+Planned = TypeVar("Planned")
+Done = TypeVar("Done")
 
 
 class Kill(NamedTuple):
@@ -118,8 +123,9 @@ def wait_for_moment(run: Run, planned: PlannedKill, durations: dict[str, float])
         time.sleep(0.001)
 
 
-def kill(run: Run, planned: PlannedKill, durations: dict[str, float]) -> Kill | None:
-    """Carries out a planned kill and waits for its consequences; None if the run had ended before."""
+def kill(durations: dict[str, float], run: Run, planned: PlannedKill) -> Kill | None:
+    """Starts the run, carries out a kill and waits for its consequences; None if the run had ended before."""
+    run.launcher.start({} if planned.steps is None else dict.fromkeys(planned.victims, planned.steps))
     victims: list[int | str] = []
     running: dict[int | str, int] = {}
     phase = planned.phase
@@ -137,21 +143,26 @@ def kill(run: Run, planned: PlannedKill, durations: dict[str, float]) -> Kill | 
     if type(run.launcher) is Plain:
         assert set(codes) <= EXIT_CODES, f"exit codes {codes} after {planned}; see {run.directory}"
         victims = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
-    assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
-    assert max(run.saved(), default=0) >= max(saved, default=0), f"{planned}: a checkpoint of {saved} is lost"
+    check_end(run, planned, codes, saved)
     ended_well = codes and not any(codes)
     return Kill(victims, phase, seconds) if victims and not ended_well else None
 
 
-def train_with_kills(run: Run, plan: Sequence[PlannedKill], durations: dict[str, float]) -> list[Kill]:
-    """Runs one training run to its end, with one planned kill after each start; returns the executed kills."""
-    done: list[Kill] = []
+def check_end(run: Run, planned: object, codes: Sequence[int], saved: Sequence[int]) -> None:
+    """Asserts that no summary and no checkpoint is missing after a start; `saved` are those of before its end."""
+    assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
+    assert max(run.saved(), default=0) >= max(saved, default=0), f"{planned}: a checkpoint of {saved} is lost"
+
+
+def train_with_stops(
+    run: Run, plan: Sequence[Planned], start_and_stop: Callable[[Run, Planned], Done | None]
+) -> list[Done]:
+    """Runs one training run to its end, with one planned stop of each start; returns the executed stops."""
+    done: list[Done] = []
     for planned in plan:
-        steps = {} if planned.steps is None else dict.fromkeys(planned.victims, planned.steps)
         if run.has_finished():
             break
-        run.launcher.start(steps)
-        executed = kill(run, planned, durations)
+        executed = start_and_stop(run, planned)
         if executed is None:
             break  # the run has ended
         done.append(executed)
@@ -200,26 +211,32 @@ def assert_same_run(expected: Path, found: Path, steps: int) -> None:
 def files(run: Path) -> list[str]:
     """The files of a run, without those of TensorBoard, which has one per start, and without the lock.
 
-    After a stop signal, which torchrun and srun send, the last checkpoint but one is that of another step.
+    Of the checkpoints, those of the last and the best step: a stop signal saves other ones.
     """
-    paths = [str(path.relative_to(run)) for path in run.rglob("*")]
-    last, best = max(run.glob("checkpoints/step_*")).name, os.readlink(run / "checkpoints" / "best")
-    paths = [re.sub(rf"(?!{last}|{best})step_\d+", "step_other", path) for path in paths]
-    return sorted(path for path in paths if "events.out" not in path and path != ".lock")
+    from trainings import best
+
+    kept = {max(run.glob("checkpoints/step_*")).name, best(run)}
+    paths = [path.relative_to(run) for path in run.rglob("*") if "events.out" not in path.name and path.name != ".lock"]
+    return sorted(str(path) for path in paths if not any(re.fullmatch(r"step_\d+", x) for x in {*path.parts} - kept))
+
+
+def write_data(folder: Path) -> list[str]:
+    """Writes small volumes; returns their flags."""
+    from volume_files import write_volume
+
+    train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), 1))
+    return [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
 
 
 class KillTest:
     """Training runs in one folder, each compared with an undisturbed one of plain processes."""
 
     def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: LauncherFactory = Plain) -> None:
-        from volume_files import write_volume
-
         self._folder, self._steps, self._launcher = folder, STEPS_PER_EPOCH * epochs, launcher
-        train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), 1))
-        data = [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
-        self._flags = [*FLAGS, *data, f"--num_epochs={epochs}", f"--set=report_pictures={str(pictures).lower()}"]
+        report = f"--set=report_pictures={str(pictures).lower()}"
+        self._flags = [*FLAGS, *write_data(folder), f"--num_epochs={epochs}", report]
         self._undisturbed = self._new("undisturbed", Plain)
-        train_with_kills(self._undisturbed, [], {})
+        train_with_stops(self._undisturbed, [], partial(kill, {}))
         self._durations: dict[str, float] = {}
 
     def _new(self, name: str, launcher: LauncherFactory) -> Run:
@@ -236,7 +253,7 @@ class KillTest:
     def run(self, name: str, plan: Sequence[PlannedKill]) -> list[Kill]:
         """Returns the executed kills; AssertionError unless the result equals the undisturbed one."""
         run = self._new(name, self._launcher)
-        kills = train_with_kills(run, plan, self._durations)
+        kills = train_with_stops(run, plan, partial(kill, self._durations))
         assert_same_run(self._undisturbed.directory, run.directory, self._steps)
         return kills
 

@@ -1,4 +1,4 @@
-"""The launchers of tests/soak.py: plain processes, torchrun and srun, each with two ranks of the same run."""
+"""The launchers of tests/soak.py: plain processes, torchrun and srun, each with the ranks of the same run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ RANKS = 2
 AGENT = "agent"  # a victim: the process of torchrun
 
 
-def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | None) -> None:
+def rank_main(variables: dict[str, str], flags: list[str], log: str, steps: int | None) -> None:
     """Runs one rank as a launcher would; the rank kills itself after `steps` steps, if given."""
     with open(log, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 2)
     os.chdir(TOP)
-    os.environ.update(rank_variables(rank, RANKS, port))
+    os.environ.update(variables)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background processes with it ignored
     import train
     from utils.distributed.launch import run_script
     from utils.steps.eager import EagerStep
@@ -55,22 +56,21 @@ def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | Non
 
 
 class Plain:
-    """Starts of a training run as two processes without a launcher, from a server that has imported the program."""
+    """Starts of a training run as processes without a launcher, from a server that has imported the program."""
 
-    def __init__(self, flags: list[str], log: Path) -> None:
-        self._flags, self._log, self._starts = flags, log, 0
+    def __init__(self, flags: list[str], log: Path, ranks: int = RANKS) -> None:
+        self._flags, self._log, self._starts, self._number = flags, log, 0, ranks
         self._processes: list[BaseProcess] = []
 
     def start(self, steps: Mapping[int | str, int]) -> None:
         """Starts all ranks; a rank in `steps` kills itself after that number of steps."""
         self._starts += 1
-        port = free_port()
-        self._processes = [
-            context().Process(
-                target=rank_main, args=(rank, port, self._flags, str(self._path(rank)), steps.get(rank)), daemon=True
-            )
-            for rank in range(RANKS)
+        port, ranks = free_port(), range(self._number)
+        arguments = [
+            (rank_variables(rank, len(ranks), port), self._flags, str(self._path(rank)), steps.get(rank))
+            for rank in ranks
         ]
+        self._processes = [context().Process(target=rank_main, args=each, daemon=True) for each in arguments]
         for process in self._processes:
             process.start()
 
@@ -79,7 +79,7 @@ class Plain:
 
     def text(self) -> str:
         """The output of this start."""
-        paths = [self._path(rank) for rank in range(RANKS)]
+        paths = [self._path(rank) for rank in range(self._number)]
         return "".join(path.read_text(errors="replace") for path in paths if path.exists())
 
     def running(self) -> dict[int | str, int]:

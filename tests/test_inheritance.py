@@ -89,7 +89,7 @@ def test_a_file_in_another_directory_extends_the_shipped_one(tmp_path: Path) -> 
             "which is no earlier config; configs of another file need extends: UNet.yaml at",
         ),
         ("a: {extends: [b, c]}", "config a extends ['b', 'c'], which is no earlier config"),
-        ("a: {<<: *base}", "undefined alias 'base' in"),
+        ("a: {<<: *base}", "undefined alias 'base'"),
         ("a: {<<: *base}", "; << finds anchors above it in the same file, extends: NAME any config"),
         ("a: {<<: base}", "configs.yaml: << takes an alias such as *base, got 'base'; to name a config, write extends"),
         ("base: {}\na: {extends: bsae}", "config a extends bsae, which is no earlier config; did you mean base?"),

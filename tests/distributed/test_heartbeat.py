@@ -179,6 +179,14 @@ def all_have_the_same_error(world: World) -> None:
     fail(UserError("the loss is nan"))
 
 
+def suspend_rank_0_in_its_end_phase(world: World) -> None:
+    """After the last save, while it draws pictures or writes the summary."""
+    world.heartbeat.progress("end", 17)
+    if world.is_root:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    world.barrier()
+
+
 def rank_1_hangs(world: World) -> None:
     reduce_but(world, 1, lambda: time.sleep(GENEROUS))
 
@@ -287,6 +295,9 @@ def fails(error: Exception) -> Callable[[World], None]:
 SCENARIOS = {
     # Those that take until a time limit first: they run at the same time.
     "rank_0_is_suspended": Expected(signals(0, signal.SIGSTOP), [None, 76, 76], GONE.format(0, NO_ANSWER)),
+    "rank_0_is_suspended_in_its_end_phase": Expected(
+        suspend_rank_0_in_its_end_phase, [None, 76, 76], GONE.format(0, NO_ANSWER)
+    ),
     "rank_1_is_suspended": Expected(signals(1, signal.SIGSTOP), [76, None, 76], GONE.format(1, SILENT)),
     "rank_0_hangs_in_its_end_phase": Expected(  # all ranks waited without end
         lambda world: hang("end", 17, world),

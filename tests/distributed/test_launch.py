@@ -231,3 +231,12 @@ def test_one_of_several_ranks_skips_the_interpreters_shutdown_but_loses_no_outpu
     assert (done.returncode, done.stdout) == (code, output)
     assert done.stderr.endswith(error)
     assert bool(done.stderr) is bool(error)
+
+
+def test_a_run_whose_stderr_is_closed_has_one() -> None:
+    """A fixed bug: with `2>&-` a run ended with exit code 1, without a line."""
+    environment = {**os.environ, "PYTHONPATH": str(TOP)}
+    script = ENDING.format("sys.stderr.write('lost'); print('done', end=''); sys.exit(75)")
+    command = ["bash", "-c", 'exec "$@" 2>&-', "_", sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=GENEROUS)
+    assert (done.returncode, done.stdout) == (75, "done shut down")

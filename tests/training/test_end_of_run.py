@@ -14,7 +14,7 @@ import processes
 import pytest
 from log_lines import messages
 from training_that_dies import MOMENTS
-from trainings import CLOCKS, YAML, NoWaiting, curves
+from trainings import CLOCKS, YAML, curves
 
 import train
 from utils.evaluation import figures
@@ -38,12 +38,8 @@ def flags(expdir: Path) -> list[str]:
 
 
 @pytest.fixture
-def start(
-    tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Path, str]]:
+def start(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Path, str]]:
     """start(name, *flags): one start of a run of config 'test' -> (its run directory, its log lines)."""
-
-    NoWaiting().install(monkeypatch.setattr)
 
     def run(name: str, *more: str) -> tuple[Path, str]:
         train.main([*flags(tmp_path), *data_flags, f"--run_num={name}", *more])
@@ -107,9 +103,7 @@ def die_in_second_epoch(trainer: Trainer) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
     """The directory of a run that was not interrupted."""
     expdir = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patched:
-        NoWaiting().install(patched.setattr)
-        train.main([*flags(expdir), *data_flags, "--run_num=whole"])
+    train.main([*flags(expdir), *data_flags, "--run_num=whole"])
     return expdir / "test" / "1ranks" / "whole"
 
 

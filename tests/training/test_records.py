@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from processes import GENEROUS, context
-from trainings import YAML, NoWaiting, assert_same_training, directory
+from trainings import YAML, assert_same_training, directory
 
 import train
 from utils.distributed.launch import run_script
@@ -40,7 +40,6 @@ class StoppingStep(EagerStep):
 
 def start(flags: list[str], log: str, ending: str) -> None:
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
-    NoWaiting().install()
     if ending == "killed after the records":
         Trainer._finish_epoch = lambda *_: os._exit(KILLED)  # type: ignore[assignment, method-assign]
     run_script(lambda: train.main(flags, StoppingStep if ending == "stopped" else EagerStep))

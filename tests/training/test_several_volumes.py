@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import YAML, NoWaiting, directory, last
+from trainings import YAML, directory, last
 
 import train
 from utils.training import evaluations
@@ -16,9 +16,8 @@ BOXES = {"a": (16, 8, 12), "b": (8, 20, 9), "valid": (12, 8, 16)}
 
 
 def test_a_training_on_two_volumes_resumes_with_moved_files_but_not_with_others(
-    volume_file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    volume_file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    NoWaiting().install(monkeypatch.setattr)
     a, b, valid = (volume_file(tmp_path / f"{name}.h5", box, seed) for seed, (name, box) in enumerate(BOXES.items()))
     flags = [f"--set={key}=false" for key in ("report_pictures", "report_baselines")]
     flags += ["--set=loggers=[]", "--set=device=cpu", f"--set=expdir={tmp_path / 'runs'}"]

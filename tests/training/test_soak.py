@@ -1,4 +1,4 @@
-"""Wherever a training run is killed, it ends with the bits of an undisturbed one."""
+"""Wherever a training run is stopped, it ends with the bits of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from soak import END, SAVE, START, KillTest, PlannedKill, Unavailable, soak
+from soak_random import random_run
 
 
 def test_three_kills(tmp_path: Path) -> None:
@@ -32,3 +33,9 @@ def test_kills_under_a_launcher(tmp_path: Path, launcher: str) -> None:
         assert len(soak(6, seed=4, folder=tmp_path, launcher=launcher)) == 6
     except Unavailable as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2002, 2005])  # one rank, two ranks
+def test_random_stops_of_a_random_config(tmp_path: Path, seed: int) -> None:
+    random_run(seed, tmp_path)

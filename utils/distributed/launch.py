@@ -206,6 +206,7 @@ def run_script(main: Callable[[], None]) -> None:
     runs (PyTorch 2.13, gloo) one of them requested the GIL during the shutdown and aborted the process, and the batch
     system counted a completed training as failed.
     """
+    _replace_closed_streams()
     faulthandler.enable()  # a traceback of a fatal signal, such as SIGBUS when a mapped file shrinks
     in_script.set()
     code = 0
@@ -235,3 +236,13 @@ def run_script(main: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _replace_closed_streams() -> None:
+    """Opens the null device for a stream that the caller has closed, as `2>&-` does: Python then has None for it.
+
+    Otherwise a file of the run could get the number of stderr, to which lines are also written directly.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # open until the end

@@ -95,10 +95,15 @@ def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, 
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state for `load_state`; it shares the optimizer's tensors. Every rank calls it."""
+    """The state for `load_state`; it shares the optimizer's tensors. Every rank calls it.
+
+    Without the learning rate, a function of the step: the optimizer has that of its last step, and none before it.
+    """
     if isinstance(optimizer, Soap):
         optimizer.collect_state()
-    return {"kind": type(optimizer).__name__, **optimizer.state_dict()}
+    state = optimizer.state_dict()
+    groups = [{key: value for key, value in group.items() if key != "lr"} for group in state["param_groups"]]
+    return {"kind": type(optimizer).__name__, **state, "param_groups": groups}
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

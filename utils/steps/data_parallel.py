@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,27 +20,37 @@ _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
 
 
+def gradients_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """The gradients of the parameters that have one."""
+    return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+
+
 class GradientNormProbe:
     """The squared gradient norm of one part of the global batch, for the gradient noise scale.
 
-    It is in one tensor on the device, `square`, which every step reuses.
+    It is in one tensor on the device, `square`, which every step reuses. It does not depend on the buckets in which
+    gradients arrive, which differ between the first exchange of a process and later ones: the norms of the parameters
+    are summed in the order of `parameters`.
     """
 
-    def __init__(self, parts: int, device: torch.device) -> None:
+    def __init__(self, parts: int, parameters: Sequence[nn.Parameter]) -> None:
         self.parts = parts  # in a global batch
-        self.square = torch.zeros((), device=device)
+        norms = torch.zeros(len(parameters), device=parameters[0].device)
+        self.square = torch.zeros_like(norms[0])
+        self._norms, self._norm_of = norms, dict(zip(parameters, norms.unbind(), strict=True))
         self._factor: torch.Tensor | float = 1.0
 
     def reset(self, factor: torch.Tensor | float) -> None:
         """Starts a step whose gradients all come multiplied by `factor`, the loss scale / number of micro-batches."""
         self._factor = factor
-        self.square.zero_()
+        self._norms.zero_()
 
     @torch.no_grad()
-    def add(self, *gradients: torch.Tensor) -> None:
-        """Adds some of the part's gradients. A step adds each gradient once."""
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
-        self.square += (norms / self._factor).square().sum()
+    def add(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Adds the part's gradients of some parameters. A step adds each parameter once."""
+        norms = torch._foreach_norm(list(gradients.values()), dtype=torch.float32)
+        torch._foreach_copy_([self._norm_of[parameter] for parameter in gradients], norms)
+        self.square.copy_((self._norms / self._factor).square().sum())
 
 
 class ManualDataParallel(nn.Module):
@@ -68,13 +79,14 @@ class ManualDataParallel(nn.Module):
 
     def all_reduce(self) -> None:
         """Averages the gradients over all ranks. Call it after the backward pass."""
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        gradients = gradients_of(self.module.parameters())
         if self._probe is not None:
-            self._probe.add(flat)
+            self._probe.add(gradients)
+        flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
         flat.div_(dist.get_world_size())  # before the sum, which might overflow
         dist.all_reduce(flat)
-        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        means = flat.split([parameter.numel() for parameter in gradients])
+        for gradient, mean in zip(gradients.values(), means, strict=True):
             gradient.copy_(mean.view_as(gradient))
 
 
@@ -100,7 +112,7 @@ def data_parallel(
     # PyTorch checks a hook's annotations and does not accept strings, which all annotations in this file are.
     def all_reduce(group, bucket):  # type: ignore[no-untyped-def]
         if probe is not None:
-            probe.add(bucket.buffer())
+            probe.add(dict(zip(bucket.parameters(), bucket.gradients(), strict=True)))
         return send(group, bucket)
 
     if compressed or probe is not None:

@@ -20,7 +20,7 @@ from utils.optim.ema import EMA, trained_weights
 from utils.optim.optimizers import load_state, saved_state, share, update
 from utils.steps.annotate import annotate
 from utils.steps.compile import Compiled
-from utils.steps.data_parallel import GradientNormProbe, ManualDataParallel, data_parallel
+from utils.steps.data_parallel import GradientNormProbe, ManualDataParallel, data_parallel, gradients_of
 
 
 class EagerStep:
@@ -53,7 +53,7 @@ class EagerStep:
         self._sync = True  # False within no_sync
         distributed = world.size > 1 and not config.noddp
         parts = config.accumulation_steps * (world.size if distributed else 1)
-        self.probe = GradientNormProbe(parts, world.device) if config.log_noise_scale and parts > 1 else None
+        self.probe = GradientNormProbe(parts, self._parameters) if config.log_noise_scale and parts > 1 else None
         self._forward: nn.Module = model
         if distributed:
             # The probe measures the first micro-batch; without micro-batches, the rank's gradients before the exchange.
@@ -100,7 +100,9 @@ class EagerStep:
         on_gpu = self._device.type == "cuda"
         self._trained.train()
         with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
-            self._accumulate(inputs, targets)
+            # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
+            for _ in range(2 if self._config.static_graph else 1):
+                self._accumulate(inputs, targets)
         with torch.no_grad():
             for name, buffer in self._trained.named_buffers():
                 buffer.copy_(before[name])
@@ -222,7 +224,7 @@ class EagerStep:
             if sync and isinstance(self._parallel, ManualDataParallel):
                 self._parallel.all_reduce()
             if index == 0 and count > 1 and self.probe is not None:
-                self.probe.add(*self._gradients())
+                self.probe.add(gradients_of(self._parameters))
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -232,10 +234,7 @@ class EagerStep:
         limit = self._config.clip_grad_norm
         if limit is not None:
             return nn.utils.clip_grad_norm_(self._parameters, limit).detach()
-        return nn.utils.get_total_norm(self._gradients()).detach()
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return nn.utils.get_total_norm(gradients_of(self._parameters).values()).detach()
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._config.enable_amp)

@@ -26,6 +26,12 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("filter returned failure")
 
 
+class ReadOnlyPath(type(Path())):  # type: ignore[misc]
+    """A path of a read-only file system."""
+
+    open = unlink = fail
+
+
 def test_a_single_rank_gets_a_copy_in_private_memory(
     volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +59,7 @@ def fail_on_two_ranks(world: World, path: str, directory: str) -> list[str]:
     shared.SHARED_MEMORY, errors = directory, []
     failures: list[tuple[Any, str, Any]] = [
         (shared, "free_shared_memory", lambda _: 1),
+        (shared, "Path", ReadOnlyPath),  # removing the file fails as well, and once replaced the error
         (os, "posix_fallocate", fail),
         (shared.np, "memmap", fail),
         (shared, "_fill", fail),
@@ -73,11 +80,11 @@ def test_a_failure_is_reported_on_all_ranks_and_leaves_no_file(tmp_path: Path) -
     memory = tmp_path / "memory"
     memory.mkdir()
     for errors in run_ranks(fail_on_two_ranks, 2, "a.h5", str(memory)):
-        assert len(errors) == 4
+        assert len(errors) == 5
         assert "0.00 GiB are free" in errors[0]
-        for error in errors[1:3]:
+        for error in errors[1:4]:
             assert f"cannot hold a.h5 in {memory}: filter returned failure" in error
-        assert "cannot read a.h5: filter returned failure" in errors[3]
+        assert "cannot read a.h5: filter returned failure" in errors[4]
         assert all(error.endswith("use --data_loader_config=lowmem") for error in errors)
     assert os.listdir(memory) == []
 

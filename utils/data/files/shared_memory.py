@@ -73,7 +73,8 @@ def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:
         finally:
             world.barrier()
             if world.is_node_leader:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # there is none, or the directory is read-only
+                    path.unlink()
         with world.raise_together(), os_errors():
             if world.is_node_leader:
                 # Reserved in advance: running out of memory while it is filled would kill the process by SIGBUS.

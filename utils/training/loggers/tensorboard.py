@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from utils import config as configs
@@ -35,7 +36,7 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self._run.directory / FOLDER
-        _wait_for_a_later_second(folder)
+        _begin_later(folder)
         threading.excepthook = _without_writer_errors
         step, in_epoch = self._run.resumed
         # purge_step: points of an earlier process from there on are hidden.
@@ -94,11 +95,18 @@ def _with_columns_first(experiment: Any, *summaries: Any) -> list[Any]:
     return [experiment, *summaries]
 
 
-def _wait_for_a_later_second(folder: Path) -> None:
-    """TensorBoard reads a run's files in the order of the second in their names; the new file must come last."""
+def _begin_later(folder: Path) -> None:
+    """Sets the clock that names TensorBoard's files past the second in the names of the earlier files.
+
+    TensorBoard reads a run's files in the order of these seconds, and hides the new points unless they come last. The
+    run may resume within the same second, on a node whose clock is behind, or after the clock was set back.
+    """
+    from tensorboard.summary.writer import event_file_writer
+
     seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.glob("events.*")]
     last = max((int(match[1]) for match in seconds if match), default=0)
-    time.sleep(min(max(0.0, last + 1 - time.time()), 2.0))  # not for a clock far behind that of another node
+    ahead = max(0.0, last + 1 - time.time())
+    vars(event_file_writer)["time"] = SimpleNamespace(time=lambda: time.time() + ahead)
 
 
 def _without_writer_errors(arguments: threading.ExceptHookArgs) -> None:
