@@ -65,7 +65,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
         with open_loaders(config, world, reserve) as loaders, build.step(config, world, model, step_class) as step:
             state = run.restore(step)
             log.info(configs.describe_config(config, options.yaml_config, options.config))
-            build.log_settings(config, step, world)
+            build.log_settings(config, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)
             result = Trainer(config, step, loaders, run, state, profiler, evaluation, signals).fit()

@@ -196,6 +196,6 @@ def run(options: Options, config: Config, world: World, step_class: type[EagerSt
     settings, modules, reserve = read_settings(world), build.model(config), reserved_bytes(config, world)
     with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
         log.info(describe_config(config, options.yaml_config, options.config))
-        build.log_settings(config, step, world)
+        build.log_settings(config, world)
         Benchmark(config, step, loaders.train, world, settings).run()
     log.info("DONE ---- rank %d", world.rank)

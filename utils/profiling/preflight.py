@@ -14,20 +14,16 @@ from pathlib import Path
 
 import torch
 
-from networks.norms import ghost_batch
 from utils.cli import Options
 from utils.config import Config, describe_config
 from utils.data import get_loader, open_loaders
-from utils.data.loaders.base import meta_batch
 from utils.data.volumes import check_all_values, with_file_values
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.evaluation.callback import evaluation_volume
-from utils.files import atomic_write, check_target
-from utils.optim.optimizers import describe_optimizer
-from utils.optim.schedules import build_schedule, warn_of_long_warmup
+from utils.optim.schedules import log_learning_rate, plot_learning_rate
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import check_memory, fits_one_step, reserved_bytes
 from utils.profiling.profiler import build_profiler
@@ -82,7 +78,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
     check_memory(config, ranks)
-    _log_learning_rate(config)
+    log_learning_rate(config)
     log.info(describe_config(config, options.yaml_config, options.config))
     directory, start = run_directory(config, options.config, options.run_num, ranks), None
     if config.enable_benchy:
@@ -92,7 +88,9 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
         if not lacks_gpu:
             build_profiler(config, alone, directory)
     if options.plot is not None:
-        _plot_learning_rate(config, options.config, options.plot, directory)
+        if not options.plot:
+            directory.mkdir(parents=True, exist_ok=True)
+        plot_learning_rate(config, options.config, Path(options.plot or directory / LEARNING_RATE))
     if lacks_gpu and get_loader(config.data_loader_config).reads == "hdf5":  # others may need its memory
         config = config.model_copy(update={"data_loader_config": "lowmem"})
     _train_one_step(config, alone, start)
@@ -131,58 +129,18 @@ def _train_one_step(config: Config, world: World, start: Start | None) -> None:
 
     An eager step without compilation, which runs on every device and takes seconds.
     """
-    # Batch norm needs two values per channel, which one sample may not have at the bottleneck.
-    samples = ghost_batch(config.network.norm) or (1 if config.network.norm in ("none", "group") else 2)
+    samples = build.smallest_batch(config)
     changes = {"local_batch_size": samples, "accumulation_steps": 1, "enable_jit": False, "use_cache": None}
     reserve, config = reserved_bytes(config, world), config.model_copy(update=changes)
     with open_loaders(config, world, reserve) as loaders:
         if not fits_one_step(config, world):
             log.info("Optimizer: %s", config.optimizer.name)
-            _check_output(config)
+            build.check_output(config)
             return
         started = time.perf_counter()
         with build.step(config, world, build.model(config)) as step:
-            log.info(describe_optimizer(config.optimizer.name, step.optimizer))
             if start is not None:
                 start.restore(step, world)
             loss = float(step(*next(loaders.train.epoch(0)), config.lr_schedule.start_lr))
     seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
     log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)
-
-
-def _check_output(config: Config) -> None:
-    """Compares the shapes of the network's output and the targets without memory for either."""
-    inputs, targets = meta_batch(config, config.local_batch_size or 1)
-    with torch.device("meta"):
-        network = build.network(config)
-    build.loss(config)(network(inputs), targets)
-
-
-def _log_learning_rate(config: Config) -> None:
-    schedule, total = build_schedule(config), config.total_steps
-    steps = sorted({0, schedule.warmup_steps, total // 4, total // 2, 3 * total // 4, total - 1})
-    curve = ", ".join(f"step {step}: {schedule(step):.3e}" for step in steps if step < total)
-    shape, scaling = config.lr_schedule.shape, config.lr_schedule.scaling
-    warmup = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
-    log.info(f"learning rate: shape {shape}, scaling {scaling}, {warmup}, peak {schedule.peak:.3e}; {curve}")
-    warn_of_long_warmup(config)
-
-
-def _plot_learning_rate(config: Config, name: str, plot: str, directory: Path) -> None:
-    """Plots the learning rate of all steps of config `name` to the PNG file `plot`, by default in the run directory."""
-    from matplotlib.figure import Figure  # takes a second
-
-    file = Path(plot or directory / LEARNING_RATE)
-    if not plot:
-        directory.mkdir(parents=True, exist_ok=True)
-    check_target(file, overwrite=True, option="--plot")
-    schedule, options = build_schedule(config), config.lr_schedule
-    steps = range(0, config.total_steps, max(1, config.total_steps // 10_000))  # more points than the plot shows
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
-    axes.plot(steps, [schedule(step) for step in steps], drawstyle="steps-post")
-    axes.set_title(f"{name}: global batch {config.global_batch_size}, {options.scaling} scaling, shape {options.shape}")
-    axes.grid(alpha=0.3)
-    with atomic_write([file]) as (partial,):
-        figure.savefig(partial, format="png", dpi=150)
-    log.info("learning rate plotted in %s", file)

@@ -16,6 +16,7 @@ from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.data.datasets import get_dataset
+from utils.data.loaders.base import meta_batch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
@@ -81,6 +82,20 @@ def model(config: Config) -> NetworkWithLoss:
         return kind(network(config), loss(config), metrics)
 
 
+def smallest_batch(config: Config) -> int:
+    """The smallest number of samples that the network trains on."""
+    # Batch norm needs two values per channel, which one sample may not have at the bottleneck.
+    return ghost_batch(config.network.norm) or (1 if config.network.norm in ("none", "group") else 2)
+
+
+def check_output(config: Config) -> None:
+    """Compares the shapes of the network's output and the targets, without memory for either; ValueError if unequal."""
+    inputs, targets = meta_batch(config, config.local_batch_size or 1)
+    with torch.device("meta"):
+        untrained = network(config)
+    loss(config)(untrained(inputs), targets)
+
+
 def check_norm(config: Config, world: World) -> None:
     """Raises UserError for a norm that these ranks cannot compute."""
     if config.network.norm == "sync_batch" and world.size > 1 and world.device.type == "cpu":
@@ -110,13 +125,13 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
             config.optimizer, module.named_parameters(), config.lr_schedule.start_lr, capturable
         )
     train_step = step_class(model, optimizer, config, world)
+    log.info(describe_optimizer(config.optimizer.name, optimizer))
     torch.manual_seed(config.seed + world.rank)
     return train_step
 
 
-def log_settings(config: Config, step: EagerStep, world: World) -> None:
-    """Logs how the step computes, the augmentation, a long warm-up, and the options without effect in this run."""
-    log.info(describe_optimizer(config.optimizer.name, step.optimizer))
+def log_settings(config: Config, world: World) -> None:
+    """Logs the backends, the augmentation, a long warm-up, and the options without effect in this run."""
     log_backends(config, world)
     if not config.is_classification:
         log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
