@@ -118,7 +118,10 @@ def copying_error(checkpoint: Path, file: str) -> float:
 
 def measures(found: results.Results) -> dict[str, float]:
     """Errors, and spectra at wavenumbers that all boxes have."""
-    kept = {name.partition("/")[2]: value for name, value in found.scalars().items() if " at k = " not in name}
+    kept = {"L1": float(found.l1.mean())}
+    for tag, value in found.scalars().items():
+        if " at k = " not in tag:
+            kept[tag.removeprefix("Evaluation ").replace("/", " ")] = value
     for field in FIELDS:
         spectrum = found.spectra[field]
         for k in WAVENUMBERS:

@@ -376,9 +376,9 @@ def test_a_missing_checkpoint_or_config_is_a_one_line_error(refuse: Any, trained
     refuse(says, checkpoint=tmp_path / "changed.pt")
 
 
-def test_weights_that_are_not_finite_are_refused(refuse: Any, run: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(refuse: Any, trained_run: Path, tmp_path: Path) -> None:
     """Fixed: the prediction was NaN everywhere, with exit code 0."""
-    content = read_weights(run)
+    content = read_weights(trained_run)
     name, weights = next(iter(content["network"].items()))
     weights.view(-1)[3] = float("nan")
     torch.save(content, tmp_path / "nan.pt")
