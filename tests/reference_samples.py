@@ -26,7 +26,7 @@ ALONE = World(Launch("test"), torch.device("cpu"))
 def loader_of(
     kind: Callable[..., Any], volumes: Any, plan: Any, rank: int = 0, ranks: int = 1, device: Any = "cpu", **keys: Any
 ) -> Any:
-    """A loader of class `kind` for a rank; `keys` of its config."""
+    """A loader of class `kind` for one rank; `keys` of its config."""
     config = Config().model_copy(update={"local_batch_size": 4} | keys)
     return kind(volumes, plan, config, World(Launch("test", rank, rank, ranks), torch.device(device)))
 

@@ -35,6 +35,15 @@ class Net(nn.Module):
     def forward(self, x):
         return self.conv(x)
 
+class Scaled(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = nn.Conv3d(in_channels, out_channels, 1)
+        self.first = self.conv.weight.abs().max().item()
+
+    def forward(self, x):
+        return self.conv(x) / self.first
+
 class Free(nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -78,7 +87,7 @@ def network(name: str, **options: Any) -> nn.Module:
         ),
         ("own_net.Net", {}, "network own_net.Net needs its option depth; set network.options.depth; known: in_ch"),
         ("own_net.Net", {"depth": 0}, "'depth': 0}: ValueError: too flat (TMP/own_net.py, line 9)"),
-        ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Free, Classifier"),
+        ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Scaled, Free, Classifier"),
         ("own_net.function", {}, "function is no class derived from torch.nn.Module"),
         ("nowhere_net.Net", {}, "no module nowhere_net in TMP; correct the name"),
         ("own_net.sub.Net", {}, "cannot import own_net.sub: ModuleNotFoundError"),
@@ -145,3 +154,13 @@ def test_a_network_with_another_output_than_the_targets_is_refused_before_it_tra
     assert error.startswith("error: network ")
     assert line in error
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("flags", "line"), [([], "DONE ---- rank 0"), (["--preflight"], "all checks passed")])
+def test_a_constructor_that_needs_values_is_trained(
+    flags: list[str], line: str, data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fixed: the size of a checkpoint was computed from a network on torch's meta device, which has no values."""
+    common = ["--set=network.name=own_net.Scaled", f"--set=expdir={tmp_path}/r", "--num_epochs=1"]
+    train.main([f"--yaml_config={YAML}", "--config=test", *data_flags, *common, *flags])
+    assert line in "".join(capsys.readouterr())

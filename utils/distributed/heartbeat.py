@@ -123,8 +123,10 @@ class Heartbeat:
         """Lowers the time without progress after which the run hangs to `seconds`, for the duration of the block."""
         usual = self._hang_seconds
         self._hang_seconds = min(usual or seconds, seconds)
-        yield
-        self._hang_seconds = usual
+        try:
+            yield
+        finally:
+            self._hang_seconds = usual
 
     def failed(self, error: BaseException) -> None:
         """Reports an exception to the other ranks. Returns if this rank has to print it."""

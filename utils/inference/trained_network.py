@@ -22,6 +22,7 @@ from utils.errors import UserError
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
 from utils.inference.window_grid import build_window_grid
 from utils.steps import build
+from utils.steps.eager import load_network
 from utils.training.checkpoint import read_weights
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
@@ -84,10 +85,9 @@ class TrainedNetwork:
         }
         network = build.network(config.model_copy(update=plain))
         try:
-            network.load_state_dict(content["network"])
-        except RuntimeError as error:
-            fault = str(error).splitlines()[:2][-1].strip(" \t.")
-            raise UserError(f"{path} does not fit network {config.network.name}, whose code differs: {fault}") from None
+            load_network(network, content["network"])
+        except ValueError as error:
+            raise UserError(f"{path} does not fit network {config.network.name}, whose code differs: {error}") from None
         record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
         return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
 

@@ -52,15 +52,13 @@ def reserved_bytes(config: Config, world: World) -> int:
 def training_memory(config: Config) -> TrainingMemory:
     """The memory of a training run with this config, whose batch sizes are resolved (`Config.for_world`)."""
     assert config.local_batch_size is not None
-    is_checked = own_network.is_checked(config)
-    with torch.device("cpu" if is_checked else "meta"):  # not every constructor works without values
-        network = build.network(config).to("meta")
+    network = build.network_without_values(config)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     micro_batch = meta_batch(config, config.local_batch_size // config.accumulation_steps)
     try:
         activations = activation_bytes(network, micro_batch[0])
     except Exception:
-        if not is_checked:
+        if not own_network.is_checked(config):
             raise
         activations = 0  # not every network works without values; a faulty one is reported when it is called
     return TrainingMemory(

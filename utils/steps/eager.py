@@ -23,6 +23,16 @@ from utils.steps.compile import Compiled
 from utils.steps.data_parallel import GradientNormProbe, ManualDataParallel, data_parallel, gradients_of
 
 
+def load_network(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Loads weights into a network; ValueError with the first difference if they belong to another one."""
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        # All differences stand below a title; some errors are a title alone.
+        first = str(error).splitlines()[:2][-1]
+        raise ValueError(first.strip(" \t.")) from None
+
+
 class EagerStep:
     """Trains and evaluates one network on one rank: step(inputs, targets, lr) -> loss.
 
@@ -130,12 +140,7 @@ class EagerStep:
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Loads the network's weights alone; ValueError if they belong to another network."""
-        try:
-            self._trained.network.load_state_dict(weights)
-        except RuntimeError as error:
-            # All differences stand below a title; some errors are a title alone.
-            first = str(error).splitlines()[:2][-1]
-            raise ValueError(first.strip(" \t.")) from None
+        load_network(self._trained.network, weights)
         if self._average is not None:
             self._average.restart()
 

@@ -209,8 +209,7 @@ def prune(folder: Path, keep_last: int, last: int, best_step: int) -> None:
 
 def checkpoint_bytes(config: Config) -> int:
     """The size of a checkpoint: weights, with `ema_decay` also their average, and the optimizer's state."""
-    with torch.device("meta"):
-        network = build.network(config)
+    network = build.network_without_values(config)
     weights = sum(tensor.nbytes for tensor in network.state_dict().values())
     return weights * (1 if config.ema_decay is None else 2) + state_bytes(config.optimizer, network.named_parameters())
 
