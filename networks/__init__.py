@@ -53,7 +53,8 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
         options["crop"] = crop
     samples = [option for option in SAMPLES if option in options]
     suitable = [known for known in NETWORKS if _options(NETWORKS[known]).issuperset(samples)]
-    _check_name("network.name: unknown network", name, NETWORKS, suitable)
+    own = "; a class of your own is named my_module.MyNetwork"
+    _check_name("network.name: unknown network", name, NETWORKS, suitable, own)
     if name not in suitable:
         raise ValueError(f"network {name} cannot be used with {SAMPLES[samples[-1]]}; use {' or '.join(suitable)}")
     for option in options:
@@ -88,9 +89,9 @@ def _options(kind: type[nn.Module]) -> set[str]:
     return kind.__init__.__annotations__.keys() - {"return"}
 
 
-def _check_name(what: str, name: str, known: Iterable[str], suitable: Sequence[str]) -> None:
+def _check_name(what: str, name: str, known: Iterable[str], suitable: Sequence[str], own: str = "") -> None:
     """Raises ValueError for a name that is not `known`; the message lists those that are `suitable` in this config."""
     if name not in known:
         match = difflib.get_close_matches(name, suitable, n=1)
         hint = f"; did you mean {match[0]}?" if match else ""
-        raise ValueError(f"{what} {name}; known: {', '.join(suitable)}{hint}")
+        raise ValueError(f"{what} {name}; known: {', '.join(suitable)}{hint}{own}")

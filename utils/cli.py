@@ -60,8 +60,13 @@ class Parser(argparse.ArgumentParser):
             message = f"{prefix}{' '.join(misspelled)}" if misspelled else message
         if message.startswith(prefix):
             unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
+            before = self._arguments[self._arguments.index(unknown) - 1] if unknown in self._arguments else ""
             keys = similar(unknown.lstrip("-"), flatten(Config())) if "--set" in self._option_string_actions else []
-            if question := did_you_mean(unknown, self._option_string_actions):
+            if unknown.endswith((".yaml", ".yml")):
+                hint = f"; did you mean --yaml_config {unknown}?"
+            elif "=" not in before and "--set" in self._arguments:
+                hint = f"; did you mean --set {before}={unknown}?"
+            elif question := did_you_mean(unknown, self._option_string_actions):
                 hint = question
             elif keys:
                 hint = f"; config keys are set with {' or '.join(f'--set {key}=VALUE' for key in keys)}"
@@ -208,6 +213,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     given = {name: value for name, value in vars(arguments).items() if name in SWITCHES or name in VALUES}
     flags = {KEYS.get(name, name): value for name, value in given.items()}
     changes = read_changes(arguments.set)
+    if flags.get("enable_amp") and flags.get("amp_mode") == "none":
+        raise UserError("--enable_amp and --amp_mode none contradict each other; remove one of them")
+    if "local_batch_size" in flags and "global_batch_size" in changes:
+        raise UserError("--local_batch_size and global_batch_size both set the batch; remove one of them")
     # Each is translated on its own, so that --set overrides flags regardless of the spelling of either.
     flags, changes = map(translate, (flags, changes))
     name = default_name(arguments.yaml_config) if arguments.config is None else arguments.config

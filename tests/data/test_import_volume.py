@@ -193,8 +193,20 @@ def test_the_config_extends_one_whose_crops_fit(tmp_path: Path, cells: int, pare
     changed = configs.differences(configs.load(options.yaml_config, options.config), shipped)
     assert changed.pop("train_path") == str(folder / "a.h5")
     assert changed.pop("val_path") == str(folder / "b.h5")
+    assert [changed.pop(key) for key in imported_config.NPY_KEYS] == [None] * 4
     own = {"symmetries": "full", "expdir": "./runs"} if parent == "base" else {}
     assert changed == {"box_size": [[[128, cells, 128]], 80], **own}
+
+
+def test_volumes_that_cannot_be_trained_on_as_they_are_get_a_warning(tmp_path: Path) -> None:
+    """A part that is smaller than a crop, and no validation volume."""
+    lines = imported_config.write_config(tmp_path / "a.yaml", {tmp_path / "a.h5": (24, 64, 64)}, (4, 5))
+    assert "validation uses the training volume" in lines[1]
+    assert "24 cells is smaller than its data_size 32" in lines[2]
+    assert "to train:" not in lines
+    assert {name: configs.load("config/UNet.yaml", name).data_size for name in imported_config.CROPS} == (
+        imported_config.CROPS
+    )
 
 
 def test_without_gas_only_the_inputs_are_written(run: Any, box: Path, tmp_path: Path) -> None:

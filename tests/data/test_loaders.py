@@ -243,7 +243,7 @@ def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_file
         assert key != "box_size" or named.box_size == value
         with pytest.raises(UserError, match="box_size is 32" if key == "box_size" else "expected"):
             open_files(named, "train")
-    with pytest.raises(UserError, match="there is no channel 3; N_in_channels is 2"):
+    with pytest.raises(UserError, match="there is no channel 3, since N_in_channels is 2"):
         with_file_values(validate({**keys, "vector_channels": {"inputs": [[1, 2, 3]]}}, "mine"), reads)
 
 

@@ -111,9 +111,9 @@ VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales":
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vgg", VOLUMES, "^network.name: unknown network vgg; known: unet, smooth_unet$"),
-        ("vgg", LABELED, "known: mnist_cnn, lenet, reuters_cnn, cifar_cnn$"),
-        ("vgg", TEXTS, "known: reuters_cnn$"),
+        ("vgg", VOLUMES, "^network.name: unknown network vgg; known: unet, smooth_unet;"),
+        ("vgg", LABELED, "known: mnist_cnn, lenet, reuters_cnn, cifar_cnn;"),
+        ("vgg", TEXTS, "known: reuters_cnn;"),
         ("lenet", TEXTS, "network lenet cannot be used with texts; use reuters_cnn"),
         ("lenet", VOLUMES, "network lenet cannot be used with volumes; use unet or smooth_unet"),
         ("unet", LABELED, "network unet cannot be used with labeled samples; use mnist_cnn or lenet"),

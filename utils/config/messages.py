@@ -19,6 +19,7 @@ RULES = {
     "list_type": "must be a list such as [a, b]",
     "model_type": "must be a section with keys",
 }
+SYNONYMS = {"learning_rate": "start_lr"}
 SIMILAR = 0.75  # difflib's ratio; below it, unrelated names that share a word, such as patch_size and data_size
 
 
@@ -38,6 +39,8 @@ def _fault(section: type[Section], fault: Mapping[str, Any]) -> str:
         return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
     rule = re.sub(r"^\w+ should ", "must ", fault["msg"].partition(" after validation")[0])
     rule = RULES.get(fault["type"], rule)
+    if fault["type"] == "model_type" and isinstance(fault["input"], str) and f"{key}.name" in keys_of(section):
+        return f"{key} {rule}; did you mean {key}.name={fault['input']}?"
     return f"{key} {rule}, got {fault['input']!r:.{LONGEST_VALUE}}".lstrip()
 
 
@@ -52,6 +55,7 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterable[str]:
 def similar(word: str, known: Iterable[str]) -> list[str]:
     """The few known names that contain `word` or are spelled almost like it; of dotted keys, the last part counts."""
     section, _, word = word.lower().rpartition(".")
+    word = SYNONYMS.get(word, word)
     names = {name: name.rpartition(".")[2].lower() for name in known}
     close = difflib.get_close_matches(word, names.values(), n=1, cutoff=SIMILAR)
     for matches in (

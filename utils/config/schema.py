@@ -244,9 +244,10 @@ class Config(NeutralKeys):
         vectors = self.vector_channels
         for name, triples, key in (("inputs", vectors.inputs, "N_in"), ("targets", vectors.targets, "N_out")):
             last, channels = max(itertools.chain(*triples), default=0), getattr(self, f"{key}_channels")
-            faults[f"vector_channels.{name}: there is no channel {last}; {key}_channels is {channels}"] = (
-                last >= channels
-            )
+            faults[
+                f"vector_channels.{name}: there is no channel {last}, since {key}_channels is {channels}; set it to "
+                f"the vectors' channels, [] for none"
+            ] = last >= channels
         for message, is_fault in faults.items():
             if is_fault:
                 raise ValueError(message)

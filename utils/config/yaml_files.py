@@ -77,8 +77,9 @@ def _parse(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:  # its text names the input "<unicode string>" and repeats the line
         mark, context = error.problem_mark, f" ({error.context})" if error.context else ""
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        undefined = "undefined alias" in str(error)
-        hint = f"; << finds anchors above it in the same file, {EXTENDS}: NAME any config" if undefined else ""
+        hint = f"; << finds anchors above it in the same file, {EXTENDS}: NAME any config"
+        if "undefined alias" not in str(error):
+            hint = "; indent with spaces" if "'\\t'" in str(error) else ""
         raise UserError(f"cannot read {name}: {place}{error.problem}{context}{hint}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a wrong tag, such as !!int word
         reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
@@ -139,7 +140,7 @@ def find(path: str, name: str) -> NamedConfig:
         try:
             configs = _read(str(neighbor))[0]
         except UserError as error:  # possibly a file of another program
-            configs, faults = {}, f"{faults}; {error}"
+            configs, faults = {}, f"{faults}; {error}" if name in Path(neighbor).read_text(errors="replace") else faults
         known |= configs
         if name in configs:
             matches[str(neighbor)] = configs[name]
@@ -165,6 +166,8 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
         raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from None
     if isinstance(configs, dict) and MERGE in configs:  # whole configs
         _apply_merge_keys(configs, path, set())
+    if configs is None:
+        raise UserError(f"{path} is empty; write named configs, such as base: {{seed: 1}}")
     entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]
     for name, values in entries:
         if not isinstance(values, dict) and name != EXTENDS:

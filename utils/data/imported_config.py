@@ -15,7 +15,7 @@ from utils.errors import os_errors_for_users
 from utils.files import atomic_write
 
 SHIPPED = "UNet.yaml"
-SMALLEST_FOR_BASE = 64  # cells per side of base's crops; smaller boxes extend demo
+CROPS = {"base": 64, "demo": 32}  # data_size of the configs to extend
 HEADER = """\
 # Trains on imported volumes: {command}
 # The config begins with all keys of `{parent}`; to begin with those of another config, change the line `extends` in it.
@@ -24,6 +24,7 @@ ONE_VOLUME = """\
 # val_path is the training volume itself, so the validation loss says nothing about other volumes. Import another one,
 # set val_path to it, and the second number of box_size to its cells per side.
 """
+NPY_KEYS = [f"{split}_path_npy_{kind}" for split in ("train", "val") for kind in ("data", "label")]
 
 
 def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> list[str]:
@@ -35,11 +36,13 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     command = f"python train.py --yaml_config {shlex.quote(str(path))}"
     if path.exists():
         return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
-    parent = "base" if min(map(min, volumes.values())) >= SMALLEST_FOR_BASE else "demo"
+    smallest = min(map(min, volumes.values()))
+    parent = "base" if smallest >= CROPS["base"] else "demo"
     inputs, targets = counts
     keys: dict[str, Any] = {
         EXTENDS: parent,
         **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
+        **dict.fromkeys(NPY_KEYS),
         "box_size": [box_entry([volumes[file]]) for file in (first, last)],
         "N_in_channels": inputs,
         "N_out_channels": targets,
@@ -52,4 +55,10 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     text = f"{header}{dump({EXTENDS: SHIPPED, path.stem: keys})}"
     with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
-    return [f"wrote {path}, a config that extends {parent}; to train:", command]
+    lines = [f"wrote {path}, a config that extends {parent}"]
+    if len(volumes) == 1:
+        lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
+    if smallest < CROPS[parent]:
+        fault = f"a side of {smallest} cells is smaller than its data_size {CROPS[parent]}"
+        return [*lines, f"warning: {fault}; import larger parts, or lower data_size in {path}, before you run", command]
+    return [*lines, "to train:", command]

@@ -195,7 +195,7 @@ def _check_shapes(config: Config, split: str, volumes: list[Volume]) -> None:
     """Raises UserError if a crop does not fit into a volume, or if the size of a single cube contradicts the config."""
     box, shape = split_settings(config, split).box, volumes[0].shape
     if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
-        sizes = [shape[0] if name == split else split_settings(config, name).box for name in SPLITS]
+        sizes = [_stated_box(config, UNNAMED, name, "hdf5") for name in SPLITS]
         fault = f"the volume has {shape[0]} cells per side, but box_size is {box}"
         raise UserError(f"{volumes[0].path}: {fault}; set box_size to {sizes}")
     for volume in volumes:
@@ -220,6 +220,9 @@ def check_data(config: Config, reads: str | None, world: World) -> None:
             check_samples(of_both_splits(volumes), config.allow_physical_values)
             for line in check_distinct(volumes):
                 log.warning(line)
+            for volume in volumes["train"]:
+                if set(volume.shape) == {config.data_size}:
+                    log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")
 
 
 def check_all_values(config: Config, reads: str | None) -> None:

@@ -157,7 +157,7 @@ def open_volume(
     """Opens a volume; raises UserError if it does not match the arguments. A number of channels None accepts any."""
     keys = ("N_in_channels", "N_out_channels")
     inputs, targets = (
-        FieldReader(str(path), name, count, remedy="set dataset_names", channels_key=key)
+        FieldReader(str(path), name, count, remedy="choose another file, or set dataset_names", channels_key=key)
         for name, count, key in zip(names, channels, keys, strict=True)
     )
     if inputs.shape != targets.shape:
@@ -216,9 +216,16 @@ def checked_dataset(
         names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
         raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedy}")
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
-    if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]):
-        fix = f"set {channels_key}" if channels_key and len(shape) == 4 else "choose or write one of that shape"
+    is_last = len(shape) == 4 and shape[0] == shape[1] > shape[3]  # no crop fits into so flat a volume
+    if len(shape) != 4 or 0 in shape or is_last or shape[0] != (channels or shape[0]):
+        fix = "choose or write one of that shape"
+        if is_last:
+            fix = "channels come first: write numpy.moveaxis(values, -1, 0)"
+        elif channels_key and len(shape) == 4:
+            fix = f"give files with the same channels for training and validation, or set {channels_key}"
         raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {fix}")
+    if dataset.dtype.kind not in "fiu":
+        raise UserError(f"{path}: {name} holds {dataset.dtype}, expected real numbers; write it as float32")
     chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
     if chunk > LARGE_CHUNK:
         _log_large_chunks(path, name, chunk)
@@ -251,9 +258,11 @@ def reading(path: str) -> Iterator[None]:
         text = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split())
         if "truncated" in text:
             text = "the file is truncated"
+        (remedy,) = os_remedy(error) or ["copy or recreate it"]
         if "signature" in text:
             text = "it is not an HDF5 file"
-        (remedy,) = os_remedy(error) or ["copy or recreate it"]
+            if path.endswith(".npy"):
+                remedy = f"{IMPORTER} makes one of the .npy files in a directory"
         raise UserError(f"cannot read {path}: {text}; {remedy}") from None
 
 
