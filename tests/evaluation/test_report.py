@@ -94,25 +94,39 @@ def test_the_summary_says_which_scales_are_right(found: Results) -> None:
     spectrum = found.spectra["log density"]
     k = np.arange(1, len(spectrum.k) + 1) * (2 * math.pi / 8)
 
-    def row(correlation: list[float], power: float, cell: float | None = 0.5) -> list[str]:
-        cross = np.array(correlation + [0.5] * (len(k) - len(correlation))) * math.sqrt(power)
-        ones = np.ones(len(k))
-        changed = replace(spectrum, k=k, predicted=power * ones, target=ones, cross=cross)
+    def row(correlation: list[float], power: float | np.ndarray, cell: float | None = 0.5) -> list[str]:
+        power = power * np.ones(len(k))
+        cross = np.array(correlation + [0.5] * (len(k) - len(correlation))) * np.sqrt(power)
+        changed = replace(spectrum, k=k, predicted=power, target=np.ones(len(k)), cross=cross)
         return tables.summary_table(replace(found, cell=cell, spectra={**found.spectra, "log density": changed}))[1]
 
-    numbers = ["gas density", f"{found.l1[0]:.5f}", f"{found.r2[0]:.4f}"]
-    place = "Structure larger than 2.7 Mpc/h is in the right place; on large scales it has "
-    assert row([1, 1], 1.04) == [*numbers, "k = 2.4 h/Mpc (2.7 Mpc/h)", f"{place}4 % too much power."]
-    assert row([1, 1, 1, 0.95], 0.92)[3:] == [
+    numbers = ["gas density", f"{found.l1[0]:.5f}", f"{found.copied_l1[0]:.5f}", f"{found.r2[0]:.4f}"]
+    place = "Structure larger than 2.7 Mpc/h is in the right place."
+    right = "Its power is right to 10% on all scales."
+    assert row([1, 1], 1.04) == [*numbers, "k = 2.4 h/Mpc (2.7 Mpc/h)", f"{place} {right}"]
+    assert row([1, 1, 1, 0.95], 0.92)[4:] == [
         "k = 3.9 h/Mpc (1.6 Mpc/h)",
-        "Structure larger than 1.6 Mpc/h is in the right place; on large scales it has 8 % too little power.",
+        f"Structure larger than 1.6 Mpc/h is in the right place. {right}",
     ]
-    assert row([1, 1], 1.0, None)[3] == "k = 2.4 rad/cell (2.7 cells)"
-    assert (
-        row([0.3], 1.0)[4] == "Not even structure of the largest scales is in the right place; it has the right power."
-    )
-    assert row([1] * len(k), 1.0)[3] == "no scale"
-    assert row([1], math.nan)[3] == "unknown"
+    assert row([1, 1], 1.0, None)[4] == "k = 2.4 rad/cell (2.7 cells)"
+    assert row([0.3], 1.0)[5] == f"Not even structure of the largest scales is in the right place. {right}"
+    assert row([1] * len(k), 1.0)[4] == "no scale"
+    assert row([1], math.nan)[4] == "unknown"
+    checkerboard = np.where(k == k[-1], 1e5, 1.0)  # fixed: only the power of large scales was reported
+    end = f"above {2 * math.pi / k[-1]:.2g} Mpc/h, 1e+05 times the target's at k = {k[-1]:.2g}."
+    assert row([1, 1], checkerboard)[5] == f"{place} Its power is right to 10% {end}"
+    assert row([1, 1], 1.5)[5].endswith("wrong on the largest scales and up to 1.5 times the target's at k = 0.79.")
+
+
+def test_the_conclusion_names_fields_that_are_no_better_than_copying_or_a_constant(found: Results) -> None:
+    assert tables.lines(found)[-1] == tables.conclusion(found)
+    assert "each channel is better than copying" in tables.conclusion(found)
+    below = np.where(np.arange(len(found.l1)) == 1, 0.9 * found.l1, found.copied_l1)
+    assert "of gas velocity x is no better" in tables.conclusion(replace(found, copied_l1=below))
+    without_structure = np.append(found.r2[:-1], -0.1)
+    assert "of temperature is no better" in tables.conclusion(replace(found, r2=without_structure))
+    assert "of each channel is no better" in tables.conclusion(replace(found, r2=np.full(len(found.r2), math.nan)))
+    assert np.isnan(found.copied_l1).tolist() == [False] * 4 + [True], "the input has no temperature"
 
 
 def test_the_page_shows_the_losses_of_the_training_run(found: Results, tmp_path: Path) -> None:
@@ -148,7 +162,7 @@ def test_tables_have_physical_errors_and_spectra(found: Results) -> None:
     for name, spectrum in found.spectra.items():
         shells = spectrum.reference_shells
         assert rows[name] == [f"{value:.3f}" for value in (*spectrum.correlation[shells], *spectrum.ratio[shells])]
-    for line in tables.lines(found):
+    for line in tables.lines(found)[:-1]:
         assert any(line.startswith(name) for name in (*rows, "channel", "gas", "temperature", "all", "velocity")), line
 
 

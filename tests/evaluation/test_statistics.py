@@ -22,7 +22,7 @@ from utils.evaluation.statistics import VolumeStatistics
 CPU = torch.device("cpu")
 ONE = World(Launch("test"), CPU)
 GAS = target_channels(5, TransformConfig())
-SHAPE = (12, 10, 8)
+SHAPE = (12, 11, 7)
 ALL_SPECTRA = ["density", "log density", "velocity", "divergence", "log temperature"]
 
 

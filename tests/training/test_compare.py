@@ -74,6 +74,14 @@ def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest
     assert cells["time"] == ["1:55", "0:40"]
 
 
+def test_losses_of_other_validation_data_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path / name, val_path=f"{name}.h5", seed=seed) for seed, name in enumerate(("a", "b"))]
+    compare.main([str(run) for run in runs])
+    assert "these losses cannot be compared, because val_path differ" in capsys.readouterr().err
+    compare.main([str(runs[0]), str(make_run(tmp_path / "c", val_path="a.h5", seed=3))])
+    assert capsys.readouterr().err == ""
+
+
 def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         compare.main([str(DEMO), str(tmp_path)])

@@ -27,6 +27,7 @@ from utils.training.provenance import read_provenance
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 TRAINING = "loss_curves"  # a picture of the page
+ORIGIN = ("run", "checkpoint", "prediction", "epoch", "step", "input", "windows", "date", "git_commit", "device")
 SPACE = 2**20  # bytes that a report needs at least
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=": ".join(filter(None, ("Evaluation", evaluation.title))),
+        conclusion=tables.conclusion(evaluation),
         summary=tables.summary_table(evaluation),
         validation_loss=_validation_loss(evaluation.metadata),
         channels=tables.channel_table(evaluation),
@@ -164,6 +166,7 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
         mean_flux=f", {flux.mean_flux:.4g} at redshift {flux.redshift:g}" if flux else "",
         baseline=_baseline_text(flux) if flux else "",
         pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},
+        origin=[(key, metadata[key]) for key in ORIGIN if key in metadata],
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
     )
 

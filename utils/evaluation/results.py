@@ -85,6 +85,7 @@ class Results:
     input_channels: tuple[Channel, ...]
     cell: float | None  # side of a cell in Mpc/h, if known
     l1: np.ndarray  # [C] mean |prediction − target| of the channel values
+    copied_l1: np.ndarray  # [C] that of copying the input's channel; NaN for channels that the input does not have
     r2: np.ndarray  # [C] 1 − Σ(prediction − target)² / Σ(target − mean)² of the channel values
     spectra: dict[str, Spectrum]  # by field: "density", "log density", "velocity", "divergence", "log temperature" …
     distributions: dict[str, Distribution]  # by channel name, and "velocity divergence"

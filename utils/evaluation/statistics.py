@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, common_channels
 from utils.distributed.world import World
 from utils.evaluation.results import Distribution, PhaseDiagram, Results
 from utils.evaluation.spectra import KShells
@@ -81,6 +81,7 @@ class VolumeStatistics:
             return torch.tensor(values, dtype=torch.float64, device=world.device)[:, None, None]
 
         self._errors = zeros(4, len(channels))  # Σ|p − t|, Σ(p − t)², Σ(t − shift), Σ(t − shift)²
+        self._copied = zeros(common_channels(input_channels, channels))  # Σ|input − t|
         self._shift = zeros(len(channels), 1, 1)  # the target in one cell: a large mean would hide the variance
 
         self._bins = [_bins(channel) for channel in channels]
@@ -117,7 +118,9 @@ class VolumeStatistics:
         if start <= middle < start + planes:
             for name, values in (("input", inputs), ("target", target), ("predicted", predicted)):
                 self._slices[name] = values[:, middle - start].float().cpu().numpy().copy()
-        predicted, target = (values.to(self._world.device, torch.float32) for values in (predicted, target))
+        inputs, predicted, target = (
+            values.to(self._world.device, torch.float32) for values in (inputs, predicted, target)
+        )
         if not self._planes_seen:
             self._shift = target[:, :1, :1, 0].clone()
         # Plane by plane: the sums do not depend on the slabs' thickness, and temporaries are small.
@@ -125,6 +128,8 @@ class VolumeStatistics:
             x = start + plane
             if x % self._world.size == self._world.rank:
                 self._count(predicted[:, plane], target[:, plane])
+                copied = inputs[: len(self._copied), plane] - target[: len(self._copied), plane]
+                self._copied += copied.abs().sum((1, 2), dtype=torch.float64)
             for field, stored in zip(self._fields, self._stored, strict=True):
                 for volume, values in zip(stored, (predicted, target), strict=True):
                     self._store(volume, x, values[:, plane], field)
@@ -141,6 +146,8 @@ class VolumeStatistics:
         shells = KShells(self._shape, self._cell or 1.0, self._world.device)
         spectra, divergence = self._transform(shells)
         absolute, square, shifted, shifted_square = total(self._errors).cpu().numpy()
+        copied = np.full(len(self._channels), np.nan)
+        copied[: len(self._copied)] = total(self._copied).cpu().numpy() / cells
         all_counts = np.split(total(self._counts).cpu().numpy(), self._ends[:-1], axis=1)
         distributions = {
             channel.name: Distribution(bins.edges, predicted, target, channel.unit, channel.is_log)
@@ -162,6 +169,7 @@ class VolumeStatistics:
             input_channels=self._input_channels,
             cell=self._cell,
             l1=absolute / cells,
+            copied_l1=copied,
             r2=_r2(square, shifted_square - shifted**2 / cells),
             spectra={name: shells.spectrum(total(sums)) for name, sums in spectra.items()},
             distributions=distributions,

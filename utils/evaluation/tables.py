@@ -11,24 +11,42 @@ from utils.evaluation.results import Results, Spectrum
 from utils.lyman_alpha.results import Flux
 
 GOOD_CORRELATION = 0.9
+POWER_TOLERANCE = 0.1
 
 Table = list[list[str]]  # rows; the first one is the header
 
 
 def lines(evaluation: Results) -> list[str]:
-    """All tables as lines of a log."""
+    """All tables as lines of a log, and the conclusion."""
     tables = [channel_table(evaluation), field_table(evaluation)]
     tables += [flux_table(evaluation.flux)] if evaluation.flux else []
-    return [line for table in tables for line in _aligned(table)]
+    return [*(line for table in tables for line in _aligned(table)), conclusion(evaluation)]
+
+
+def conclusion(evaluation: Results) -> str:
+    """A sentence that compares the prediction with copying the input and with a constant."""
+    beaten = (evaluation.l1 < evaluation.copied_l1) | np.isnan(evaluation.copied_l1)
+    beaten &= evaluation.r2 > 0  # 0: the mean, everywhere
+    worse = [channel.name for channel, is_beaten in zip(evaluation.channels, beaten, strict=True) if not is_beaten]
+    if not worse:
+        return "The prediction of each channel is better than copying the input and than a constant."
+    names = "each channel" if len(worse) == len(beaten) else ", ".join(worse)
+    return (
+        f"The prediction of {names} is no better than copying the input or than a constant: train longer, or check "
+        "the data and the learning rate."
+    )
 
 
 def summary_table(evaluation: Results) -> Table:
-    """L1 and R² of each channel, the scale down to which it correlates with the target, and a sentence."""
-    rows = [["field", "L1", "R²", f"r passes {GOOD_CORRELATION} at", "in short"]]
-    for channel, l1, r2 in zip(evaluation.channels, evaluation.l1, evaluation.r2, strict=True):
-        spectrum = _spectrum(channel, evaluation)
-        rows.append([channel.name, f"{l1:.5f}", _number(r2, 4), *_structure(spectrum, evaluation)])
-    return [*rows, ["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""]]
+    """L1 and R² of each channel, L1 of copying the input, the scale where the correlation is lost, and sentences."""
+    rows = [["field", "L1", "L1 of the input", "R²", f"r passes {GOOD_CORRELATION} at", "in short"]]
+    for channel, l1, copied, r2 in zip(
+        evaluation.channels, evaluation.l1, evaluation.copied_l1, evaluation.r2, strict=True
+    ):
+        copied_text = "" if np.isnan(copied) else f"{copied:.5f}"
+        structure = _structure(_spectrum(channel, evaluation), evaluation)
+        rows.append([channel.name, f"{l1:.5f}", copied_text, _number(r2, 4), *structure])
+    return [*rows, ["all channels", f"{evaluation.l1.mean():.5f}", "", "", "", ""]]
 
 
 def _spectrum(channel: Channel, evaluation: Results) -> Spectrum:
@@ -39,21 +57,36 @@ def _spectrum(channel: Channel, evaluation: Results) -> Spectrum:
 
 
 def _structure(spectrum: Spectrum, evaluation: Results) -> tuple[str, str]:
-    """The scale at which r passes GOOD_CORRELATION, and a sentence about structure and power."""
-    large = spectrum.ratio[spectrum.reference_shells[0]]
-    if not math.isfinite(large):
+    """The scale at which r passes GOOD_CORRELATION, and sentences about structure and power."""
+    if not math.isfinite(spectrum.ratio[0]):
         return "unknown", "Prediction or target have no structure, or are not finite."
-    excess = round(100 * (large - 1))
-    power = f"has {abs(excess)} % too {'much' if excess > 0 else 'little'} power" if excess else "has the right power"
-    bad = first_poor_shell(spectrum)
+    power, bad = _power(spectrum, evaluation), first_poor_shell(spectrum)
     if bad is None:
-        return "no scale", f"Structure of all scales is in the right place; on large scales it {power}."
-    k, length = spectrum.k[bad], 2 * math.pi / spectrum.k[bad]
-    scale = f"{length:.2g} {'cells' if evaluation.cell is None else 'Mpc/h'}"
-    place = f"k = {k:.2g} {evaluation.wavenumber_unit} ({scale})"
+        return "no scale", f"Structure of all scales is in the right place. {power}"
+    scale = _scale(spectrum, bad, evaluation)
+    place = f"k = {spectrum.k[bad]:.2g} {evaluation.wavenumber_unit} ({scale})"
     if bad == 0:
-        return place, f"Not even structure of the largest scales is in the right place; it {power}."
-    return place, f"Structure larger than {scale} is in the right place; on large scales it {power}."
+        return place, f"Not even structure of the largest scales is in the right place. {power}"
+    return place, f"Structure larger than {scale} is in the right place. {power}"
+
+
+def _power(spectrum: Spectrum, evaluation: Results) -> str:
+    """A sentence about the power on all scales."""
+    with np.errstate(divide="ignore"):
+        error = np.nan_to_num(np.abs(np.log(spectrum.ratio)), nan=np.inf)
+    wrong = np.flatnonzero(error > math.log(1 + POWER_TOLERANCE))
+    if not wrong.size:
+        return f"Its power is right to {POWER_TOLERANCE:.0%} on all scales."
+    worst = int(error.argmax())
+    factor = f"{spectrum.ratio[worst]:.2g} times the target's at k = {spectrum.k[worst]:.2g}"
+    if wrong[0] == 0:
+        return f"Its power is wrong on the largest scales and up to {factor}."
+    return f"Its power is right to {POWER_TOLERANCE:.0%} above {_scale(spectrum, int(wrong[0]), evaluation)}, {factor}."
+
+
+def _scale(spectrum: Spectrum, shell: int, evaluation: Results) -> str:
+    """The wavelength of a shell."""
+    return f"{2 * math.pi / spectrum.k[shell]:.2g} {'cells' if evaluation.cell is None else 'Mpc/h'}"
 
 
 def first_poor_shell(spectrum: Spectrum) -> int | None:

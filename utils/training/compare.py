@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -27,6 +28,8 @@ from utils.training.choice import CONFIG, PROVENANCE, SUMMARY
 from utils.training.loggers.base import METRICS, read_records
 
 NOTHING = "-"
+# Sections and keys that define the validation loss.
+OF_THE_LOSS = ("val_path", "dataset", "data_size", "Nsamples_val", "loss", "lambda_rho", "channel_weights", "transform")
 RUN, FINAL, BEST = "run", "final validation loss", "best validation loss"
 ORDERS = {"final": FINAL, "best": BEST}
 # Names and values whose text in a table differs from that in a CSV file.
@@ -85,6 +88,12 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines.insert([*rows[0]].index("state"), [""] * (len(rows) + 1))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def remark(rows: Sequence[Row]) -> str:
+    """A line if the runs' losses have different definitions or samples; empty otherwise."""
+    differing = [key for key in rows[0] if key.partition(".")[0] in OF_THE_LOSS]
+    return f"warning: these losses cannot be compared, because {', '.join(differing)} differ" if differing else ""
 
 
 def csv_text(rows: Sequence[Row]) -> str:
@@ -151,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--csv", metavar="FILE", nargs="?", const="-", help="write CSV; without FILE to stdout")
         options = parser.parse_args(argv)
         rows = compare(find_runs(options.runs), options.sort)
+        if line := remark(rows):
+            sys.stderr.write(f"{line}\n")
         if options.csv is None:
             print("\n".join(table(rows)))
         elif options.csv == "-":
