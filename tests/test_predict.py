@@ -95,7 +95,7 @@ def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, pe
     grid = build_window_grid(field.shape[1:], window, overlap, periodic)  # type: ignore[arg-type]
     world = World(Launch("test"), torch.device("cpu"))
     predictor = SlidingWindowPredictor(
-        torch.no_grad()(network), lambda start, stop: field[:, start:stop], grid, (4, 5), 7, world
+        torch.no_grad()(network), lambda x, y, z: field[:, x, y, z], grid, (4, 5), 7, world
     )
     return np.concatenate([slab.predicted.numpy().copy() for slab in predictor.slabs()], axis=1)
 

@@ -52,7 +52,7 @@ def build_predictor(
 ) -> SlidingWindowPredictor:
     grid = build_window_grid(field.shape[1:], window, overlap, periodic)  # type: ignore[arg-type]
     channels = (len(field), out_channels)
-    return SlidingWindowPredictor(predict, lambda start, stop: field[:, start:stop], grid, channels, batch_size, world)
+    return SlidingWindowPredictor(predict, lambda x, y, z: field[:, x, y, z], grid, channels, batch_size, world)
 
 
 def collect(predictor: SlidingWindowPredictor, first: int = 0) -> list[Slab]:

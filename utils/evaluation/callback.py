@@ -20,7 +20,7 @@ from utils.evaluation import results, tables
 from utils.evaluation.baselines import baseline_losses
 from utils.evaluation.results import Results
 from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
-from utils.inference.sliding_window import ReadPlanes, SlidingWindowPredictor
+from utils.inference.sliding_window import ReadBox, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
@@ -44,7 +44,7 @@ class VolumeEvaluation(Evaluation):
         # No more cells at once than in training.
         batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
         channels = config.N_in_channels, config.N_out_channels
-        read = _plane_reader(volume, volume.inputs)
+        read = _box_reader(volume, volume.inputs)
         self._predictor = SlidingWindowPredictor(step.predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
         self._last: Results | None = None
@@ -65,7 +65,7 @@ class VolumeEvaluation(Evaluation):
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
         known = self._last.flux if self._last else None
         with out_of_memory_for_users(MEMORY_REMEDY):
-            target, slabs = _plane_reader(self._volume, self._volume.targets), self._predictor.slabs()
+            target, slabs = _box_reader(self._volume, self._volume.targets), self._predictor.slabs()
             evaluation = evaluate_slabs(
                 self._config, self._volume, slabs, target, metadata, self._world, stop_if_requested, known
             )
@@ -147,11 +147,11 @@ def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int)
     return lines
 
 
-def _plane_reader(volume: Volume, field: Any) -> ReadPlanes:
-    """Reads planes along x of one of the volume's fields."""
+def _box_reader(volume: Volume, field: Any) -> ReadBox:
+    """Reads boxes of cells of one of the volume's fields."""
 
-    def planes(start: int, stop: int) -> np.ndarray:
+    def box(x: slice, y: slice, z: slice) -> np.ndarray:
         with reading(volume.path):
-            return np.asarray(field[:, start:stop])
+            return np.asarray(field[:, x, y, z])
 
-    return planes
+    return box

@@ -18,7 +18,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.sliding_window import ReadPlanes, Slab
+from utils.inference.sliding_window import ReadBox, Slab
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.lyman_alpha.results import Flux
 from utils.lyman_alpha.setup import FluxSetup
@@ -31,7 +31,7 @@ def evaluate_slabs(
     config: Config,
     volume: Volume | FieldReader,
     slabs: Iterable[Slab],
-    target: ReadPlanes,
+    target: ReadBox,
     metadata: Mapping[str, Any],
     world: World,
     stop_if_requested: Callable[[], object] = lambda: None,
@@ -48,7 +48,7 @@ def evaluate_slabs(
     flux = FluxStatistics(setup, world, known) if setup else None
     for slab in slabs:
         with world.raise_together():
-            planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
+            planes = np.array(target(slice(slab.start, slab.start + slab.inputs.shape[1]), slice(None), slice(None)))
         true = torch.from_numpy(planes).to(world.device)
         for part in (statistics, flux) if flux else (statistics,):
             part.add(slab.start, slab.inputs, slab.predicted, true)
@@ -104,7 +104,7 @@ class VolumeFields:
 
     def evaluate(self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World) -> Results:
         """Evaluates the predicted slabs; every rank calls it."""
-        return evaluate_slabs(self.config, self.inputs, slabs, self.target.planes, metadata, world)
+        return evaluate_slabs(self.config, self.inputs, slabs, self.target.box, metadata, world)
 
     def stored_slabs(self, world: World) -> Iterator[Slab]:
         """The slabs of the prediction's file."""

@@ -7,7 +7,7 @@ plane form a layer. Ranks share the windows of a layer and sum their weighted pr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from utils.distributed.world import World
-from utils.inference.window_grid import Segment, WindowGrid, wrapped_segments
+from utils.inference.window_grid import AxisPart, Box, Segment, WindowGrid, wrapped_segments
 from utils.progress import Progress
 
-# (start, stop) -> input planes [C, stop - start, Y, Z], float32, within the volume.
-ReadPlanes = Callable[[int, int], np.ndarray]
+ReadBox = Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
 Predict = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -32,12 +31,20 @@ class Slab(NamedTuple):
     predicted: torch.Tensor
 
 
+class Block(NamedTuple):
+    """A predicted box of cells: `inputs` [C_in, x, y, z] and `predicted` [C_out, x, y, z], on the device."""
+
+    box: Box
+    inputs: torch.Tensor
+    predicted: torch.Tensor
+
+
 @dataclass(frozen=True)
 class SlidingWindowPredictor:
     """Predicts a volume window by window; if `read` raises UserError on one rank, all ranks raise it."""
 
     predict: Predict  # [N, C_in, W, W, W] -> [N, C_out, W, W, W], on the world's device
-    read: ReadPlanes
+    read: ReadBox
     grid: WindowGrid
     channels: tuple[int, int]  # C_in, C_out
     batch_size: int  # windows per rank and forward pass
@@ -79,13 +86,53 @@ class SlidingWindowPredictor:
                 field[:, :known] = field[:, done:].clone()
             total[:, known:] = 0
 
+    def predict_box(self, box: Box, advance: Callable[[int], None] = lambda windows: None) -> Block:
+        """Predicts a box of cells on this rank alone.
+
+        The bits of a cell do not depend on the box: a cell's windows are added in the order of their numbers, and all
+        batches have the same size. `advance` is called with the number of windows of each batch.
+        """
+        grid, device, side = self.grid, self.world.device, self.grid.x.window
+        parts = grid.parts(box)
+        inputs = self._read_box(parts)
+        total = torch.zeros((self.channels[1], *(cells.stop - cells.start for cells in box)), device=device)
+        along = [torch.from_numpy(axis.weights).to(device) for axis in grid.axes]
+        places = list(itertools.product(*(part.windows for part in parts)))
+        windows = torch.zeros((self.batch_size, len(inputs), side, side, side), device=device)
+        for begin in range(0, len(places), self.batch_size):
+            batch = places[begin : begin + self.batch_size]
+            for window, place in zip(windows, batch, strict=False):
+                for x, y, z in itertools.product(*(one.inputs for one in place)):
+                    window[:, x.window, y.window, z.window] = inputs[:, x.volume, y.volume, z.volume]
+            for output, place in zip(self.predict(windows).float(), batch, strict=False):
+                x_weights, y_weights, z_weights = (along[axis][one.number] for axis, one in enumerate(place))
+                weighted = output * (x_weights.view(-1, 1, 1) * (y_weights.view(-1, 1) * z_weights))
+                for x, y, z in itertools.product(*(one.outputs for one in place)):
+                    total[:, x.volume, y.volume, z.volume] += weighted[:, x.window, y.window, z.window]
+            self.world.heartbeat.progress("prediction")
+            advance(len(batch))
+        inner = [slice(part.start - part.first, part.start - part.first + n) for part, n in zip(parts, total.shape[1:])]
+        return Block(box, inputs[:, *inner], total)
+
+    def _read_box(self, parts: Sequence[AxisPart]) -> torch.Tensor:
+        """The input cells of all windows, [C_in, x, y, z]."""
+        inputs = torch.empty((self.channels[0], *(part.length for part in parts)), device=self.world.device)
+        pieces = (
+            wrapped_segments(part.first % axis.size, part.length, axis.size)
+            for part, axis in zip(parts, self.grid.axes, strict=True)
+        )
+        for x, y, z in itertools.product(*pieces):
+            values = np.array(self.read(x.volume, y.volume, z.volume))
+            inputs[:, x.window, y.window, z.window] = torch.from_numpy(values).to(inputs.device)
+        return inputs
+
     def _own_windows(self) -> list[tuple[int, int]]:
         return self.grid.layer()[self.world.rank :: self.world.size]
 
     def _read(self, start: int, out: torch.Tensor) -> None:
         """Reads planes from `start` on into `out` [C, n, Y, Z], wrapping around the end."""
         for inside, volume in wrapped_segments(start, out.shape[1], self.grid.x.size):
-            planes = np.array(self.read(volume.start, volume.stop))
+            planes = np.array(self.read(volume, slice(None), slice(None)))
             out[:, inside] = torch.from_numpy(planes).to(out.device)
 
     def _add_layer(

@@ -121,4 +121,4 @@ def build_predictor(
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channel_counts = (config.N_in_channels, config.N_out_channels)
     predict = forward_pass(trained.network, options.precision, world.device)
-    return SlidingWindowPredictor(predict, volume.planes, grid, channel_counts, batch_size, world)
+    return SlidingWindowPredictor(predict, volume.box, grid, channel_counts, batch_size, world)

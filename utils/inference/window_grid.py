@@ -8,7 +8,8 @@ that overlap by half these weights add up to one; for other overlaps they are no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ class Axis:
     window: int
     origins: tuple[int, ...]
     weights: np.ndarray  # [windows, window], float32: the weight of each window in its cells; they add up to 1 per cell
+
+
+Box = tuple[slice, slice, slice]  # cells along x, y and z, with start and stop
 
 
 class Segment(NamedTuple):
@@ -71,6 +75,45 @@ def wrapped_segments(start: int, length: int, size: int) -> Iterator[Segment]:
         done += count
 
 
+class PlacedWindow(NamedTuple):
+    """A window that touches a part of an axis."""
+
+    number: int
+    inputs: Sequence[Segment]  # its cells among those that are read
+    outputs: Sequence[Segment]  # its cells in the part
+
+
+class AxisPart(NamedTuple):
+    """The cells [start, stop) of an axis, and the windows that touch them, each once."""
+
+    start: int
+    first: int  # the first cell to read; negative if a window begins behind the end of a periodic axis
+    length: int  # number of cells to read, at most those of the axis
+    windows: Sequence[PlacedWindow]
+
+
+def axis_part(axis: Axis, start: int, stop: int) -> AxisPart:
+    """The windows that touch the cells [start, stop) of an axis, in the order of their numbers."""
+    placed: dict[int, list[int]] = {}  # first cells by number, also before the beginning of the axis
+    for number, origin in enumerate(axis.origins):
+        for cell in (origin - axis.size, origin):
+            if cell < stop and cell + axis.window > start:
+                placed.setdefault(number, []).append(cell)
+    cells = [cell for found in placed.values() for cell in found]
+    first, length = min(cells), max(cells) + axis.window - min(cells)
+    if length >= axis.size:
+        first, length = 0, axis.size
+    windows = []
+    for number, found in placed.items():
+        inputs = tuple(wrapped_segments((found[0] - first) % axis.size, axis.window, axis.size))
+        outputs = []
+        for cell in found:
+            begin, end = max(cell, start), min(cell + axis.window, stop)
+            outputs.append(Segment(slice(begin - cell, end - cell), slice(begin - start, end - start)))
+        windows.append(PlacedWindow(number, inputs, outputs))
+    return AxisPart(start, first, length, windows)
+
+
 @dataclass(frozen=True)
 class WindowGrid:
     """Cubic windows of a volume: all combinations of the windows along its axes."""
@@ -86,6 +129,14 @@ class WindowGrid:
     @property
     def count(self) -> int:
         return len(self.x.origins) * len(self.layer())
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        return self.x, self.y, self.z
+
+    def parts(self, box: Box) -> list[AxisPart]:
+        """The windows that touch a box, along each axis."""
+        return [axis_part(axis, cells.start, cells.stop) for axis, cells in zip(self.axes, box, strict=True)]
 
     def describe(self) -> str:
         """One phrase for logs and reports."""
@@ -104,3 +155,29 @@ def build_window_grid(
     """Cubic windows that overlap by at least `overlap` cells (None: half a window); UserError if they do not fit."""
     overlap = window - max(window // 2, 1) if overlap is None else overlap
     return WindowGrid(*(window_axis(size, window, overlap, periodic) for size in shape))
+
+
+def split_blocks(grid: WindowGrid, side: int, count: int, limit: int) -> list[Box]:
+    """Divides a volume into blocks of at most `side` cells per side and at most `limit` cells.
+
+    At least `count` blocks, as far as blocks of one step of the windows allow. They begin where windows begin.
+    """
+    parts = [min(-(-axis.size // side), len(axis.origins)) for axis in grid.axes]
+    while True:
+        sizes = [axis.size / number for axis, number in zip(grid.axes, parts, strict=True)]
+        if math.prod(parts) >= count and math.prod(sizes) <= limit:
+            break
+        divisible = [number for number in range(3) if parts[number] < len(grid.axes[number].origins)]
+        if not divisible:
+            break
+        parts[max(divisible, key=lambda number: sizes[number])] += 1  # x first: its planes are contiguous
+    cuts = []
+    for axis, number in zip(grid.axes, parts, strict=True):
+        starts = [axis.origins[part * len(axis.origins) // number] for part in range(number)]
+        cuts.append([slice(start, stop) for start, stop in zip(starts, [*starts[1:], axis.size], strict=True)])
+    return list(itertools.product(*cuts))
+
+
+def window_count(grid: WindowGrid, box: Box) -> int:
+    """Number of windows that touch a box."""
+    return math.prod(len(part.windows) for part in grid.parts(box))

@@ -136,15 +136,20 @@ class FieldReader:
         self.simulation = simulation_of(self.attributes, self.cell)
         self.periodic = bool(self.attributes.get("periodic", True))
 
-    def planes(self, start: int, stop: int) -> np.ndarray:
-        """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
+    def box(self, x: slice, y: slice, z: slice) -> np.ndarray:
+        """Values [C, x, y, z]; raises UserError if they cannot be read or are not all finite."""
         with reading(self.path):
-            values = np.asarray(self.values[:, start:stop])
+            values = np.asarray(self.values[:, x, y, z])
         place = nonfinite_place(values)
         if place is None:
             return values
-        c, x, y, z = place
-        raise UserError(f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}] is {values[place]}; fix the file")
+        channel, *cells = place
+        where = ", ".join(str((axis.start or 0) + cell) for axis, cell in zip((x, y, z), cells, strict=True))
+        raise UserError(f"{self.path}: {self.name}[{channel}, {where}] is {values[place]}; fix the file")
+
+    def planes(self, start: int, stop: int) -> np.ndarray:
+        """Values [C, stop - start, Y, Z] of planes along x; errors as in `box`."""
+        return self.box(slice(start, stop), slice(None), slice(None))
 
     def close(self) -> None:
         """Closes the file."""
