@@ -24,10 +24,11 @@ from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import target_channels
 from utils.data.files.hdf5 import FieldReader
-from utils.data.files.writer import ResumableHDF5Writer
+from utils.data.files.writer import BlockWriter
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
+from utils.errors import UserError
 from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.inference.trained_network import TrainedNetwork
 from utils.inference.window_grid import build_window_grid
@@ -145,7 +146,10 @@ def test_other_windows_and_precision(command: Any, trained_run: Path, nbody: Pat
     for flag in ("--not_periodic", f"--input={part}"):
         code, stderr = command("--window=16", "--overlap=11", "--batch_size=1", "--overwrite", flag)
         assert code == 0, stderr
-        assert re.search(r"wrote \S.*/hydro.h5: 24 × 16 × 16 cells, 3 windows of 16³, in \d+:\d\d$", stderr)
+        assert re.search(
+            r"wrote \S.*/hydro.h5: 24 × 16 × 16 cells, 3 windows of 16³ cells, overlapping by 12 cells, in \d+:\d\d$",
+            stderr,
+        )
         np.testing.assert_allclose(contents(tmp_path / "hydro.h5")["Hydro"], expected, atol=1e-6)
     code, stderr = command("--precision=bfloat16", "--overwrite")
     assert code == 0, stderr
@@ -157,12 +161,12 @@ def predict_on(world: World, flags: list[str]) -> None:
     predict.predict(predict.parse(flags), world, Signals())
 
 
-def test_two_ranks_predict_what_one_does(trained_run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
-    run_ranks(predict_on, 2, command_line(trained_run, nbody, tmp_path / "two.h5", "--physical"))
-    assert os.listdir(tmp_path) == ["two.h5"]
-    found, expected = contents(tmp_path / "two.h5"), contents(whole)
-    np.testing.assert_allclose(found["Hydro"], expected["Hydro"], atol=1e-6)
-    np.testing.assert_allclose(found["Hydro_physical"], expected["Hydro_physical"], rtol=1e-4, atol=1e-2)
+@pytest.mark.parametrize(("ranks", "flags"), [(2, []), (3, ["--block=8", "--batch_size=3"])])
+def test_any_ranks_and_blocks_give_the_same_bits(
+    ranks: int, flags: list[str], trained_run: Path, nbody: Path, whole: Path, tmp_path: Path
+) -> None:
+    run_ranks(predict_on, ranks, command_line(trained_run, nbody, tmp_path / "hydro.h5", "--physical", *flags))
+    assert_complete(tmp_path / "hydro.h5", whole)
 
 
 COSMOLOGY = {
@@ -219,16 +223,16 @@ def test_the_layout_of_nyx_needs_the_box_and_the_cosmology(refuse: Any, tmp_path
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 
-def on_slab(number: int, action: Callable[[], Any], before: bool = False) -> Callable[..., None]:
-    """A replacement for ResumableHDF5Writer.write that also calls `action` when the slab of that number is written."""
-    write, written = ResumableHDF5Writer.write, 0
+def on_block(number: int, action: Callable[[], Any], before: bool = False) -> Callable[..., None]:
+    """A replacement for BlockWriter.write that also calls `action` when that many blocks are written."""
+    write, written = BlockWriter.write, 0
 
-    def write_and_act(self: ResumableHDF5Writer, values: Any) -> None:
+    def write_and_act(self: BlockWriter, *block: Any) -> None:
         nonlocal written
         written += 1
         if written == number and before:
             action()
-        write(self, values)
+        write(self, *block)
         if written == number and not before:
             action()
 
@@ -244,10 +248,13 @@ def assert_complete(output: Path, whole: Path) -> None:
         np.testing.assert_array_equal(values, expected[name])
 
 
+BLOCKS = ("--physical", "--block=8")  # 12 blocks
+
+
 def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
     command: Any, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter, write, signals = StopSignals.__enter__, ResumableHDF5Writer.write, []
+    enter, write, signals = StopSignals.__enter__, BlockWriter.write, []
 
     def remember(self: StopSignals) -> StopSignals:
         signals.append(self)
@@ -257,45 +264,74 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: signals[-1].received, what=lambda: "the signal")
 
-    def predict_until(slab: int, *flags: str) -> tuple[int, str]:
-        """SIGTERM arrives while that slab is written."""
-        monkeypatch.setattr(ResumableHDF5Writer, "write", write)
-        monkeypatch.setattr(ResumableHDF5Writer, "write", on_slab(slab, stop))
+    def predict_until(block: int, *flags: str) -> tuple[int, str]:
+        """SIGTERM arrives while that block is written."""
+        monkeypatch.setattr(BlockWriter, "write", write)
+        monkeypatch.setattr(BlockWriter, "write", on_block(block, stop))
         return command(*flags)
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
-    assert predict_until(1, "--overlap=5", "--precision=bfloat16")[0] == 75
-    code, log = predict_until(2, "--physical")
+    assert predict_until(1, "--overlap=5", "--precision=bfloat16", "--block=8")[0] == 75
+    code, log = predict_until(2, *BLOCKS)
     assert code == 75, log
     assert "was started with other windows, precision, physical: starting from scratch" in log
-    assert "Stopping after plane 8 of 24: SIGTERM; run the same command again to resume" in log
+    assert "12 blocks of up to 8³ cells; windows that blocks share: 238 % more" in log
+    assert "Stopping after 2 of 12 blocks: SIGTERM; run the same command again to resume" in log
     assert not (tmp_path / "hydro.h5").exists()
-    code, log = predict_until(1, "--physical")
+    code, log = predict_until(1, "--physical", "--block=16")  # the file keeps its blocks
     assert code == 75, log
-    assert "Resuming after plane 8 of 24" in log
-    assert "Stopping after plane 12 of 24" in log
-    code, log = predict_until(3, "--physical")  # while the last slab is written: too late to stop
+    assert "Resuming: 2 of 12 blocks are predicted" in log
+    assert "Stopping after 3 of 12 blocks" in log
+    code, log = predict_until(9, *BLOCKS)  # while the last block is written: too late to stop
     assert code == 0, log
-    assert "Resuming after plane 12 of 24" in log
     assert_complete(tmp_path / "hydro.h5", whole)
 
 
-def predict_and_die(flags: list[str]) -> None:
-    ResumableHDF5Writer.write = on_slab(4, lambda: os.kill(os.getpid(), signal.SIGKILL), before=True)  # type: ignore[method-assign]
-    predict.main(flags)
+def die_at_the_fourth_block(world: World, flags: list[str]) -> None:
+    """Rank 1, or the only one."""
+    if world.rank == world.size - 1:
+        BlockWriter.write = on_block(4, lambda: os.kill(os.getpid(), signal.SIGKILL), before=True)  # type: ignore[method-assign]
+    predict_on(world, flags)
 
 
-def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
-    trained_run: Path, nbody: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def die_alone(flags: list[str]) -> None:
+    die_at_the_fourth_block(World(Launch("test"), torch.device("cpu")), flags)
+
+
+def test_after_a_kill_another_number_of_ranks_resumes_to_the_same_bits(
+    trained_run: Path, nbody: Path, whole: Path, tmp_path: Path
 ) -> None:
-    flags = command_line(trained_run, nbody, tmp_path / "hydro.h5", "--physical")
-    process = context().Process(target=predict_and_die, args=(flags,))
+    flags = command_line(trained_run, nbody, tmp_path / "hydro.h5", *BLOCKS)
+    process = context().Process(target=die_alone, args=(flags,))
     process.start()
     process.join(GENEROUS)
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "hydro.h5").exists()
+    record = (tmp_path / ".hydro.h5.blocks").read_bytes()
+    assert record == b"\0" + b"\1" * 3 + b"\0" * 9
+    run_ranks(predict_on, 2, flags)
+    assert_complete(tmp_path / "hydro.h5", whole)
+
+
+def fill_the_disk_of_rank_1(world: World, flags: list[str]) -> None:
+    """Its first block cannot be written; all ranks fail with its error, and those of rank 0 are kept."""
+
+    def full(*_: Any) -> None:
+        raise UserError("cannot write hydro.h5: No space left on device; free some space")
+
+    if world.rank == 1:
+        BlockWriter.write = full  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"^rank 1: cannot write hydro.h5: No space left"):
+        predict_on(world, flags)
+
+
+def test_if_one_rank_fails_all_do_and_keep_finished_blocks(
+    trained_run: Path, nbody: Path, whole: Path, tmp_path: Path
+) -> None:
+    flags = command_line(trained_run, nbody, tmp_path / "hydro.h5", *BLOCKS)
+    run_ranks(fill_the_disk_of_rank_1, 2, flags)
+    assert not (tmp_path / "hydro.h5").exists()
     predict.main(flags)
-    assert "Resuming after plane 12 of 24" in capsys.readouterr().err
     assert_complete(tmp_path / "hydro.h5", whole)
 
 
@@ -439,7 +475,7 @@ def test_an_input_from_another_simulation_than_the_training_data_is_warned_about
 def test_a_non_finite_value_is_located(refuse: Any, tmp_path: Path) -> None:
     with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
-    hidden = (".hydro.h5.journal", ".hydro.h5.partial")
+    hidden = (".hydro.h5.blocks", ".hydro.h5.journal", ".hydro.h5.partial")
     refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=tmp_path / "bad.h5", left=hidden)
 
 

@@ -17,7 +17,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.inference.sliding_window import Predict, Slab, SlidingWindowPredictor
-from utils.inference.window_grid import build_window_grid
+from utils.inference.window_grid import build_window_grid, split_blocks, window_count
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 SHAPES = [  # X, Y, Z, window, overlap, periodic
@@ -129,6 +129,52 @@ def test_each_cell_is_the_weighted_mean_of_its_windows_for_any_batch_size(period
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=f"{batch_size} windows per forward pass")
 
 
+# --- boxes -----------------------------------------------------------------------------------------------------------
+
+
+@shapes
+@pytest.mark.parametrize(("side", "count"), [(100, 1), (100, 3), (12, 5), (8, 1), (1, 1000)])
+def test_a_cell_has_the_same_bits_in_blocks_of_any_size(
+    shape: tuple[int, int, int], window: int, overlap: int, periodic: bool, side: int, count: int
+) -> None:
+    """The blocks cover each cell once; a read stays within the windows that touch the block."""
+    field, whole = random_field(shape), (slice(0, shape[0]), slice(0, shape[1]), slice(0, shape[2]))
+    predictor = build_predictor(field, window, overlap, periodic, small_unet())
+    expected, read = predictor.predict_box(whole), 0
+    np.testing.assert_allclose(expected.predicted, predict_volume(predictor), atol=1e-6)
+
+    def counted(x: slice, y: slice, z: slice) -> np.ndarray:
+        nonlocal read
+        read += field[0, x, y, z].size
+        return field[:, x, y, z]
+
+    blocks = split_blocks(predictor.grid, side, count, limit=10**9)
+    seen = torch.zeros(shape)
+    for x, y, z in blocks:
+        reported: list[int] = []
+        read = 0
+        block = replace(predictor, read=counted).predict_box((x, y, z), reported.append)
+        assert torch.equal(block.inputs, torch.from_numpy(field)[:, x, y, z])
+        assert torch.equal(block.predicted, expected.predicted[:, x, y, z])
+        assert sum(reported) == window_count(predictor.grid, (x, y, z))
+        margin = 2 * (window - 1)
+        assert read <= np.prod([min(n, a.stop - a.start + margin) for n, a in zip(shape, (x, y, z), strict=True)])
+        seen[x, y, z] += 1
+    assert torch.equal(seen, torch.ones(shape))
+
+
+def test_blocks_are_as_many_and_as_small_as_requested() -> None:
+    grid = build_window_grid((128, 64, 64), 16)
+    for side, count, limit in ((32, 1, 10**9), (128, 5, 10**9), (128, 1, 40_000)):
+        blocks = split_blocks(grid, side, count, limit)
+        sizes = [[axis.stop - axis.start for axis in block] for block in blocks]
+        assert len(blocks) >= count
+        assert max(map(max, sizes)) <= side
+        assert max(map(np.prod, sizes)) <= limit
+        assert all(axis.start % 8 == 0 for block in blocks for axis in block), "blocks begin where windows begin"
+    assert len(split_blocks(grid, 1, 1, 1)) == 16 * 8 * 8, "no block is smaller than a step of the windows"
+
+
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
@@ -152,12 +198,12 @@ def read_and_fail(world: World, bad_rank: int) -> str:
     """One rank cannot read a later layer."""
     field, read = random_field((32, 8, 8)), 0
 
-    def planes(start: int, stop: int) -> np.ndarray:
+    def planes(*box: slice) -> np.ndarray:
         nonlocal read
         read += 1
         if world.rank == bad_rank and read == 4:
             raise UserError("Nbody[0, 1, 2, 3] is nan; fix the file")
-        return field[:, start:stop]
+        return field[(slice(None), *box)]
 
     predictor = replace(build_predictor(field, 8, 0, predict=affine, world=world), read=planes)
     with pytest.raises(UserError) as error:
@@ -193,10 +239,10 @@ def test_a_read_is_at_most_a_window_thick_and_a_plane_is_read_at_most_twice(
     asked: Counter[int] = Counter()
     field = random_field(shape)
 
-    def planes(start: int, stop: int) -> np.ndarray:
-        assert 0 <= start < stop <= min(shape[0], start + window)
-        asked.update(range(start, stop))
-        return field[:, start:stop]
+    def planes(x: slice, y: slice, z: slice) -> np.ndarray:
+        assert 0 <= x.start < x.stop <= min(shape[0], x.start + window)
+        asked.update(range(x.start, x.stop))
+        return field[:, x, y, z]
 
     predictor = replace(build_predictor(field, window, overlap, periodic), read=planes)
     first = min(2, len(predictor.starts) - 2)

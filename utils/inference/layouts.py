@@ -13,7 +13,7 @@ from utils.data.files.attributes import UNIVERSE
 from utils.data.files.hdf5 import DATASETS, FieldReader
 from utils.data.files.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE
 from utils.errors import UserError
-from utils.inference.sliding_window import Slab
+from utils.inference.sliding_window import Block
 
 INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"
 FORMATS = ("volume", "nyx")
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     identity: dict[str, Any]  # options as JSON values; an unfinished file with other ones is not resumed
     datasets: Mapping[str, tuple[int, ...]]  # shapes by name
     attributes: dict[str, dict[str, Any]]  # of datasets and groups by name, and of the file under ""
-    values: Callable[[Slab], dict[str, np.ndarray]]  # a slab's planes of each dataset, on the host
+    values: Callable[[Block], dict[str, np.ndarray]]  # a block's cells of each dataset, on the host
 
 
 def volume_layout(channels: Sequence[Channel], shape: tuple[int, int, int], physical: bool) -> Layout:
@@ -41,8 +41,8 @@ def volume_layout(channels: Sequence[Channel], shape: tuple[int, int, int], phys
     if physical:
         attributes[PHYSICAL] = {"channels": names, "units": [str(channel.unit) for channel in channels]}
 
-    def values(slab: Slab) -> dict[str, np.ndarray]:
-        predicted = slab.predicted.cpu().numpy()
+    def values(block: Block) -> dict[str, np.ndarray]:
+        predicted = block.predicted.cpu().numpy()
         if not physical:
             return {OUTPUT: predicted}
         parts = [channel.to_physical(part) for channel, part in zip(channels, predicted, strict=True)]
@@ -62,8 +62,8 @@ def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader
         )
     names = [DARK_MATTER_DENSITY, *(NYX_FIELDS[channel.name] for channel in gas)]
 
-    def values(slab: Slab) -> dict[str, np.ndarray]:
-        fields = (slab.inputs[0].cpu().numpy(), *slab.predicted.cpu().numpy())
+    def values(block: Block) -> dict[str, np.ndarray]:
+        fields = (block.inputs[0].cpu().numpy(), *block.predicted.cpu().numpy())
         return {
             f"{nyx.NATIVE}/{name}": nyx.from_physical(name, channel.to_physical(field))
             for name, channel, field in zip(names, (dark_matter, *gas), fields, strict=True)

@@ -1,32 +1,40 @@
-"""The HDF5 file that predict.py writes, slab by slab; an interrupted prediction resumes in it."""
+"""The HDF5 file that predict.py writes, block by block; an interrupted prediction resumes in it."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.data.files.hdf5 import FieldReader
+from utils.data.files.hdf5 import FieldReader, cells_text
 from utils.data.files.values import check_sample
-from utils.data.files.writer import ResumableHDF5Writer
+from utils.data.files.writer import BlockWriter, ResumableHDF5File
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.inference.layouts import Layout
-from utils.inference.sliding_window import SlidingWindowPredictor, predicted_slabs
+from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork
-from utils.progress import format_duration
+from utils.inference.window_grid import Box, WindowGrid, split_blocks, window_count
+from utils.progress import Progress, format_duration
 from utils.training.checkpoint import digest
 from utils.training.provenance import provenance
 
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
 
+POLL_SECONDS = 0.5  # between looks at what other ranks have done
+
 log = logging.getLogger(__name__)
+
+
+class _Interrupted(Exception):
+    """A rank has received a signal or failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +46,13 @@ class PredictionOptions(InferenceOptions):
     output: str
     format: str = "volume"
     physical: bool = False
+    block: int = 512
     overwrite: bool = False
 
 
 @dataclass(frozen=True)
 class PredictionFile:
-    """The output of a prediction and the inputs it is made from. Rank 0 writes; every rank calls `write`."""
+    """The output of a prediction and the inputs it is made from. Rank 0 creates it, every rank writes its blocks."""
 
     options: PredictionOptions
     source: FieldReader
@@ -52,21 +61,35 @@ class PredictionFile:
     layout: Layout
 
     def write(self, predictor: SlidingWindowPredictor, world: World, signals: Signals) -> None:
-        """Predicts and writes the planes that the file lacks; raises Stopped after a signal."""
-        writer: ResumableHDF5Writer | None = None
-        record = provenance(world)
-        try:
+        """Predicts and writes the blocks that the file lacks; raises Stopped after a signal. Every rank calls it."""
+        started, record, target = time.monotonic(), provenance(world), Path(self.options.output)
+        with ExitStack() as opened:
+            file, per_node = None, 1 + max(world.gather_json(world.local_rank))
             with world.raise_together():
                 if world.is_root:
                     source, physical = self.source, self.trained.config.allow_physical_values
                     check_sample(source.path, source.name, source.values, physical)
-                    writer = self._open(predictor, record)
-            self._write_slabs(predictor, writer, world, signals)
-        finally:
-            if writer is not None:
-                writer.close()
+                    file = opened.enter_context(closing(self._open(predictor, record, per_node)))
+            with world.raise_together():
+                writer = opened.enter_context(closing(BlockWriter(target, [*self.layout.datasets])))
+                writer.stops = False
+                boxes, missing = writer.blocks, writer.missing
+            world.barrier()  # no rank requests a stop before all have withdrawn the last one
+            self._log_blocks(predictor.grid, boxes, missing)
+            with world.raise_together():
+                self._write_blocks(predictor, writer, {number: boxes[number] for number in missing}, signals)
+            received = [name for name in world.gather_json(signals.received) if name is not None]
+            if left := len(writer.missing):
+                done = f"{len(boxes) - left} of {len(boxes)} blocks"
+                log.info("Stopping after %s: %s; run the same command again to resume", done, received[0])
+                raise Stopped
+            with world.raise_together():
+                if file is not None:
+                    file.finish()
+        cells, took = " × ".join(map(str, predictor.grid.shape)), format_duration(time.monotonic() - started)
+        log.info("wrote %s: %s cells, %s, in %s", target, cells, predictor.grid.describe(), took)
 
-    def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any]) -> ResumableHDF5Writer:
+    def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any], per_node: int) -> ResumableHDF5File:
         grid, options, layout = predictor.grid, self.options, self.layout
         origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
         box, source = self.source.attributes, Path(self.source.path).resolve()
@@ -95,35 +118,51 @@ class PredictionFile:
             **layout.identity,
         }
         path = Path(options.output)
-        writer = ResumableHDF5Writer(path, layout.datasets, file_attributes, identity, options.overwrite)
-        if writer.changed:
-            changed = ", ".join(writer.changed)
+        blocks = split_blocks(grid, options.block, predictor.world.size, predictor.most_cells(per_node))
+        file = ResumableHDF5File(path, layout.datasets, file_attributes, identity, blocks, options.overwrite)
+        if file.changed:
+            changed = ", ".join(file.changed)
             log.info("The unfinished %s was started with other %s: starting from scratch", path, changed)
-        return writer
+        return file
 
-    def _write_slabs(
-        self, predictor: SlidingWindowPredictor, writer: ResumableHDF5Writer | None, world: World, signals: Signals
+    def _log_blocks(self, grid: WindowGrid, boxes: Sequence[Box], missing: Sequence[int]) -> None:
+        if len(missing) < len(boxes):
+            log.info("Resuming: %d of %d blocks are predicted", len(boxes) - len(missing), len(boxes))
+        windows = sum(window_count(grid, box) for box in boxes)
+        if len(boxes) > 1:
+            twice = 100 * (windows / grid.count - 1)
+            size = cells_text([max(box[axis].stop - box[axis].start for box in boxes) for axis in range(3)])
+            log.info("%d blocks of up to %s cells; windows that blocks share: %.0f %% more", len(boxes), size, twice)
+
+    def _write_blocks(
+        self, predictor: SlidingWindowPredictor, writer: BlockWriter, boxes: Mapping[int, Box], signals: Signals
     ) -> None:
-        started, starts = time.monotonic(), predictor.starts
-        first = starts.index(world.gather_json(writer.done if writer else 0)[0])
-        if first:
-            log.info("Resuming after plane %d of %d", starts[first], starts[-1])
-        if first < len(starts) - 1:
-            for slab in predicted_slabs(predictor, f"predicting {self.options.output}", first):
-                with world.raise_together():
-                    if writer is not None:
-                        writer.write(self.layout.values(slab))
-                _stop_if_signaled(starts[slab.number + 1], starts[-1], world, signals)
-        with world.raise_together():
-            if writer is not None:
-                writer.finish()
-        grid, took = predictor.grid, format_duration(time.monotonic() - started)
-        cells, path = " × ".join(map(str, grid.shape)), self.options.output
-        log.info("wrote %s: %s cells, %d windows of %d³, in %s", path, cells, grid.count, grid.x.window, took)
+        """Predicts this rank's share of the blocks, then waits for the other ranks; ends early after a signal."""
+        counts = {number: window_count(predictor.grid, box) for number, box in boxes.items()}
+        total, mine = sum(counts.values()), [*boxes][predictor.world.rank :: predictor.world.size]
+        checked = time.monotonic()
 
+        def advance(windows: int) -> None:
+            nonlocal checked
+            progress.advance(windows)
+            if signals.received is None and time.monotonic() < checked + POLL_SECONDS:
+                return
+            checked, left = time.monotonic(), {*writer.missing}
+            progress.advance(sum(counts.pop(number) for number in [*counts] if number not in left | {*mine}))
+            writer.stops = writer.stops or signals.received is not None
+            if writer.stops:
+                raise _Interrupted
 
-def _stop_if_signaled(done: int, total: int, world: World, signals: Signals) -> None:
-    received = [name for name in world.gather_json(signals.received) if name is not None]
-    if received and done < total:
-        log.info("Stopping after plane %d of %d: %s; run the same command again to resume", done, total, received[0])
-        raise Stopped
+        with Progress(f"predicting {self.options.output}", total, "windows") as progress:
+            try:
+                for number in mine:
+                    block = predictor.predict_box(boxes[number], advance)
+                    writer.write(number, boxes[number], self.layout.values(block))
+                # Not in a collective, which has a time limit.
+                while writer.missing and not writer.stops:
+                    time.sleep(POLL_SECONDS / 10)
+            except _Interrupted:
+                return
+            except BaseException:
+                writer.stops = True
+                raise

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from utils.data.files.page_cache import memory_limit
 from utils.distributed.world import World
 from utils.inference.window_grid import AxisPart, Box, Segment, WindowGrid, wrapped_segments
 from utils.progress import Progress
@@ -86,6 +87,13 @@ class SlidingWindowPredictor:
                 field[:, :known] = field[:, done:].clone()
             total[:, known:] = 0
 
+    def most_cells(self, per_node: int) -> int:
+        """Number of cells of a block that needs about a quarter of the memory of one of `per_node` ranks."""
+        limit, device = memory_limit() // per_node, self.world.device
+        if device.type == "cuda":
+            limit = min(limit, torch.cuda.mem_get_info(device)[0])
+        return limit // 4 // (4 * (2 * self.channels[0] + 3 * self.channels[1]))
+
     def predict_box(self, box: Box, advance: Callable[[int], None] = lambda windows: None) -> Block:
         """Predicts a box of cells on this rank alone.
 
@@ -111,8 +119,9 @@ class SlidingWindowPredictor:
                     total[:, x.volume, y.volume, z.volume] += weighted[:, x.window, y.window, z.window]
             self.world.heartbeat.progress("prediction")
             advance(len(batch))
-        inner = [slice(part.start - part.first, part.start - part.first + n) for part, n in zip(parts, total.shape[1:])]
-        return Block(box, inputs[:, *inner], total)
+        for axis, part in enumerate(parts, start=1):
+            inputs = inputs.narrow(axis, part.start - part.first, part.stop - part.start)
+        return Block(box, inputs, total)
 
     def _read_box(self, parts: Sequence[AxisPart]) -> torch.Tensor:
         """The input cells of all windows, [C_in, x, y, z]."""

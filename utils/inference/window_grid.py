@@ -87,6 +87,7 @@ class AxisPart(NamedTuple):
     """The cells [start, stop) of an axis, and the windows that touch them, each once."""
 
     start: int
+    stop: int
     first: int  # the first cell to read; negative if a window begins behind the end of a periodic axis
     length: int  # number of cells to read, at most those of the axis
     windows: Sequence[PlacedWindow]
@@ -111,7 +112,7 @@ def axis_part(axis: Axis, start: int, stop: int) -> AxisPart:
             begin, end = max(cell, start), min(cell + axis.window, stop)
             outputs.append(Segment(slice(begin - cell, end - cell), slice(begin - start, end - start)))
         windows.append(PlacedWindow(number, inputs, outputs))
-    return AxisPart(start, first, length, windows)
+    return AxisPart(start, stop, first, length, windows)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""HDF5 files written plane by plane: the target is always complete, and an interrupted process can be resumed."""
+"""HDF5 files written block by block: the target is always complete, and interrupted processes can be resumed."""
 
 from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -18,11 +17,20 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.data.files.writer import ResumableHDF5Writer
+from utils.data.files.writer import BlockWriter, ResumableHDF5File
 from utils.errors import UserError
 
 SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5), "group/scalar": (10, 3, 5)}
-STARTS = (0, 4, 5, 10)  # of the slabs that are written
+# Blocks of rows, of planes, and of whole fields.
+CUTS = {
+    "rows": ((0, 4, 10), (0, 1, 3), (0, 2, 5)),
+    "planes": ((0, 4, 5, 10), (0, 2, 3), (0, 5)),
+    "one": ((0, 10), (0, 3), (0, 5)),
+}
+BLOCKS = {
+    name: [tuple(slice(*pair) for pair in block) for block in itertools.product(*map(itertools.pairwise, cuts))]
+    for name, cuts in CUTS.items()
+}
 ABOUT = {
     "": {"made_by": "a test", "tile": 8},
     "one": {"channels": ["a", "b"]},
@@ -37,30 +45,34 @@ def values() -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-def begin(target: Path, identity: dict[str, Any] = IDENTITY, overwrite: bool = False) -> ResumableHDF5Writer:
-    return ResumableHDF5Writer(target, SHAPES, ABOUT, identity, overwrite)
+def begin(
+    target: Path, identity: dict[str, Any] = IDENTITY, overwrite: bool = False, blocks: str = "planes"
+) -> ResumableHDF5File:
+    return ResumableHDF5File(target, SHAPES, ABOUT, identity, BLOCKS[blocks], overwrite)
 
 
-def write_slabs(volume: ResumableHDF5Writer, until: int = 10) -> None:
-    """Writes what is missing, up to plane `until`."""
-    for start, end in itertools.pairwise(STARTS):
-        if volume.done <= start and end <= until:
-            volume.write({name: field[..., start:end, :, :] for name, field in values().items()})
+def write_blocks(target: Path, until: int = 100) -> int:
+    """Writes missing blocks until `until` are on disk; returns how many were there before."""
+    with closing(BlockWriter(target, [*SHAPES])) as writer:
+        done = len(writer.blocks) - len(writer.missing)
+        for number in writer.missing[: max(0, until - done)]:
+            x, y, z = writer.blocks[number]
+            writer.write(number, (x, y, z), {name: field[..., x, y, z] for name, field in values().items()})
+        return done
 
 
 def write_part(target: Path, until: int, identity: dict[str, Any] = IDENTITY, overwrite: bool = False) -> list[str]:
-    """Resumes or starts, and stops at plane `until`; returns the keys that have changed."""
-    with closing(begin(target, identity, overwrite)) as volume:
-        write_slabs(volume, until)
-        return volume.changed
+    """Resumes or starts, and stops after `until` blocks; returns the keys that have changed."""
+    with closing(begin(target, identity, overwrite)) as file:
+        write_blocks(target, until)
+        return file.changed
 
 
 def write_all(target: Path, overwrite: bool = False) -> int:
-    """Resumes or starts, and finishes; returns the number of planes that were on disk before."""
-    volume = begin(target, overwrite=overwrite)
-    done = volume.done
-    write_slabs(volume)
-    volume.finish()
+    """Resumes or starts, and finishes; returns the number of blocks that were on disk before."""
+    file = begin(target, overwrite=overwrite)
+    done = write_blocks(target)
+    file.finish()
     check_complete(target)
     return done
 
@@ -85,27 +97,43 @@ def check_complete(target: Path, alone: bool = True) -> None:
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("blocks", [*CUTS])
 def test_other_byte_orders_types_and_strides_are_written_as_float32_by_short_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: str
 ) -> None:
+    """By two writers, one after the other, in any order."""
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, place: write(descriptor, data[:7], place))
     target, fields = tmp_path / "new" / "box.h5", values()
-    volume = begin(target)
-    first = {"one": fields["one"].astype(">f8"), "other": np.asfortranarray(fields["other"])}
-    volume.write({name: {**fields, **first}[name][..., :4, :, :] for name in fields})
-    volume.write({name: np.ascontiguousarray(field[..., ::-1])[..., 4:, :, ::-1] for name, field in fields.items()})
-    volume.finish()
+    file = begin(target, blocks=blocks)
+    fields["one"], fields["other"] = fields["one"].astype(">f8"), np.asfortranarray(fields["other"])
+    numbers = [*reversed(range(len(BLOCKS[blocks])))]
+    for chosen in (numbers[::2], numbers[1::2]):
+        with closing(BlockWriter(target, [*SHAPES])) as writer:
+            for number in chosen:
+                x, y, z = writer.blocks[number]
+                writer.write(number, (x, y, z), {name: field[..., x, y, z] for name, field in fields.items()})
+            assert writer.missing == sorted({*numbers} - {*chosen} - ({*numbers[::2]}))
+    file.finish()
     check_complete(target)
 
 
-def test_planes_are_flushed_before_the_journal_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_flushed_before_the_record_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the machine crashes, data that were not flushed are lost."""
-    counted, journal = [], tmp_path / ".box.h5.journal"
-    with closing(begin(tmp_path / "box.h5")) as volume:
-        monkeypatch.setattr(os, "fsync", lambda _: counted.append(json.loads(journal.read_text())["done"]))
-        write_slabs(volume, until=5)
-    assert counted == [0, 4, 4, 5], "at each flush of the planes, and then of the journal"
+    counted, record = [], tmp_path / ".box.h5.blocks"
+    with closing(begin(tmp_path / "box.h5")):
+        monkeypatch.setattr(os, "fsync", lambda _: counted.append(sum(record.read_bytes())))
+        write_blocks(tmp_path / "box.h5", until=2)
+    assert counted == [0, 1, 1, 2], "at each flush of a block, and then of the record"
+
+
+def test_a_request_to_stop_reaches_all_writers(tmp_path: Path) -> None:
+    with closing(begin(tmp_path / "box.h5")):
+        first, second = (BlockWriter(tmp_path / "box.h5", [*SHAPES]) for _ in range(2))
+        for value in (True, False):
+            first.stops = value
+            assert (first.stops, second.stops) == (value, value)
+        assert len(second.missing) == len(BLOCKS["planes"])
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------
@@ -153,17 +181,18 @@ def test_killed_at_any_line_it_resumes_and_its_target_is_always_complete(tmp_pat
         else:
             check_complete(folder / "box.h5", alone=False)
             seen.add("finished")
-    assert seen == {*STARTS, "finished"}
+    assert seen == {*range(len(BLOCKS["planes"]) + 1), "finished"}
 
 
 def test_a_file_of_another_identity_or_without_its_parts_starts_from_scratch(tmp_path: Path) -> None:
     """The keys that have changed are listed."""
-    target, journal, partial = tmp_path / "box.h5", tmp_path / ".box.h5.journal", tmp_path / ".box.h5.partial"
+    target, record = tmp_path / "box.h5", tmp_path / ".box.h5.blocks"
+    journal, partial = tmp_path / ".box.h5.journal", tmp_path / ".box.h5.partial"
     write_part(target, 5, IDENTITY | {"weights": "other", "physical": True})
     assert write_part(target, 4) == ["weights", "physical"]
     assert write_part(target, 5) == []
     assert write_all(target) == 5
-    for lost in (lambda: journal.write_text(""), journal.unlink, partial.unlink):
+    for lost in (lambda: journal.write_text(""), journal.unlink, partial.unlink, record.unlink):
         target.unlink()
         write_part(target, until=5)
         lost()
@@ -175,18 +204,18 @@ def test_a_file_of_another_identity_or_without_its_parts_starts_from_scratch(tmp
 
 def test_a_second_writer_is_refused_and_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "box.h5"
-    volume = begin(target)
+    file = begin(target)
     with pytest.raises(UserError, match=r"another process is writing box.h5; wait, or give another --output"):
         begin(target)
-    write_slabs(volume)
+    write_blocks(target)
     target.write_text("another's")
     with pytest.raises(UserError, match="exists; give --overwrite"):
-        volume.finish()
-    volume.close()
+        file.finish()
+    file.close()
     with pytest.raises(UserError, match=r"box.h5 exists; give --overwrite to replace it, or another --output"):
         begin(target)
     assert target.read_text() == "another's"
-    assert write_all(target, overwrite=True) == 10
+    assert write_all(target, overwrite=True) == 6
     # Permissions do not apply to root; a file in place of the directory does.
     with pytest.raises(UserError, match=r"(Not a directory|File exists); give another --output"):
         begin(target / "new.h5")
@@ -209,10 +238,10 @@ def test_a_full_disk_is_reported_in_one_line_and_the_output_resumes_when_there_i
             begin(target)
         assert os.listdir(tmp_path) == []
     write_part(target, until=4)
-    with monkeypatch.context() as patch, closing(begin(target)) as volume:
+    with monkeypatch.context() as patch, closing(begin(target)):
         patch.setattr(os, "fsync", full)
         with pytest.raises(UserError) as caught:
-            write_slabs(volume)
+            write_blocks(target)
     assert str(caught.value).startswith(f"cannot write {target}: No space left on device; free some space")
     assert not target.exists()
     assert write_all(target) == 4

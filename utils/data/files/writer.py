@@ -1,15 +1,16 @@
-"""HDF5 datasets written plane by plane; if the process is killed, the same command resumes.
+"""HDF5 datasets written block by block by several processes; if one is killed, the same command resumes.
 
 An unfinished file has a hidden name next to its target. HDF5 creates the file and closes it first, so that a killed
-process or a full disk cannot damage it; planes are then written straight to the offsets of the data. A journal next to
-it holds what the file is made from, and the number of planes that are on disk.
+process or a full disk cannot damage it; blocks are then written straight to the offsets of the data. Next to it, a
+journal holds what the file is made from, and a record one byte per block, which is 1 once the block is on disk.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,14 +21,20 @@ import numpy as np
 
 from utils.distributed.locks import open_locked
 from utils.errors import os_errors_for_users
-from utils.files import check_target, make_output_directory
+from utils.files import check_target, make_output_directory, read_json
+
+Blocks = Sequence[tuple[slice, slice, slice]]  # cells along x, y and z; together all cells, each once
 
 
-class ResumableHDF5Writer:
-    """Writes float32 datasets [C, X, Y, Z] or [X, Y, Z] of one file; planes along x are written in order.
+def _paths(target: Path) -> list[Path]:
+    """The unfinished file, its journal and the record of its blocks."""
+    return [target.with_name(f".{target.name}.{kind}") for kind in ("partial", "journal", "blocks")]
 
-    `done` is the number of planes on disk. `changed` lists the keys of `identity` for which an unfinished file is
-    replaced.
+
+class ResumableHDF5File:
+    """An unfinished file of float32 datasets [C, X, Y, Z] or [X, Y, Z], which one process creates and finishes.
+
+    `changed` lists the keys of `identity` for which an unfinished file is replaced.
     """
 
     def __init__(
@@ -36,17 +43,17 @@ class ResumableHDF5Writer:
         datasets: Mapping[str, tuple[int, ...]],
         attributes: Mapping[str, Mapping[str, Any]],
         identity: Mapping[str, Any],
+        blocks: Blocks,
         overwrite: bool = False,
     ) -> None:
-        """Resumes an unfinished file with the same `identity` (JSON values), or starts a new one.
+        """Resumes an unfinished file with the same `identity` (JSON values), or starts a new one with these blocks.
 
         `attributes` are those of each dataset and group by its name, and of the file under "". Groups that only they
         name are created. Raises UserError if the target exists and `overwrite` is false, if another process writes it,
         or if it does not fit on the disk.
         """
         self._target, self._overwrite = target, overwrite
-        self._partial = target.with_name(f".{target.name}.partial")
-        self._journal_path = target.with_name(f".{target.name}.journal")
+        self._partial, self._journal_path, self._record = _paths(target)
         self._os_errors = partial(os_errors_for_users, f"cannot write {target}", "give another --output")
         check_target(target, overwrite)
         size = 0 if self._partial.exists() else sum(4 * int(np.prod(shape)) for shape in datasets.values())
@@ -54,33 +61,19 @@ class ResumableHDF5Writer:
         busy = f"another process is writing {target.name}; wait, or give another --output"
         with self._os_errors(), ExitStack() as opened:
             self._journal = opened.enter_context(open_locked(self._journal_path, busy))
-            self._identity = json.loads(json.dumps(identity))  # as the journal returns it
-            self.done, self.changed = self._read_journal()
-            if self.done == 0:
-                self._create(datasets, attributes)
-            with h5py.File(self._partial, "r") as file:
-                self._places = {name: (file[name].id.get_offset(), file[name].shape[-3]) for name in datasets}
-            self._file = opened.enter_context(self._partial.open("r+b", buffering=0))
+            identity = json.loads(json.dumps(identity))  # as the journal returns it
+            resumes, self.changed = self._read_journal(identity)
+            if not resumes:
+                places = [[[cells.start, cells.stop] for cells in block] for block in blocks]
+                self._create(datasets, attributes, {"identity": identity, "blocks": places})
             self._opened = opened.pop_all()
-
-    def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Writes the next planes of all datasets, [C, n, Y, Z] or [n, Y, Z]; they are on disk when it returns."""
-        count = next(iter(values.values())).shape[-3]
-        with self._os_errors():
-            for name, planes in values.items():
-                offset, length = self._places[name]
-                for channel, part in enumerate(planes.reshape(-1, *planes.shape[-3:])):
-                    data = np.ascontiguousarray(part, dtype="<f4")
-                    _write_at(self._file, offset + (channel * length + self.done) * data[0].nbytes, data.data.cast("B"))
-            os.fsync(self._file.fileno())
-            self.done += count
-            self._write_journal()
 
     def finish(self) -> None:
         """Renames the complete file to the target."""
         check_target(self._target, self._overwrite)  # another process may have created it
         with self._os_errors():
             os.replace(self._partial, self._target)
+            self._record.unlink()
             self._journal_path.unlink()
         self.close()
 
@@ -88,24 +81,22 @@ class ResumableHDF5Writer:
         """Closes the file, which a later process can resume."""
         self._opened.close()
 
-    def _read_journal(self) -> tuple[int, list[str]]:
-        """Planes that an earlier process wrote, and the keys of `identity` that have changed since."""
+    def _read_journal(self, identity: Mapping[str, Any]) -> tuple[bool, list[str]]:
+        """True for a file that can be resumed, and the keys of `identity` that have changed."""
         try:
-            record = json.loads(self._journal.read())
+            journal = json.loads(self._journal.read())
         except ValueError:  # empty, because it is new
-            return 0, []
-        earlier = record["identity"]
-        changed = [key for key in {**earlier, **self._identity} if earlier.get(key) != self._identity.get(key)]
-        return 0 if changed or not self._partial.exists() else record["done"], changed
+            return False, []
+        earlier = journal["identity"]
+        changed = [key for key in {**earlier, **identity} if earlier.get(key) != identity.get(key)]
+        return not changed and self._partial.exists() and self._record.exists(), changed
 
-    def _write_journal(self) -> None:
-        record = json.dumps({"identity": self._identity, "done": self.done})
-        # Never shorter than before: `done` only grows, and JSON ignores spaces at the end.
-        size = os.fstat(self._journal.fileno()).st_size
-        _write_at(self._journal, 0, memoryview(record.ljust(size).encode()))
-        os.fsync(self._journal.fileno())
-
-    def _create(self, datasets: Mapping[str, tuple[int, ...]], attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    def _create(
+        self,
+        datasets: Mapping[str, tuple[int, ...]],
+        attributes: Mapping[str, Mapping[str, Any]],
+        journal: Mapping[str, Any],
+    ) -> None:
         self._journal.truncate(0)
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -116,7 +107,74 @@ class ResumableHDF5Writer:
             for name, values in attributes.items():
                 place = name or "/"
                 (file[place] if place in file else file.create_group(place)).attrs.update(values)
-        self._write_journal()
+        with self._record.open("wb") as record:
+            record.write(bytes(1 + len(journal["blocks"])))
+            os.fsync(record.fileno())
+        _write_at(self._journal, 0, memoryview(json.dumps(journal).encode()))
+        os.fsync(self._journal.fileno())
+
+
+class BlockWriter:
+    """Writes blocks of an unfinished file at their offsets. Several processes write at the same time.
+
+    `blocks` are those that the file was started with.
+    """
+
+    def __init__(self, target: Path, names: Sequence[str]) -> None:
+        """Opens the file that a ResumableHDF5File has created with datasets of these names."""
+        self._os_errors = partial(os_errors_for_users, f"cannot write {target}", "give another --output")
+        path, journal, record = _paths(target)
+        with self._os_errors(), ExitStack() as opened:
+            with h5py.File(path, "r") as file:
+                self._places = {name: (file[name].id.get_offset(), file[name].shape[-3:]) for name in names}
+            places = read_json(journal)["blocks"]
+            self.blocks: Blocks = [(slice(*x), slice(*y), slice(*z)) for x, y, z in places]
+            self._file = opened.enter_context(path.open("r+b", buffering=0))
+            self._record = opened.enter_context(record.open("r+b", buffering=0))
+            self._opened = opened.pop_all()
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the blocks that are not on disk."""
+        done = os.pread(self._record.fileno(), os.fstat(self._record.fileno()).st_size, 1)
+        return [number for number, is_done in enumerate(done) if not is_done]
+
+    @property
+    def stops(self) -> bool:
+        """True if a process has requested that all of them stop."""
+        return os.pread(self._record.fileno(), 1, 0) == b"\1"
+
+    @stops.setter
+    def stops(self, value: bool) -> None:
+        with self._os_errors():
+            _write_at(self._record, 0, memoryview(bytes([value])))
+
+    def write(self, number: int, box: tuple[slice, slice, slice], values: Mapping[str, np.ndarray]) -> None:
+        """Writes a block of all datasets, [C, x, y, z] or [x, y, z]; it is on disk when this returns."""
+        with self._os_errors():
+            for name, cells in values.items():
+                offset, shape = self._places[name]
+                for channel, part in enumerate(cells.reshape(-1, *cells.shape[-3:])):
+                    self._write_part(offset + 4 * channel * int(np.prod(shape)), shape, box, part)
+            os.fsync(self._file.fileno())
+            _write_at(self._record, 1 + number, memoryview(b"\1"))
+            os.fsync(self._record.fileno())
+
+    def _write_part(self, offset: int, shape: Sequence[int], box: Sequence[slice], part: np.ndarray) -> None:
+        """Writes one field of a block, [x, y, z], in pieces that are contiguous in the file."""
+        data = np.ascontiguousarray(part, dtype="<f4")
+        axes = 3  # of the field's axes, those that a piece does not span
+        while axes > 1 and data.shape[axes - 1] == shape[axes - 1]:
+            axes -= 1
+        axes -= 1
+        pitch = [shape[1] * shape[2], shape[2], 1]  # cells of the file
+        first = sum(axis.start * cells for axis, cells in zip(box, pitch, strict=True))
+        for place in itertools.product(*map(range, data.shape[:axes])):
+            cell = first + sum(number * cells for number, cells in zip(place, pitch, strict=False))
+            _write_at(self._file, offset + 4 * cell, data[place].data.cast("B"))
+
+    def close(self) -> None:
+        self._opened.close()
 
 
 def _write_at(file: IO[bytes], offset: int, data: memoryview) -> None:
