@@ -28,7 +28,7 @@ from utils.inference.sliding_window import predicted_slabs
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
 from utils.lyman_alpha.setup import add_flux_options, take_flux_options
-from utils.training.checkpoint import resolve_weights
+from utils.training.checkpoint import load_weights
 from utils.training.provenance import provenance
 
 
@@ -57,9 +57,9 @@ def evaluate(options: Options, world: World) -> None:
     """Evaluates a checkpoint's network or a predicted file, and writes the report. Every rank calls it."""
     with world.raise_together():
         report.check_directory(Path(options.output), options.overwrite)
-    weights = resolve_weights(options.checkpoint, world) if options.checkpoint else None
+    weights, content = load_weights(options.checkpoint, world) if options.checkpoint else (None, None)
     with world.raise_together():
-        trained = TrainedNetwork.load(weights, world.device) if weights else None
+        trained = TrainedNetwork.load(weights, world.device, content) if weights else None
         config = trained.config if trained else config_of_files(options.input, str(options.prediction))
         config = config.model_copy(update={"evaluation": options.evaluation})
         fields = VolumeFields(options.input, options.prediction, config)

@@ -24,7 +24,7 @@ from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_lay
 from utils.inference.prediction_file import PredictionFile, PredictionOptions
 from utils.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
-from utils.training.checkpoint import resolve_weights
+from utils.training.checkpoint import load_weights
 
 
 @one_line_errors()
@@ -40,9 +40,9 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
     """Predicts the gas of the input and writes it. Every rank calls it."""
     with world.raise_together():
         check_target(Path(options.output), options.overwrite)
-    weights = resolve_weights(options.checkpoint, world)
+    weights, content = load_weights(options.checkpoint, world)
     with world.raise_together():
-        trained = TrainedNetwork.load(weights, world.device)
+        trained = TrainedNetwork.load(weights, world.device, content)
         config = trained.config
         source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels, config.transform)
         if Path(options.output).exists() and Path(options.output).samefile(options.input):

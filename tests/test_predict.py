@@ -344,8 +344,8 @@ def test_one_checkpoint_is_used_throughout_even_if_a_training_moves_best(
     best = copy / FOLDER / BEST
     first, load = best.resolve(), TrainedNetwork.load
 
-    def load_and_move(checkpoint: Path, device: torch.device) -> TrainedNetwork:
-        trained = load(checkpoint, device)
+    def load_and_move(*arguments: Any) -> TrainedNetwork:
+        trained = load(*arguments)
         best.unlink()
         best.symlink_to("step_99999999")
         return trained

@@ -100,12 +100,12 @@ class Heartbeat:
         if store is not None:
             # A connection of its own: operations on one connection wait for each other.
             self._store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
-            self._store.set_timeout(timedelta(seconds=SILENT_SECONDS))
+            self._store.set_timeout(timedelta(hours=1))  # `_watch_store` has a lower limit
             # An idle connection, which closes when the store's process ends. Without it PyTorch prints a stack trace.
             self._link = socket.create_connection((launch.master_addr, launch.master_port), SILENT_SECONDS)
             self._closed.register(self._link, select.POLLIN)
         if self.rank == 0:
-            self._store.multi_set([_key(rank) for rank in ranks], [json.dumps(Report())] * self._size)
+            self._store.multi_set([END, *map(_key, ranks)], ["", *[json.dumps(Report())] * self._size])
 
     def start(self) -> None:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -197,26 +197,28 @@ class Heartbeat:
         report = self._report._replace(beat=self._beats, collectives=_collectives())
         report = report._replace(calls=report.calls + Progress.advances)
         self._store.set(_key(self.rank), json.dumps(report))
-        if self._store.check([END]):
-            self._end(Diagnosis(*json.loads(self._store.get(END))))
+        end, ranks = self._read()
+        if end:
+            self._end(Diagnosis(*json.loads(end)))
         elif report.state == "left":
             normal = Diagnosis(0, "", 0)
             if self.rank == 0:
                 self._store.set(END, json.dumps(normal))
             self._end(normal)
         else:
-            diagnosis = self._find_cause(self._read())
+            diagnosis = self._find_cause(ranks)
             if self._failure is not None and self._now >= self._failure[0]:
                 diagnosis = self._failure[1]
             if diagnosis is not None:
                 text = json.dumps(diagnosis)
-                end = self._store.compare_set(END, "", text).decode()
-                self._end(Diagnosis(*json.loads(end)), speaks=end == text)
+                end = self._store.compare_set(END, "", text)
+                self._end(Diagnosis(*json.loads(end)), speaks=end.decode() == text)
 
-    def _read(self) -> Sequence[int]:
-        """Reads a slice of the reports; returns its ranks."""
+    def _read(self) -> tuple[bytes, Sequence[int]]:
+        """Reads the end of the run, if any, and a slice of the reports at once; returns that end and the ranks."""
         ranks = next(self._slices)
-        for rank, text in zip(ranks, self._store.multi_get([_key(rank) for rank in ranks]), strict=True):
+        end, *texts = self._store.multi_get([END, *map(_key, ranks)])
+        for rank, text in zip(ranks, texts, strict=True):
             last, report = self._reports[rank], Report(*json.loads(text))
             self._reports[rank] = report
             if report.beat != last.beat:
@@ -224,7 +226,7 @@ class Heartbeat:
             if report.calls != last.calls or report.state != last.state:
                 self._changed = self._now
             self._lost |= report.state == "lost a peer"
-        return ranks
+        return end, ranks
 
     # --- the diagnosis ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import json
 import os
 import resource
@@ -27,6 +28,7 @@ from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError, as_local_error
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
+BROADCAST_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,26 @@ class World:
         dist.all_gather(parts, tensor.contiguous())
         return torch.stack(parts)
 
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0, on every rank: tensors in host memory, numbers and texts in dicts, lists and tuples.
+
+        It is sent as a file of torch.save, and read without running code in it; if it is large, through the device.
+        """
+        if self.size == 1:
+            return value
+        file = io.BytesIO()
+        if self.is_root:
+            torch.save(value, file)
+        length = torch.tensor(file.tell())
+        dist.broadcast(length, src=0)
+        file = file if self.is_root else io.BytesIO(bytes(int(length)))
+        device = self.device if length > BROADCAST_BYTES else torch.device("cpu")  # NCCL connects with the first tensor
+        for part in torch.frombuffer(file.getbuffer(), dtype=torch.uint8).split(BROADCAST_BYTES):
+            sent = part.to(device)
+            dist.broadcast(sent, src=0)
+            part.copy_(sent)
+        return value if self.is_root else torch.load(file, map_location="cpu", weights_only=True)
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, on every rank."""
         if self.size > 1:
@@ -142,10 +164,7 @@ def connect(
         with _beating(heartbeat):
             yield _with_threads(World(launch, choose_device(device, launch.local_rank), heartbeat))
         return
-    # Rank 0 holds at least four connections per rank: gloo's, and three to the store.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_open_files()
     meeting = rendezvous(device, launch, timeouts, identity)
     store, heartbeat = meeting.store, Heartbeat(timeouts.hang, launch, meeting.store)
     with _beating(heartbeat):
@@ -155,6 +174,8 @@ def connect(
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         record_collectives()
+        # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         with heartbeat.limit(timeouts.rendezvous):  # gloo's own limit is that of a collective
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
@@ -166,6 +187,13 @@ def connect(
             world = _with_threads(World(launch, meeting.device, heartbeat))
         with _leaving_group():
             yield world
+
+
+def allow_open_files() -> None:
+    """Raises the number of open files to the limit: rank 0 holds three connections per rank to the store."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _with_threads(world: World) -> World:

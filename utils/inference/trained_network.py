@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,12 @@ class TrainedNetwork:
     simulation: Simulation  # of the training data
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device) -> TrainedNetwork:
-        """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others."""
-        content = read_weights(Path(path))
+    def load(cls, path: str | Path, device: torch.device, content: Mapping[str, Any] | None = None) -> TrainedNetwork:
+        """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others.
+
+        `content` is that of the file if it has been read.
+        """
+        content = read_weights(Path(path)) if content is None else content
         if "config" not in content:
             raise UserError(f"{path} has no config of its network; give weights that train.py has written")
         config = configs.validate_section(Config, content["config"], str(path))

@@ -29,7 +29,6 @@ FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
 FOLDER, BEST = "checkpoints", "best"
 NO_BEST = "no saved epoch so far has lowered the validation loss below that of the initial network"
-SHARED = "use a directory that all nodes share"
 ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
@@ -115,7 +114,10 @@ def load_newest(folder: Path) -> Checkpoint | None:
 
 def load(path: Path) -> Checkpoint:
     """Loads a checkpoint to the CPU without verifying its digests; raises DamagedCheckpoint if it cannot be read."""
-    weights, training = read(path / WEIGHTS), read(path / TRAINING)
+    return _checkpoint(path, read(path / WEIGHTS), read(path / TRAINING))
+
+
+def _checkpoint(path: Path, weights: dict[str, Any], training: dict[str, Any]) -> Checkpoint:
     return Checkpoint(path, weights, training, TrainState(**training["state"]))
 
 
@@ -137,7 +139,7 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS."""
     reading = CHECKSUMS
     try:
-        listed = read_checksums(directory).splitlines()
+        listed = (directory / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines()
         for reading in names:
             if f"{digest(directory / reading)}  {reading}" not in listed:
                 raise DamagedCheckpoint(directory, f"{reading} is damaged: its digest does not match")
@@ -145,21 +147,12 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
         raise DamagedCheckpoint(directory, f"{reading}: {os_reason(error)}") from None
 
 
-def load_same(path: Path, checksums: str) -> Checkpoint:
-    """Loads the checkpoint that rank 0 has verified; UserError if it has other digests, or other content, here."""
-    try:
-        if read_checksums(path) == checksums:
-            verify(path)
-            return load(path)
-        reason = "its digests differ"
-    except (OSError, DamagedCheckpoint) as error:
-        reason = str(error)
-    raise UserError(f"{path} is intact on rank 0 but not the same on this rank: {reason}; {SHARED}")
-
-
-def read_checksums(path: Path) -> str:
-    """The digests that a checkpoint's directory records."""
-    return (path / CHECKSUMS).read_text(encoding="utf-8", errors="replace")
+def share(saved: Checkpoint | None, world: World) -> Checkpoint | None:
+    """The checkpoint that rank 0 has read, on every rank; None if there is none."""
+    path, weights, training = world.broadcast(
+        (str(saved.path), saved.weights, saved.training) if saved else (None,) * 3
+    )
+    return saved if saved or path is None else _checkpoint(Path(path), weights, training)
 
 
 def digest(path: Path) -> str:
@@ -174,20 +167,18 @@ def digest(path: Path) -> str:
 # --- weights for predictions -----------------------------------------------------------------------------------------
 
 
-def resolve_weights(checkpoint: str, world: World) -> Path:
-    """The weights file that `checkpoint` names, the same on all ranks; UserError if a rank sees another one.
+def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
+    """The weights file that `checkpoint` names, and its content; rank 0 reads it for all ranks, which call this.
 
-    A training run that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
+    The link to the best checkpoint is resolved once, because a training run that is still running moves it.
     """
+    found: tuple[str, dict[str, Any]] | None = None
     with world.raise_together():
-        weights = str(weights_file(Path(checkpoint)).resolve()) if world.is_root else ""
-    path = Path(world.gather_json(weights)[0])
-    if world.size > 1:
-        with world.raise_together():
-            content = digest(path) if path.exists() else "none"
-        if ranks := world.ranks_without(content):
-            raise UserError(f"{path} is another file on {ranks} than on rank 0, or missing there; {SHARED}")
-    return path
+        if world.is_root:
+            path = weights_file(Path(checkpoint)).resolve()
+            found = str(path), read_weights(path)
+    name, content = world.broadcast(found)
+    return Path(name), content
 
 
 def weights_file(path: Path) -> Path:

@@ -22,8 +22,7 @@ from utils.training.checkpoint import (
     FOLDER,
     WEIGHTS,
     Checkpoint,
-    read_weights,
-    resolve_weights,
+    load_weights,
     stored_config,
     verify,
 )
@@ -78,9 +77,9 @@ class Start:
                 step.load_state({"network": saved.weights["network"], **saved.training})
             _restore_random(saved, world)
         elif self._init_from is not None:
-            weights = resolve_weights(self._init_from, world)
+            _, weights = load_weights(self._init_from, world)
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
-                step.load_weights(read_weights(weights)["network"])
+                step.load_weights(weights["network"])
         return self.state
 
     def describe(self) -> list[str]:
@@ -102,23 +101,18 @@ class Start:
 def find_start(
     directory: Path, resume: str | None, init_from: str | None, config: Mapping[str, Any], world: World
 ) -> Start:
-    """The start of a training run in a run directory; every rank calls it.
+    """The start of a training run in a run directory; every rank calls it, and rank 0 reads the files.
 
     `resume` is None, auto, no, or the directory of another run or of a checkpoint. The checkpoints in the run directory
     take precedence, except with no.
     """
     saved: Checkpoint | None = None
-    place = None
     with world.raise_together():
         if world.is_root and resume != "no":
             saved = checkpoint.load_newest(directory / FOLDER)
             if saved is None and resume not in (None, "auto"):
                 saved = _checkpoint_of_flag(resume)
-            place = [str(saved.path), checkpoint.read_checksums(saved.path)] if saved else None
-    place = world.gather_json(place)[0]
-    with world.raise_together():
-        if place is not None and saved is None:
-            saved = checkpoint.load_same(Path(place[0]), place[1])
+    saved = checkpoint.share(saved, world)
     is_elsewhere = saved is not None and saved.path.parent.resolve() != (directory / FOLDER).resolve()
     if saved is not None and is_elsewhere:
         saved.state.best_loss, saved.state.best_step = math.inf, 0  # the other run's best checkpoint stays there

@@ -1,0 +1,166 @@
+"""The control plane on many ranks, for benchmarks/scaling.py: heartbeats through the store, and the start of the ranks.
+
+A process is rank 0 and holds the store. Others send the heartbeats of all other ranks, with the program's code and
+connections. Up to 128 ranks also start as processes of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks import common
+from utils.distributed.heartbeat import TICK, Heartbeat
+from utils.distributed.launch import Launch
+from utils.distributed.world import allow_open_files, connect
+
+CLIENTS, HANG, MOST_PROCESSES, TRIALS, LIMIT = 4, 15.0, 128, 3, 200.0
+# The last rank is silent, as if its machine were gone; another rank has lost its connection to it; all ranks hang.
+RUNNING, SILENT, LOST, HANGING = EVENTS = ("none", "silence", "lost connection", "hang")
+LAZY = "TORCH_GLOO_LAZY_INIT"
+LOADS = ("messages/s at the store", "CPU of rank 0's heartbeat, %", "CPU of its process, %")
+FORK = multiprocessing.get_context("fork")
+
+
+class Simulated(Heartbeat):
+    """A heartbeat that ends no process, and counts its messages to the store."""
+
+    messages, cpu_seconds, ended = 0, 0.0, 0.0  # the latter: the time of the diagnosis
+
+    def beat(self, seconds: float, event: str) -> None:
+        """Sends a report as in this event, `seconds` after the start."""
+        self._now, is_last = seconds, self.rank == self._size - 1
+        if event == LOST and self.rank == self._size - 2:
+            self._report = self._report._replace(state="lost a peer")
+        if event != HANGING:
+            self.progress("step", self._beats)
+        if not is_last or event not in (SILENT, LOST):
+            self._exchange()
+
+    def _exchange(self) -> None:
+        super()._exchange()
+        self.messages, self.cpu_seconds = self.messages + 3, time.thread_time()  # set; multi_get waits for the keys
+
+    def _end(self, *_: Any, **__: Any) -> None:
+        self.ended = time.monotonic()
+        self._over.set()
+
+
+def send(rank: int, size: int, listener: socket.socket, ready: Any, _: Any, event: Any, messages: Any, __: int) -> None:
+    """Sends the heartbeats of every CLIENTS-th rank from `rank` on, evenly over the interval."""
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    ranks = range(rank, size, CLIENTS)
+    beats = [Simulated(0.0, Launch("", number, 0, size, "127.0.0.1", port), store) for number in ranks]
+    ready.wait()
+    started, pause = time.monotonic(), beats[0]._interval / len(beats)
+    for number, beat in enumerate(itertools.cycle(beats)):
+        time.sleep(max(0.0, number * pause - (time.monotonic() - started)))
+        beat.beat(time.monotonic() - started, EVENTS[event.value])
+        messages[rank] = 3 * number
+
+
+def observe(
+    rank: int, size: int, listener: socket.socket, ready: Any, results: Any, event: Any, messages: Any, chosen: int
+) -> None:
+    """Rank 0: the load of the store and of this rank per second; the seconds until the event is noticed."""
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    root = Simulated(HANG, Launch("", 0, 0, size, "127.0.0.1", port), store)
+    ready.wait()
+    root.start()
+    loads = []
+    for seconds in (root._interval + 1.0, 2 * root._interval + 4.0):
+        time.sleep(seconds)
+        loads.append((time.monotonic(), sum(messages) + root.messages, root.cpu_seconds, time.process_time()))
+    seconds, sent, thread, process = (after - before for before, after in zip(*loads, strict=True))
+    event.value, started = chosen, time.monotonic()
+    while not root.ended:
+        time.sleep(TICK / 10)
+    noticed = root.ended - started - HANG * (EVENTS[chosen] == HANGING)
+    results.put((sent / seconds, 100 * thread / seconds, 100 * process / seconds, noticed))
+    time.sleep(LIMIT)  # the others need the store until they are killed
+
+
+def start(rank: int, size: int, listener: socket.socket, ready: Any, results: Any) -> None:
+    """Connects one rank: the seconds until it has passed a barrier, and the number of its sockets."""
+    port = listener.getsockname()[1]
+    listener.close()
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    ready.wait()
+    started = time.monotonic()
+    with connect("cpu") as world:
+        world.barrier()
+        seconds = time.monotonic() - started
+        results.put((seconds, sum(entry.is_socket() for entry in Path("/proc/self/fd").iterdir())))
+
+
+def together(mains: Sequence[Callable[..., None]], size: int, *shared: Any, count: int = 1) -> list[tuple[float, ...]]:
+    """Runs each function as a process, with its number as the rank; returns `count` results."""
+    ready, results = FORK.Barrier(len(mains)), FORK.Queue()
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+        processes = [
+            FORK.Process(target=main, args=(rank, size, listener, ready, results, *shared))
+            for rank, main in enumerate(mains)
+        ]
+        for process in processes:
+            process.start()
+    try:
+        return [results.get(timeout=LIMIT) for _ in range(count)]
+    finally:
+        for process in reversed(processes):  # rank 0, which holds the store, at the end
+            process.join(LIMIT if count == len(mains) else 0)
+            process.kill()
+
+
+def start_seconds(size: int, lazy: str) -> tuple[float, float]:
+    """The time from the start of the slowest of `size` processes to their first barrier; sockets of a rank, median."""
+    os.environ[LAZY] = lazy
+    results = together([start] * size, size, count=size)
+    del os.environ[LAZY]
+    return max(seconds for seconds, _ in results), statistics.median(sockets for _, sockets in results)
+
+
+def heartbeat_row(size: int) -> dict[str, float]:
+    """The load of the heartbeats, the median over the events; the seconds until each event is noticed."""
+    loads, seconds = [], {}
+    for chosen, name in enumerate(EVENTS[1:], start=1):
+        event, messages = FORK.Value("i", 0), FORK.RawArray("q", CLIENTS + 1)
+        ((*load, noticed),) = together([observe, *[send] * CLIENTS], size, event, messages, chosen)
+        loads.append(load)
+        seconds[f"s until noticed: {name}"] = noticed
+        sys.stderr.write(f"{size} ranks, {name}: {load} {noticed:.1f} s\n")
+    return {"ranks": size, **dict(zip(LOADS, map(statistics.median, zip(*loads, strict=True)), strict=True)), **seconds}
+
+
+def start_row(size: int) -> dict[str, float]:
+    """The start of `size` ranks with connections between all of gloo's ranks, and with connections on first use."""
+    rows = {"mesh": lambda: start_seconds(size, "0"), "lazy": lambda: start_seconds(size, "1")}
+    row: dict[str, float] = {"ranks": size}
+    for name, measure in rows.items():
+        seconds, sockets = zip(*(measure() for _ in range(TRIALS)), strict=True)
+        row |= {f"s to the first barrier, {name}": statistics.median(seconds), f"sockets, {name}": max(sockets)}
+    return row
+
+
+def main(sizes: Sequence[int], output: Path) -> None:
+    """Measures and stores the result."""
+    allow_open_files()
+    heartbeats = [heartbeat_row(size) for size in sizes]
+    starts = [start_row(size) for size in sizes if size <= MOST_PROCESSES]
+    tables = [[[f"{value:.4g}" for value in row.values()] for row in rows] for rows in (heartbeats, starts)]
+    text = "\n\n".join(
+        common.table(rows[0], cells, left=0) for rows, cells in zip((heartbeats, starts), tables, strict=True) if cells
+    )
+    common.publish("control", {"heartbeats": heartbeats, "starts": starts}, output, text)
