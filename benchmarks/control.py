@@ -161,6 +161,6 @@ def main(sizes: Sequence[int], output: Path) -> None:
     starts = [start_row(size) for size in sizes if size <= MOST_PROCESSES]
     tables = [[[f"{value:.4g}" for value in row.values()] for row in rows] for rows in (heartbeats, starts)]
     text = "\n\n".join(
-        common.table(rows[0], cells, left=0) for rows, cells in zip((heartbeats, starts), tables, strict=True) if cells
+        common.table([*rows[0]], cells, left=0) for rows, cells in zip((heartbeats, starts), tables, strict=True) if cells
     )
     common.publish("control", {"heartbeats": heartbeats, "starts": starts}, output, text)
