@@ -159,8 +159,10 @@ def main(sizes: Sequence[int], output: Path) -> None:
     allow_open_files()
     heartbeats = [heartbeat_row(size) for size in sizes]
     starts = [start_row(size) for size in sizes if size <= MOST_PROCESSES]
-    tables = [[[f"{value:.4g}" for value in row.values()] for row in rows] for rows in (heartbeats, starts)]
-    text = "\n\n".join(
-        common.table([*rows[0]], cells, left=0) for rows, cells in zip((heartbeats, starts), tables, strict=True) if cells
-    )
+    tables = [
+        common.table([*rows[0]], [[f"{value:.4g}" for value in row.values()] for row in rows], left=0)
+        for rows in (heartbeats, starts)
+        if rows
+    ]
+    text = "\n\n".join(tables)
     common.publish("control", {"heartbeats": heartbeats, "starts": starts}, output, text)

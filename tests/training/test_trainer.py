@@ -53,6 +53,7 @@ class RecordedStep(EagerStep):
         after: Callable[[int], None] = lambda event: None,
     ) -> None:
         self.network = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.network.parameters())
         self.lrs: list[float] = []
         self.events: list[str] = []
         self._bad_steps, self._done, self._after = bad_steps or {}, done, after
@@ -270,7 +271,7 @@ def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(
 def test_memory_for_losses_is_that_of_an_epoch_whatever_the_logging_interval() -> None:
     """Fixed bug: log_interval 10**9 allocated 12 GB."""
     trainer, logger, _, _ = make(RecordedStep(), log_interval=10**9)
-    assert len(trainer._recorder._values) == STEPS
+    assert len(trainer._recorder._values) == STEPS + 1, "and a row of times"
     trainer.fit()
     assert len(logger.curve("Step/loss")) == EPOCHS
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,16 +28,73 @@ class StepRecord(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
+class StepTimer:
+    """The seconds per step that this rank itself needs: its wait for data, and its computation.
+
+    The computation begins with the data and ends when the gradient of `parameter` is ready. For the first parameter of
+    a network that is the end of the backward pass, before this rank waits for the gradients of others. On a GPU, events
+    measure it without waiting for the device. A CUDA graph has no such event: its steps are not measured.
+    """
+
+    def __init__(self, parameter: torch.Tensor, device: torch.device) -> None:
+        self._device, self._waited, self._steps = device, 0.0, 0
+        self._spans: list[list[Any]] = []  # start and end of the computation of each step, None until it is known
+        parameter.register_post_accumulate_grad_hook(self._end)
+
+    def start(self, waited: float) -> None:
+        """Call it at the start of each step; it has waited that many seconds for its data."""
+        self._waited, self._steps = self._waited + waited, self._steps + 1
+        self._spans.append([self._now(), None])
+
+    def _end(self, _: torch.Tensor) -> None:
+        if self._spans and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._spans[-1][1] = self._now()  # of the last micro-batch
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self) -> tuple[float, float]:
+        """Mean seconds of computation and of waiting since the last call; the former is NaN if no step is complete."""
+        spans = [(start, end) for start, end in self._spans if end is not None]
+        if self._device.type == "cuda":  # of the others, the device has not reached the end yet
+            complete = [start.elapsed_time(end) / 1000 for start, end in spans if end.query()]
+            self._spans = [[start, end] for start, end in spans if not end.query()]
+        else:
+            complete, self._spans = [end - start for start, end in spans], []
+        waited = self._waited / max(1, self._steps)
+        self._waited, self._steps = 0.0, 0
+        return sum(complete) / len(complete) if complete else math.nan, waited
+
+
+class SlowestRank(NamedTuple):
+    """The rank that needs the most time per step; the others wait for it."""
+
+    rank: int
+    seconds: float
+    waiting: float  # for its data, part of the seconds
+    ratio: float  # to the median over the ranks, the lower one if there are two
+
+    def __str__(self) -> str:
+        text = f"slowest rank: {self.rank}, {self.seconds:.3g} s per step ({self.waiting:.3g} s of it waiting for data)"
+        return f"{text}, {100 * (self.ratio - 1):.0f} % more than the median rank"
+
+
 class LossRecorder:
     """Keeps each step's loss and gradient norm on the device, to be read once per logging interval.
 
-    Reading a value waits for the device; recording one does not.
+    Reading a value waits for the device; recording one does not. The times of all ranks are read with them.
     """
 
-    def __init__(self, interval: int, world: World) -> None:
-        self._world = world
-        self._values = torch.zeros(interval, 3, device=world.device)  # loss, gradient norm, squared norm of a part
+    def __init__(self, interval: int, world: World, timer: StepTimer | None = None) -> None:
+        self._world, self._timer = world, timer
+        # Loss, gradient norm, squared norm of a part; the last row: seconds of computation and of waiting for data.
+        self._values = torch.zeros(interval + 1, 3, device=world.device)
         self._count = 0
+        self.slowest: SlowestRank | None = None  # of the last read; None if there is one rank, or no time of all ranks
 
     def record(
         self, loss: torch.Tensor, gradient_norm: torch.Tensor, part_norm_squared: torch.Tensor | None = None
@@ -58,13 +115,28 @@ class LossRecorder:
         count, self._count = self._count, 0
         if count == 0:
             return []
-        values = self._world.gather(self._values[:count]).cpu()  # [ranks, steps, 3]; .cpu() waits for the device
+        if self._timer is not None:
+            for column, seconds in enumerate(self._timer.read()):
+                self._values[count, column] = seconds
+        # [ranks, steps + 1, 3]; .cpu() waits for the device
+        values = self._world.gather(self._values[: count + 1]).cpu().double()
+        self.slowest = _slowest(values[:, count, :2])
         records = []
-        for losses, norms, squares in zip(*values.double().permute(2, 1, 0), strict=True):
+        for losses, norms, squares in zip(*values[:, :count].permute(2, 1, 0), strict=True):
             ranks = (~torch.isfinite(losses)).nonzero()
             rank = int(ranks[0]) if len(ranks) else None
             records.append(StepRecord(float(losses.mean()), float(norms.max()), rank, float(squares.mean())))
         return records
+
+
+def _slowest(seconds: torch.Tensor) -> SlowestRank | None:
+    """Of [ranks, (computation, waiting)]."""
+    totals = seconds.sum(dim=1)
+    if len(totals) == 1 or not totals.isfinite().all() or not totals.any():
+        return None
+    rank = int(totals.argmax())
+    median = max(float(totals.median()), 1e-9)
+    return SlowestRank(rank, float(totals[rank]), float(seconds[rank, 1]), float(totals[rank]) / median)
 
 
 @dataclass

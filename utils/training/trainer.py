@@ -21,7 +21,7 @@ from utils.steps.flops import training_flops
 from utils.training import tags
 from utils.training.callbacks import Evaluation, Profiler
 from utils.training.checkpoint_writer import SaveTimer
-from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
+from utils.training.metrics import LossRecorder, SlowestRank, StepRecord, StepTimer, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_states
 from utils.training.run import Run
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
 START_REMEDY = "check the data with --preflight, and the initial weights (weight_init, --init_from)"
+SLOW = 1.1  # ratio of the time of the slowest rank to the median from which on it is logged
 
 
 class Validation(NamedTuple):
@@ -64,7 +65,9 @@ class Trainer:
         self.schedule = build_schedule(config)
         batch, probe = config.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
-        self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), self.world)
+        self._timer = StepTimer(step.optimizer.param_groups[0]["params"][0], self.world.device)
+        self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), self.world, self._timer)
+        self._slowest: SlowestRank | None = None  # of the last logging interval
         self._coordinator = StopCoordinator(self.world)
         self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
@@ -162,8 +165,10 @@ class Trainer:
         self.profiler.before_step(state.step)
         lr = self.schedule(state.step)
         heartbeat.progress("data", state.step + 1)
+        waited = interval.waited
         with annotate("data"), interval.waiting():
             inputs, targets = next(batches)
+        self._timer.start(interval.waited - waited)
         heartbeat.progress("step", state.step + 1)
         with annotate("step"):
             loss = self.step(inputs, targets, lr)
@@ -277,11 +282,22 @@ class Trainer:
             f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
             f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(remaining)} left"
         )
+        scalars |= self._log_slowest_rank()
         if state.skipped:
             scalars[tags.STEP_SKIPPED_UPDATES] = state.skipped
         if self._noise is not None:
             scalars |= self._noise.scalars()
         self.records.scalars(scalars, state.step)
+
+    def _log_slowest_rank(self) -> dict[str, float]:
+        """The scalar about the slowest rank; logs one that is slow in two intervals in a row."""
+        last, slowest = self._slowest, self._recorder.slowest
+        self._slowest = slowest
+        if slowest is None:
+            return {}
+        if slowest.ratio > SLOW and last is not None and last.ratio > SLOW and last.rank == slowest.rank:
+            log.info(f"  {slowest}")
+        return {tags.STEP_SLOWEST_RANK: slowest.ratio}
 
     def _read_steps(self) -> None:
         """Reads the steps since the last read into `state.unlogged`; counts and logs skipped updates."""
