@@ -24,7 +24,6 @@ from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
 from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files
-from utils.inference.sliding_window import predicted_slabs
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
 from utils.lyman_alpha.setup import add_flux_options, take_flux_options
@@ -71,8 +70,7 @@ def evaluate(options: Options, world: World) -> None:
     note = {} if fields.periodic and not options.not_periodic else {"note": NOT_PERIODIC}
     metadata = {"input": options.input, **note, **source}
     with closing(fields):
-        slabs = predicted_slabs(predictor, "predicting") if predictor else fields.stored_slabs(world)
-        results = fields.evaluate(slabs, metadata, world)
+        results = fields.evaluate(predictor, "predicting", metadata, world)
     report.write_report(Path(options.output), results, provenance(world), world)
 
 

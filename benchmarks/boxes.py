@@ -27,7 +27,6 @@ from utils.errors import UserError
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
 from utils.evaluation.volume import VolumeFields
-from utils.inference.sliding_window import predicted_slabs
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from utils.steps import build
 
@@ -99,8 +98,7 @@ def evaluation(checkpoint: Path, file: str, runs: Path) -> results.Results:
     config = trained.config.model_copy(update={"evaluation": EvaluationConfig(sightlines=SIGHTLINES)})
     with closing(VolumeFields(file, None, config)) as fields:
         predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
-        slabs = predicted_slabs(predictor, f"{path.parent.name} on {path.stem}")
-        found = fields.evaluate(slabs, {"input": file}, world)
+        found = fields.evaluate(predictor, f"{path.parent.name} on {path.stem}", {"input": file}, world)
     results.save(found, path)
     return found
 
@@ -110,8 +108,8 @@ def copying_error(checkpoint: Path, file: str) -> float:
     world = common.this_machine()
     config = TrainedNetwork.load(checkpoint, world.device).config
     with closing(VolumeFields(file, None, config)) as fields:
-        size = fields.inputs.shape[0]
-        whole = [torch.from_numpy(np.array(part.planes(0, size)))[None] for part in (fields.inputs, fields.target)]
+        every = slice(None)
+        whole = [torch.from_numpy(np.array(part.planes(every, every)))[None] for part in (fields.inputs, fields.target)]
         loader: Any = SimpleNamespace(epoch=lambda _: [Batch(*whole)])
         return volume_losses(loader, build.loss(config), world)[COPYING]
 

@@ -13,6 +13,7 @@ from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
+from utils.data.slabs import SlabFields, Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.results import Results
@@ -28,6 +29,13 @@ SIMULATION: dict[str, float | str] = {
     "cosmology_Ode0": 0.69,
     "cosmology_Ob0": 0.049,
 }
+
+
+def slab_fields(slabs: Slabs, *fields: np.ndarray) -> SlabFields:
+    """This rank's planes of inputs, prediction and target, which are known as a whole."""
+    return SlabFields(
+        *(slabs.reader(lambda channels, planes, field=field: field[channels, planes]) for field in fields)
+    )
 
 
 def sample_results(
@@ -48,15 +56,12 @@ def sample_results(
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
     transform, world = TransformConfig(), World(Launch("test"), torch.device("cpu"))
     targets, sources = target_channels(channels[1], transform), input_channels(channels[0], transform)
-    statistics = VolumeStatistics(targets, sources, (box, box, box), cell, world)
-    fields = [torch.from_numpy(field) for field in (inputs, predicted, target)]
-    statistics.add(0, *fields)
-    results = statistics.results(metadata)
+    slabs = Slabs((box, box, box), world)
+    fields = slab_fields(slabs, *(field.astype(np.float32) for field in (inputs, predicted, target)))
+    results = VolumeStatistics(targets, sources, cell, slabs).results(fields, metadata)
     if not flux:
         return results
     volume = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION)
     setup = FluxSetup.of(volume, Config(N_in_channels=channels[0], N_out_channels=channels[1]))
     assert setup is not None
-    forest = FluxStatistics(setup, world)
-    forest.add(0, *fields)
-    return dataclasses.replace(results, flux=forest.results())
+    return dataclasses.replace(results, flux=FluxStatistics(setup, slabs).results(fields))

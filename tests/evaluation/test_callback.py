@@ -14,20 +14,20 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from processes import wait_until
-from sample_results import SIMULATION
+from sample_results import SIMULATION, slab_fields
 from volume_files import smooth_field
 
 import train
 from utils.config import Config
 from utils.data.files.hdf5 import Volume
+from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.evaluation import figures
 from utils.evaluation.results import Results, load
 from utils.evaluation.statistics import VolumeStatistics
-from utils.evaluation.volume import evaluate_slabs
-from utils.inference.sliding_window import Slab
+from utils.evaluation.volume import evaluate_fields
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.lyman_alpha.results import Flux
 from utils.training.checkpoint import read_weights
@@ -72,9 +72,9 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, kno
     """
     begin = FluxStatistics.__init__
 
-    def record(self: FluxStatistics, setup: Any, world: World, earlier: Flux | None) -> None:
+    def record(self: FluxStatistics, setup: Any, slabs: Slabs, earlier: Flux | None) -> None:
         known.append([*earlier.fields] if earlier else [])
-        begin(self, setup, world, earlier)
+        begin(self, setup, slabs, earlier)
 
     folder = tmp_path_factory.mktemp("runs")
     stating = folder / "valid.h5"
@@ -129,21 +129,21 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     trained: Path, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "PICTURES", {})
-    add, enter, calls, signals = VolumeStatistics.add, StopSignals.__enter__, [], []
+    evaluate, enter, calls, signals = VolumeStatistics.results, StopSignals.__enter__, [], []
 
     def remember(self: StopSignals) -> StopSignals:
         signals.append(self)
         return enter(self)
 
-    def stop_in_the_second(self: VolumeStatistics, *arguments: Any) -> None:
+    def stop_in_the_second(self: VolumeStatistics, *arguments: Any) -> Results:
         calls.append(1)
-        add(self, *arguments)
-        if len(calls) == 6:  # slabs; an evaluation of the volume has four
+        if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: signals[-1].received, what=lambda: "the signal")
+        return evaluate(self, *arguments)
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
-    monkeypatch.setattr(VolumeStatistics, "add", stop_in_the_second)
+    monkeypatch.setattr(VolumeStatistics, "results", stop_in_the_second)
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, EVERY_EPOCH)
     assert stop.value.code == 75
@@ -160,24 +160,17 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     assert names == ["step_00000008.npz"], "a run from scratch removes the evaluations of the run that it replaces"
 
 
-def test_a_stop_is_possible_between_the_parts_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hot gas may make the flux of one slab take minutes."""
-    calls: list[str] = []
-    for name, part in (("volume", VolumeStatistics), ("flux", FluxStatistics)):
-        for method in ("add", "results"):
-            plain = getattr(part, method)
-
-            def call(*arguments: Any, plain: Any = plain, done: str = f"{name} {method}") -> Any:
-                calls.append(done)
-                return plain(*arguments)
-
-            monkeypatch.setattr(part, method, call)
+def test_a_stop_is_possible_between_the_parts_of_an_evaluation() -> None:
+    """A single spectrum of a large volume takes long, and so do the sight-lines of one axis through hot gas."""
     fields = [0.4 * smooth_field(count, 8, np.random.default_rng(0)).astype(np.float32) for count in (4, 5)]
     volume = Volume("box.h5", *fields, cell=0.5, simulation=SIMULATION)
-    slab = Slab(0, 0, *map(torch.from_numpy, fields))
-    world = World(Launch("test"), torch.device("cpu"))
-    evaluate_slabs(Config(), volume, [slab], lambda *_: fields[1], {}, world, lambda: calls.append("stop"))
-    assert calls == ["volume add", "stop", "flux add", "stop", "volume results", "stop", "flux results"]
+    slabs = Slabs((8, 8, 8), World(Launch("test"), torch.device("cpu")))
+    calls: list[str] = []
+    read = slab_fields(slabs, fields[0], fields[1], fields[1])
+    evaluate_fields(Config(), volume, read, slabs, {}, lambda: calls.append("stop"))
+    spectra = 2 + 1 + 3 + 1  # density, divergence, velocity, temperature
+    sightlines = 3 * 3  # target, prediction and baseline along each axis
+    assert len(calls) == 1 + spectra + sightlines
 
 
 def test_every_second_epoch_and_the_last_are_evaluated(
@@ -216,7 +209,7 @@ def test_out_of_memory_during_an_evaluation_is_reported_with_a_remedy(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
 
-    monkeypatch.setattr(VolumeStatistics, "add", fail)
+    monkeypatch.setattr(VolumeStatistics, "results", fail)
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, EVERY_EPOCH)
     assert stop.value.code != 0

@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+from utils.data.slabs import Slabs
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.evaluation import spectra
 from utils.evaluation.results import Spectrum
 from utils.evaluation.spectra import KShells
 
 # Even and odd sides. No mode is exactly between two shells, where rounding would decide.
 SHAPES = [(16, 16, 16), (9, 16, 15), (24, 6, 7)]
-CPU = torch.device("cpu")
+ONE = World(Launch("test"), torch.device("cpu"))
 
 
 def measured(predicted: np.ndarray, target: np.ndarray, cell: float = 1.0) -> Spectrum:
-    shells = KShells(predicted.shape, cell, CPU)
+    shells = KShells(Slabs(predicted.shape, ONE), cell)
     return shells.spectrum(shells.sums(*(torch.tensor(field, dtype=torch.float32) for field in (predicted, target))))
 
 
@@ -70,10 +73,10 @@ def test_no_shell_is_empty_for_any_shape() -> None:
         assert np.isfinite(found.correlation).all(), shape
 
 
-def test_results_do_not_depend_on_the_number_of_planes_processed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_number_of_columns_processed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = related((13, 10, 8))
     whole = measured(*fields)
-    monkeypatch.setattr(spectra, "MODES_AT_ONCE", 120)  # three planes at a time, one in the last batch
+    monkeypatch.setattr(spectra, "MODES_AT_ONCE", 200)  # three columns at a time, one in the last batch
     parts = measured(*fields)
     for name in ("k", "modes", "predicted", "target", "cross"):
         np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12)
@@ -82,7 +85,7 @@ def test_results_do_not_depend_on_the_number_of_planes_processed_at_once(monkeyp
 def test_a_constant_field_has_no_power_and_fields_are_not_modified() -> None:
     fields = [torch.full((8, 8, 8), 3.0), torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0))]
     before = [field.clone() for field in fields]
-    shells = KShells((8, 8, 8), 1.0, CPU)
+    shells = KShells(Slabs((8, 8, 8), ONE), 1.0)
     found = shells.spectrum(shells.sums(*fields))
     assert (found.predicted == 0).all()
     assert (found.ratio == 0).all()

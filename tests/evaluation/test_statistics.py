@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from sample_results import slab_fields
 from volume_files import smooth_field
 
 from utils.config.sections import TransformConfig
 from utils.data.channels import Channel, input_channels, target_channels
+from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.results import Results
 from utils.evaluation.spectra import KShells
 from utils.evaluation.statistics import VolumeStatistics
 
-CPU = torch.device("cpu")
-ONE = World(Launch("test"), CPU)
+ONE = World(Launch("test"), torch.device("cpu"))
 GAS = target_channels(5, TransformConfig())
 SHAPE = (12, 10, 7)  # no mode lies on the edge of a shell
 ALL_SPECTRA = ["density", "log density", "velocity", "divergence", "log temperature"]
@@ -42,19 +43,12 @@ def evaluated(
     target: np.ndarray,
     channels: Sequence[Channel] = GAS,
     cell: float | None = 0.5,
-    thickness: int = 5,
     world: World = ONE,
-    backwards: bool = False,
 ) -> Results:
-    shape = target.shape[1:]
-    statistics = VolumeStatistics(channels, input_channels(4, TransformConfig()), shape, cell, world)
-    starts = range(0, shape[0], thickness)
-    for start in reversed(starts) if backwards else starts:
-        slab = slice(start, start + thickness)
-        inputs = 0.5 * target[:4, slab] if len(target) >= 4 else np.zeros((4, *target[0, slab].shape), np.float32)
-        fields = (inputs, predicted[:, slab], target[:, slab])
-        statistics.add(start, *(torch.from_numpy(field.copy()).to(world.device) for field in fields))
-    return statistics.results({"epoch": 3})
+    slabs = Slabs(target.shape[1:], world)  # type: ignore[arg-type]
+    inputs = 0.5 * target[:4] if len(target) >= 4 else np.zeros((4, *target.shape[1:]), np.float32)
+    statistics = VolumeStatistics(channels, input_channels(4, TransformConfig()), cell, slabs)
+    return statistics.results(slab_fields(slabs, inputs, predicted, target), {"epoch": 3})
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +62,7 @@ def physical(values: np.ndarray, channels: Sequence[Channel] = GAS) -> list[np.n
 
 def power(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> np.ndarray:
     """[3, shells] of two fields; tests/evaluation/test_spectra.py tests the shells themselves."""
-    shells = KShells(target.shape, cell, CPU)
+    shells = KShells(Slabs(target.shape, ONE), cell)
     found = shells.spectrum(shells.sums(*(torch.tensor(field, dtype=torch.float32) for field in (predicted, target))))
     return np.stack([found.predicted, found.target, found.cross])
 
@@ -200,26 +194,26 @@ def test_divergence_r2_and_distribution_agree_with_numpy(found: Results) -> None
         assert counts.sum() == t.size
 
 
-# --- slabs and ranks -----------------------------------------------------------------------------------------------
+# --- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def test_slabs_may_have_any_thickness_and_order(found: Results) -> None:
-    for thickness in (1, 3, 12):
-        agree(evaluated(*volumes(), thickness=thickness), found, 0)
-    agree(evaluated(*volumes(), thickness=4, backwards=True), found)
+def test_results_do_not_depend_on_the_pieces_that_are_read(found: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    for values in (1, 300):  # a plane; four planes, three pieces
+        monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", values)
+        agree(evaluated(*volumes()), found, 1e-12)
 
 
 def on_ranks(world: World) -> tuple[Results, Results]:
-    """Five channels make six fields to transform; with one channel, some ranks have no field."""
-    plain = evaluated(*volumes(channels=1), target_channels(1, TransformConfig()), world=world)
-    return evaluated(*volumes(), world=world), plain
+    return evaluated(*volumes(), world=world), evaluated(*volumes((5, 7, 6)), world=world)
 
 
-def test_several_ranks_get_the_results_of_one() -> None:
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_several_ranks_get_the_results_of_one(ranks: int) -> None:
+    """Also with more ranks than planes."""
     alone = on_ranks(ONE)
-    for answer in run_ranks(on_ranks, 3):
+    for answer in run_ranks(on_ranks, ranks):
         for found, expected in zip(answer, alone, strict=True):
-            agree(found, expected, 1e-9)
+            agree(found, expected)
 
 
 @pytest.mark.gpu

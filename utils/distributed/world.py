@@ -116,6 +116,22 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def exchange(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends consecutive parts of a flat tensor to the ranks; returns the parts that they sent, in their order.
+
+        `sent` and `received` are the sizes of the parts, by rank.
+        """
+        if self.size == 1:
+            return values
+        if values.is_complex():  # gloo has no complex numbers
+            sent, received = ([2 * size for size in sizes] for sizes in (sent, received))
+            return torch.view_as_complex(
+                self.exchange(torch.view_as_real(values).flatten(), sent, received).view(-1, 2)
+            )
+        result = values.new_empty(sum(received))
+        dist.all_to_all_single(result, values, [*received], [*sent])
+        return result
+
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
         """Raises on all ranks what is raised on one of them, with the same message, so that no rank waits for it.

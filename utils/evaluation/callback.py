@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 from utils.config import Config
 from utils.data import Loader, get_loader
 from utils.data.files.hdf5 import Volume, reading
+from utils.data.slabs import SlabFields, Slabs
 from utils.data.volumes import open_boxes
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
@@ -19,8 +21,8 @@ from utils.errors import UserError
 from utils.evaluation import results, tables
 from utils.evaluation.baselines import baseline_losses
 from utils.evaluation.results import Results
-from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
-from utils.inference.sliding_window import ReadBox, SlidingWindowPredictor
+from utils.evaluation.volume import NOT_PERIODIC, evaluate_fields
+from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
@@ -44,7 +46,7 @@ class VolumeEvaluation(Evaluation):
         # No more cells at once than in training.
         batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
         channels = config.N_in_channels, config.N_out_channels
-        read = _box_reader(volume, volume.inputs)
+        read = functools.partial(self._read, volume.inputs, slice(None))
         self._predictor = SlidingWindowPredictor(step.predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
         self._last: Results | None = None
@@ -65,10 +67,14 @@ class VolumeEvaluation(Evaluation):
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
         known = self._last.flux if self._last else None
         with out_of_memory_for_users(MEMORY_REMEDY):
-            target, slabs = _box_reader(self._volume, self._volume.targets), self._predictor.slabs()
-            evaluation = evaluate_slabs(
-                self._config, self._volume, slabs, target, metadata, self._world, stop_if_requested, known
+            slabs = Slabs(self._volume.shape, self._world)
+            predicted = slabs.stored(self._predictor.predict_planes(slabs, pause=stop_if_requested))
+            inputs, target = (
+                slabs.reader(functools.partial(self._read, field))
+                for field in (self._volume.inputs, self._volume.targets)
             )
+            fields = SlabFields(inputs, predicted, target)
+            evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, stop_if_requested, known)
         self._last = evaluation
         if self._world.is_root:
             self._save_and_draw(evaluation, step)
@@ -77,6 +83,11 @@ class VolumeEvaluation(Evaluation):
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
         return evaluation.scalars()
+
+    def _read(self, field: Any, *cells: slice) -> np.ndarray:
+        """Some cells of one of the volume's fields [C, X, Y, Z]."""
+        with reading(self._volume.path):
+            return np.asarray(field[cells])
 
     def _save_and_draw(self, evaluation: Results, step: int) -> None:
         """Saves and draws the results; a full disk does not stop the run."""
@@ -145,13 +156,3 @@ def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int)
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
     return lines
-
-
-def _box_reader(volume: Volume, field: Any) -> ReadBox:
-    """Reads boxes of cells of one of the volume's fields."""
-
-    def box(x: slice, y: slice, z: slice) -> np.ndarray:
-        with reading(volume.path):
-            return np.asarray(field[:, x, y, z])
-
-    return box

@@ -1,15 +1,14 @@
 """Statistics of a predicted volume against the true one: errors, spectra, distributions and the phase diagram.
 
-Every rank receives every slab and does a share of the work. Counts per cell are split by planes. What needs a complete
-field, such as its spectrum, is split by fields: each rank stores only the fields that it will transform. Sums are in
-float64 and are added over the ranks at the end.
+Each rank counts its own planes. What needs a complete field, such as its spectrum, is computed field by field: a rank
+stores its planes of one field of prediction and target at a time. Sums are in float64 and are added over the ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, common_channels
-from utils.distributed.world import World
+from utils.data.slabs import ReadPlanes, SlabFields, Slabs
 from utils.evaluation.results import Distribution, PhaseDiagram, Results
 from utils.evaluation.spectra import KShells
 
@@ -33,7 +32,7 @@ SPECTRA = ("density", "log density", "velocity", DIVERGENCE, "log temperature") 
 
 
 class _Field(NamedTuple):
-    """A field that one rank stores completely, and the spectra computed from it."""
+    """A field of the prediction and the target, and the spectra computed from it."""
 
     channels: tuple[int, ...]  # one; three for the divergence of a vector
     spectra: tuple[str, ...]  # for a logarithm: its own spectrum first, then that of its exponential
@@ -52,7 +51,7 @@ class _Bins(NamedTuple):
 
 
 class VolumeStatistics:
-    """Accumulates a predicted volume slab by slab and compares it with the target. Every rank makes the same calls.
+    """Compares a predicted volume with the target. Every rank makes the same calls.
 
     Spectra are computed for density, ln(density), ln(temperature), velocity (sum over its components) and velocity
     divergence, and for any other channel's physical value, or channel value if its unit is unknown.
@@ -63,16 +62,12 @@ class VolumeStatistics:
     """
 
     def __init__(
-        self,
-        channels: Sequence[Channel],
-        input_channels: Sequence[Channel],
-        shape: tuple[int, int, int],
-        cell: float | None,
-        world: World,
+        self, channels: Sequence[Channel], input_channels: Sequence[Channel], cell: float | None, slabs: Slabs
     ) -> None:
         """`cell` in Mpc/h, None if unknown."""
         self._channels, self._input_channels = tuple(channels), tuple(input_channels)
-        self._shape, self._cell, self._world = shape, cell, world
+        self._slabs, self._cell, self._world = slabs, cell, slabs.world
+        world = slabs.world
 
         def zeros(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=world.device)
@@ -100,51 +95,19 @@ class VolumeStatistics:
             numbers = (self._bins[channel].number for channel in self._phase)
             self._phase_counts = zeros(2, *numbers, dtype=torch.int64)
 
-        fields = _fields(channels)
-        self._spectra = [name for field in fields for name in field.spectra]
-        self._fields = fields[world.rank :: world.size]  # the most expensive fields come first
-        self._stored = [zeros(2, *shape, dtype=torch.float32) for _ in self._fields]  # prediction and target
-        self._slices: dict[str, np.ndarray] = {}
-        self._planes_seen = 0
-
     @torch.no_grad()
-    def add(self, start: int, inputs: Tensor, predicted: Tensor, target: Tensor) -> None:
-        """Adds the planes start, start + 1, … along x; [C, planes, Y, Z] of channel values.
-
-        Slabs may have any thickness and any order, each plane once; `predicted` is the same on all ranks.
-        """
-        planes, middle = predicted.shape[1], self._shape[0] // 2
-        assert predicted.shape == target.shape == (len(self._channels), planes, *self._shape[1:])
-        if start <= middle < start + planes:
-            for name, values in (("input", inputs), ("target", target), ("predicted", predicted)):
-                self._slices[name] = values[:, middle - start].float().cpu().numpy().copy()
-        inputs, predicted, target = (
-            values.to(self._world.device, torch.float32) for values in (inputs, predicted, target)
-        )
-        if not self._planes_seen:
-            self._shift = target[:, :1, :1, 0].clone()
-        # Plane by plane: the sums do not depend on the slabs' thickness, and temporaries are small.
-        for plane in range(planes):
-            x = start + plane
-            if x % self._world.size == self._world.rank:
-                self._count(predicted[:, plane], target[:, plane])
-                copied = inputs[: len(self._copied), plane] - target[: len(self._copied), plane]
-                self._copied += copied.abs().sum((1, 2), dtype=torch.float64)
-            for field, stored in zip(self._fields, self._stored, strict=True):
-                for volume, values in zip(stored, (predicted, target), strict=True):
-                    self._store(volume, x, values[:, plane], field)
-        self._planes_seen += planes
-
-    @torch.no_grad()
-    def results(self, metadata: Mapping[str, Any]) -> Results:
-        """The results, equal on every rank; to be called once, after all planes.
+    def results(
+        self, fields: SlabFields, metadata: Mapping[str, Any], pause: Callable[[], object] = lambda: None
+    ) -> Results:
+        """The results, equal on every rank; to be called once. Calls `pause` between the parts, on every rank.
 
         Undefined values are NaN: R² of a constant target, and whatever depends on non-finite predictions.
         """
-        assert self._planes_seen == self._shape[0]
-        total, cells = self._world.sum, math.prod(self._shape)
-        shells = KShells(self._shape, self._cell or 1.0, self._world.device)
-        spectra, divergence = self._transform(shells)
+        self._count_cells(fields)
+        pause()
+        shells = KShells(self._slabs, self._cell or 1.0)
+        spectra, divergence = self._transform(fields, shells, pause)
+        total, cells = self._world.sum, math.prod(self._slabs.shape)
         absolute, square, shifted, shifted_square = total(self._errors).cpu().numpy()
         copied = np.full(len(self._channels), np.nan)
         copied[: len(self._copied)] = total(self._copied).cpu().numpy() / cells
@@ -159,7 +122,7 @@ class VolumeStatistics:
             phase_diagram = PhaseDiagram(*(self._bins[channel].edges for channel in self._phase), *counts)
         divergence_r2 = math.nan
         if DIVERGENCE in spectra:
-            divergence_r2, edge, *histograms = total(divergence).tolist()
+            divergence_r2, edge, *histograms = divergence.tolist()
             edges = np.linspace(-edge, edge, DIVERGENCE_BINS + 1)
             predicted, target = np.array(histograms, dtype=np.int64).reshape(2, DIVERGENCE_BINS)
             unit = f"{VELOCITY_UNIT} per {'cell' if self._cell is None else 'Mpc/h'}"
@@ -175,12 +138,46 @@ class VolumeStatistics:
             distributions=distributions,
             phase_diagram=phase_diagram,
             divergence_r2=divergence_r2,
-            slices=self._slices,
+            slices=self._middle(fields),
             metadata=dict(metadata),
         )
 
-    def _count(self, predicted: Tensor, target: Tensor) -> None:
+    def _count_cells(self, fields: SlabFields) -> None:
+        """Adds the own planes to the errors and histograms."""
+        with self._world.raise_together():
+            first = torch.zeros_like(self._shift)
+            if self._world.rank == self._owner(0):
+                first += fields.target(slice(None), slice(0, 1))[:, 0, :1, :1]
+        self._shift = self._world.sum(first)
+        with self._world.raise_together():
+            for piece in self._slabs.pieces():
+                values = (read(slice(None), piece) for read in (fields.inputs, fields.predicted, fields.target))
+                # Plane by plane: the sums do not depend on the pieces, and temporaries are small.
+                for planes in zip(*(part.unbind(1) for part in values), strict=True):
+                    self._count(*planes)
+                self._world.heartbeat.progress("prediction")
+
+    def _owner(self, plane: int) -> int:
+        """The rank that owns a plane."""
+        return next(rank for rank, planes in enumerate(self._slabs.shares) if planes.start <= plane < planes.stop)
+
+    def _middle(self, fields: SlabFields) -> dict[str, np.ndarray]:
+        """The middle plane of each field, [C, Y, Z], on every rank."""
+        plane, slices = self._slabs.shape[0] // 2, {}
+        counts = {"input": len(self._input_channels), "target": len(self._channels), "predicted": len(self._channels)}
+        reads = {"input": fields.inputs, "target": fields.target, "predicted": fields.predicted}
+        for name, read in reads.items():
+            values = torch.zeros(counts[name], *self._slabs.shape[1:], device=self._world.device)
+            with self._world.raise_together():
+                if self._world.rank == self._owner(plane):
+                    values.copy_(read(slice(None), slice(plane, plane + 1))[:, 0])
+            slices[name] = self._world.sum(values).cpu().numpy()
+        return slices
+
+    def _count(self, inputs: Tensor, predicted: Tensor, target: Tensor) -> None:
         """Adds one plane [C, Y, Z] to the errors and histograms."""
+        copied = inputs[: len(self._copied)] - target[: len(self._copied)]
+        self._copied += copied.abs().sum((1, 2), dtype=torch.float64)
         error, shifted = predicted - target, target - self._shift
         for row, values in zip(self._errors, (error.abs(), error.square(), shifted, shifted.square()), strict=True):
             row += values.sum((1, 2), dtype=torch.float64)
@@ -196,42 +193,90 @@ class VolumeStatistics:
             bins += self._begins
             self._counts[side] += torch.bincount(bins.flatten(), minlength=self._counts.shape[1])
 
-    def _store(self, volume: Tensor, x: int, values: Tensor, field: _Field) -> None:
-        """Writes plane x of a field [X, Y, Z], or adds its terms of a divergence, from channel values [C, Y, Z].
-
-        Stores physical values, or their natural logarithms.
-        """
-        parts = [values[part] * self._channels[part].scale + self._channels[part].center for part in field.channels]
-        if DIVERGENCE not in field.spectra:
-            volume[x] = parts[0]
-            return
-        # v_x contributes to the divergence of both neighboring planes, in whichever order the three planes come.
-        along_x, along_y, along_z = (part / (2 * (self._cell or 1.0)) for part in parts)
-        volume[x - 1] += along_x
-        volume[(x + 1) % self._shape[0]] -= along_x
-        for part, axis in ((along_y, 0), (along_z, 1)):
-            volume[x] += part.roll(-1, axis) - part.roll(1, axis)
-
-    def _transform(self, shells: KShells) -> tuple[dict[str, Tensor], Tensor]:
-        """This rank's share of the sums of each spectrum, and of the divergence's R² and histograms."""
-        device = self._world.device
-        names = sorted(set(self._spectra), key=[*SPECTRA, *self._spectra].index)
-        sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=device) for name in names}
-        divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64, device=device)
-        for field in self._fields:
-            self._world.heartbeat.progress("prediction")  # the transforms of a large volume take long
-            stored = self._stored.pop(0)  # frees its memory before the next field is transformed
+    def _transform(
+        self, fields: SlabFields, shells: KShells, pause: Callable[[], object]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """This rank's share of the sums of each spectrum, and the divergence's R² and histograms."""
+        needed = _fields(self._channels)
+        present = [name for field in needed for name in field.spectra]
+        names = sorted({*present}, key=[*SPECTRA, *present].index)
+        sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=self._world.device) for name in names}
+        divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64)
+        for field in needed:
+            stored = self._slabs.empty(2)
+            for values, read in zip(stored, (fields.predicted, fields.target), strict=True):
+                if DIVERGENCE in field.spectra:
+                    self._store_divergence(values, read, field.channels)
+                else:
+                    with self._world.raise_together():
+                        self._store(values, read, field.channels[0])
             if DIVERGENCE in field.spectra:
-                divergence = _divergence_statistics(stored)
+                divergence = self._divergence_statistics(stored)
             for number, name in enumerate(field.spectra):
+                self._world.heartbeat.progress("prediction")  # the transforms of a large volume take long
                 if number:
                     stored.exp_()
                 sums[name] += shells.sums(*stored)
+                pause()
         return sums, divergence
+
+    def _store(self, out: Tensor, read: ReadPlanes, number: int) -> None:
+        """Stores the physical values of a channel, or their natural logarithms, of the own planes [n, Y, Z]."""
+        channel = self._channels[number]
+        for piece in self._slabs.pieces():
+            out[self._slabs.local(piece)] = read(slice(number, number + 1), piece)[0] * channel.scale + channel.center
+
+    def _store_divergence(self, out: Tensor, read: ReadPlanes, channels: Sequence[int]) -> None:
+        """Stores the divergence of a vector with these channels.
+
+        The terms of a cell are added in the same order whatever the number of ranks: its bits do not depend on it.
+        """
+        slabs, (x, y, z) = self._slabs, channels
+
+        def planes(channel: int, some: slice) -> Tensor:
+            values = read(slice(channel, channel + 1), some)[0] * self._channels[channel].scale
+            return (values + self._channels[channel].center) / (2 * (self._cell or 1.0))
+
+        with self._world.raise_together():
+            edges = torch.zeros(2, *slabs.shape[1:], device=out.device)
+            if slabs.count:
+                for edge, plane in zip(edges, (slabs.planes.start, slabs.planes.stop - 1), strict=True):
+                    edge.copy_(planes(x, slice(plane, plane + 1))[0])
+        before, behind = slabs.neighbors(*edges)
+        with self._world.raise_together():
+            out.zero_()
+            out[:1] -= before
+            for piece in slabs.pieces():
+                components = zip(*(planes(channel, piece) for channel in (x, y, z)), strict=True)
+                for place, (along_x, along_y, along_z) in enumerate(components, slabs.local(piece).start):
+                    for values, axis in ((along_y, 0), (along_z, 1)):
+                        out[place] += values.roll(-1, axis) - values.roll(1, axis)
+                    if place:
+                        out[place - 1] += along_x
+                    out[place + 1 : place + 2] -= along_x
+            out[-1:] += behind
+
+    def _divergence_statistics(self, fields: Tensor) -> Tensor:
+        """R², the outer edge of the histograms and their counts, in one row, for [predicted, target] divergences."""
+        total = self._world.sum
+        sums = torch.zeros(2, dtype=torch.float64, device=fields.device)
+        for predicted, target in zip(*fields, strict=True):
+            sums[0] += (predicted - target).square().sum(dtype=torch.float64)
+            sums[1] += target.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
+        residual, variance = total(sums).cpu().numpy()
+        edge = _rounded_up(DIVERGENCE_SIGMAS * math.sqrt(variance / math.prod(self._slabs.shape))) or 1.0
+        counts = torch.zeros(2, DIVERGENCE_BINS, dtype=torch.float64, device=fields.device)
+        for row, field in zip(counts, fields, strict=True):
+            for plane in field:
+                place = (plane.double() + edge) * (DIVERGENCE_BINS / (2 * edge))
+                bins = place.nan_to_num_(nan=0.0).clamp_(0, DIVERGENCE_BINS - 1).long()
+                row += torch.bincount(bins.flatten(), minlength=DIVERGENCE_BINS)
+        head = torch.tensor([float(_r2(residual, variance)), edge], dtype=torch.float64, device=fields.device)
+        return torch.cat((head, total(counts).flatten()))
 
 
 def _fields(channels: Sequence[Channel]) -> list[_Field]:
-    """All fields to transform, the most expensive ones first."""
+    """All fields to transform."""
     velocity = tuple(number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT)  # all or none
     fields = [_Field(velocity, (DIVERGENCE,))] if velocity else []
     for number, channel in enumerate(channels):
@@ -259,24 +304,6 @@ def _r2(residual: Any, variance: Any) -> Any:
     """1 − Σ(prediction − target)² / Σ(target − mean)²; NaN if the target is constant."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(variance > 0, 1 - residual / variance, np.nan)
-
-
-def _divergence_statistics(fields: Tensor) -> Tensor:
-    """R², the outer edge of the histograms and their counts, in one row, for [predicted, target] divergences."""
-    sums = torch.zeros(2, dtype=torch.float64, device=fields.device)
-    for predicted, target in zip(*fields, strict=True):
-        sums[0] += (predicted - target).square().sum(dtype=torch.float64)
-        sums[1] += target.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
-    residual, variance = sums.cpu().numpy()
-    edge = _rounded_up(DIVERGENCE_SIGMAS * math.sqrt(variance / fields[0].numel())) or 1.0
-    counts = torch.zeros(2, DIVERGENCE_BINS, dtype=torch.float64, device=fields.device)
-    for row, field in zip(counts, fields, strict=True):
-        for plane in field:
-            place = (plane.double() + edge) * (DIVERGENCE_BINS / (2 * edge))
-            bins = place.nan_to_num_(nan=0.0).clamp_(0, DIVERGENCE_BINS - 1).long()
-            row += torch.bincount(bins.flatten(), minlength=DIVERGENCE_BINS)
-    head = torch.tensor([float(_r2(residual, variance)), edge], dtype=torch.float64, device=fields.device)
-    return torch.cat((head, counts.flatten()))
 
 
 def _rounded_up(value: float) -> float:

@@ -1,61 +1,49 @@
-"""Evaluates one predicted volume: slabs from a network or from a file, compared with the true fields."""
+"""Evaluates one predicted volume, from a network or from a file, against the true fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
-import torch
 
 from utils.config import Config
 from utils.data.channels import INPUTS, TARGETS, VELOCITY, volume_channels
 from utils.data.files.attributes import file_transform
-from utils.data.files.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading, slab_planes
+from utils.data.files.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading
 from utils.data.files.values import check_sample
+from utils.data.slabs import SlabFields, Slabs
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.sliding_window import ReadBox, Slab
+from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.lyman_alpha.results import Flux
 from utils.lyman_alpha.setup import FluxSetup
+from utils.progress import Progress
 
 INPUT, OUTPUT = DATASETS
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
 
 
-def evaluate_slabs(
+def evaluate_fields(
     config: Config,
     volume: Volume | FieldReader,
-    slabs: Iterable[Slab],
-    target: ReadBox,
+    fields: SlabFields,
+    slabs: Slabs,
     metadata: Mapping[str, Any],
-    world: World,
-    stop_if_requested: Callable[[], object] = lambda: None,
+    pause: Callable[[], object] = lambda: None,
     known: Flux | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
     The flux is included if all that it needs is known; `known` is that of an earlier evaluation of the volume.
-    `stop_if_requested` is called on every rank at the same points, and may raise.
+    `pause` is called on every rank at the same points, and may raise.
     """
     inputs, targets = volume_channels(config)
-    statistics = VolumeStatistics(targets, inputs, volume.shape, volume.cell, world)
     setup = FluxSetup.of(volume, config)
-    flux = FluxStatistics(setup, world, known) if setup else None
-    for slab in slabs:
-        with world.raise_together():
-            planes = np.array(target(slice(slab.start, slab.start + slab.inputs.shape[1]), slice(None), slice(None)))
-        true = torch.from_numpy(planes).to(world.device)
-        for part in (statistics, flux) if flux else (statistics,):
-            part.add(slab.start, slab.inputs, slab.predicted, true)
-            stop_if_requested()
-    evaluation = statistics.results(metadata)
-    stop_if_requested()
-    return replace(evaluation, flux=flux.results()) if flux else evaluation
+    results = VolumeStatistics(targets, inputs, volume.cell, slabs).results(fields, metadata, pause)
+    return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields, pause)) if setup else results
 
 
 def config_of_files(inputs: str, prediction: str) -> Config:
@@ -102,19 +90,19 @@ class VolumeFields:
         """False if one of the files says that it is not."""
         return all(field.periodic for field in self._all)
 
-    def evaluate(self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World) -> Results:
-        """Evaluates the predicted slabs; every rank calls it."""
-        return evaluate_slabs(self.config, self.inputs, slabs, self.target.box, metadata, world)
-
-    def stored_slabs(self, world: World) -> Iterator[Slab]:
-        """The slabs of the prediction's file."""
-        assert self.prediction is not None
-        for number, planes in enumerate(slab_planes(self.inputs.shape)):
-            with world.raise_together():
-                parts = [
-                    np.array(fields.planes(planes.start, planes.stop)) for fields in (self.inputs, self.prediction)
-                ]
-            yield Slab(number, planes.start, *(torch.from_numpy(part).to(world.device) for part in parts))
+    def evaluate(
+        self, predictor: SlidingWindowPredictor | None, description: str, metadata: Mapping[str, Any], world: World
+    ) -> Results:
+        """Evaluates the predictor's volume, or the stored one without a predictor; every rank calls it."""
+        slabs = Slabs(self.inputs.shape, world)
+        if predictor is None:
+            assert self.prediction is not None
+            predicted = slabs.reader(self.prediction.planes)
+        else:
+            with Progress(description, predictor.window_count(), "windows") as progress:
+                predicted = slabs.stored(predictor.predict_planes(slabs, progress.advance))
+        fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
+        return evaluate_fields(self.config, self.inputs, fields, slabs, metadata)
 
     def close(self) -> None:
         for field in self._all:

@@ -1,12 +1,13 @@
-"""Sliding-window prediction of a whole volume on all ranks, in slabs along x.
+"""Sliding-window prediction: of a box of cells on one rank alone, or of a whole volume in slabs on all ranks.
 
-Memory holds a slab of one window's thickness, regardless of the volume's length along x. Windows that begin at the same
-plane form a layer. Ranks share the windows of a layer and sum their weighted predictions.
+The memory is that of a box, or of the own slab and a block of windows. Boxes are predicted with the same bits whatever
+their size, and windows that two boxes share twice; slabs are equal within rounding, and each window is predicted once.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,21 +16,29 @@ import numpy as np
 import torch
 
 from utils.data.files.page_cache import memory_limit
+from utils.data.slabs import Slabs
 from utils.distributed.world import World
-from utils.inference.window_grid import AxisPart, Box, Segment, WindowGrid, wrapped_segments
-from utils.progress import Progress
+from utils.inference.window_grid import (
+    AxisPart,
+    Box,
+    Segment,
+    WindowGrid,
+    axis_windows,
+    split_windows,
+    wrapped_segments,
+)
 
 ReadBox = Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
 Predict = Callable[[torch.Tensor], torch.Tensor]
+Advance = Callable[[int], object]  # is called with numbers of predicted windows
+
+# Blocks of windows whose planes go to several ranks: enough to share them evenly, and small next to the planes.
+BLOCKS_PER_RANK = 4
+BLOCK_CELLS = 128**3
 
 
-class Slab(NamedTuple):
-    """Finished planes, on every rank: `inputs` [C_in, n, Y, Z] and `predicted` [C_out, n, Y, Z], on the device."""
-
-    number: int
-    start: int
-    inputs: torch.Tensor
-    predicted: torch.Tensor
+def ignore(windows: int) -> None:
+    """No progress is shown."""
 
 
 class Block(NamedTuple):
@@ -51,42 +60,6 @@ class SlidingWindowPredictor:
     batch_size: int  # windows per rank and forward pass
     world: World
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The first plane of each slab, and the end of the last one."""
-        return (*self.grid.x.origins, self.grid.x.size)
-
-    def window_count(self, first: int = 0) -> int:
-        """Number of windows that this rank predicts for the slabs from number `first` on."""
-        return len(self._own_windows()) * len(layers(self.grid, first))
-
-    def slabs(self, first: int = 0, advance: Callable[[int], None] = lambda windows: None) -> Iterator[Slab]:
-        """The slabs from number `first` on; every rank calls it.
-
-        `advance` is called with the size of each batch of windows that this rank has predicted. A slab is valid until
-        the next one is requested.
-        """
-        axis, device = self.grid.x, self.world.device
-        begin, todo = axis.origins[first], layers(self.grid, first)
-        inputs, total = (
-            torch.zeros((channels, axis.window, *self.grid.shape[1:]), device=device) for channels in self.channels
-        )
-        known = 0  # planes of `inputs` that have been read
-        for index, (origin, number) in enumerate(todo):
-            with self.world.raise_together():
-                self._read(origin + known, inputs[:, known:])
-            self.world.heartbeat.progress("prediction")  # also on ranks that have no windows
-            self._add_layer(number, inputs, total, advance)
-            is_wanted = origin >= begin
-            stop = self.starts[number + 1] if is_wanted else todo[index + 1][0]
-            done = stop - origin  # planes that no later layer reaches
-            if is_wanted:
-                yield Slab(number, origin, inputs[:, :done], self.world.sum(total[:, :done]))
-            known = axis.window - done
-            for field in (inputs, total):
-                field[:, :known] = field[:, done:].clone()
-            total[:, known:] = 0
-
     def most_cells(self, per_node: int) -> int:
         """Number of cells of a block that needs about a quarter of the memory of one of `per_node` ranks."""
         limit, device = memory_limit() // per_node, self.world.device
@@ -94,17 +67,89 @@ class SlidingWindowPredictor:
             limit = min(limit, torch.cuda.mem_get_info(device)[0])
         return limit // 4 // (4 * (2 * self.channels[0] + 3 * self.channels[1]))
 
-    def predict_box(self, box: Box, advance: Callable[[int], None] = lambda windows: None) -> Block:
+    def predict_box(self, box: Box, advance: Advance = ignore) -> Block:
         """Predicts a box of cells on this rank alone.
 
         The bits of a cell do not depend on the box: a cell's windows are added in the order of their numbers, and all
         batches have the same size. `advance` is called with the number of windows of each batch.
         """
-        grid, device, side = self.grid, self.world.device, self.grid.x.window
-        parts = grid.parts(box)
+        parts = self.grid.parts(box)
         inputs = self._read_box(parts)
-        total = torch.zeros((self.channels[1], *(cells.stop - cells.start for cells in box)), device=device)
-        along = [torch.from_numpy(axis.weights).to(device) for axis in grid.axes]
+        total = self._blend(inputs, parts, advance, self.batch_size)
+        for axis, part in enumerate(parts, start=1):
+            inputs = inputs.narrow(axis, part.start - part.first, part.stop - part.start)
+        return Block(box, inputs, total)
+
+    def window_count(self) -> int:
+        """Number of windows that this rank predicts in `predict_planes`."""
+        rank = self.world.rank
+        return sum(_windows(turn[rank]) for turn in self._turns() if rank < len(turn))
+
+    def predict_planes(
+        self, slabs: Slabs, advance: Advance = ignore, pause: Callable[[], object] = lambda: None
+    ) -> torch.Tensor:
+        """Predicts this rank's planes [C_out, n, Y, Z]; every rank calls it, and `pause` at the same points.
+
+        Each window is predicted once, on any rank, and its weighted cells are sent to the owners of their planes. So
+        the results on different numbers of ranks are equal within rounding.
+        """
+        total, rank = slabs.empty(self.channels[1]).zero_(), self.world.rank
+        for turn in self._turns():
+            parts = turn[rank] if rank < len(turn) else ()
+            with self.world.raise_together():
+                inputs = self._read_box(parts) if parts else None
+            self.world.heartbeat.progress("prediction")  # also on ranks that have no windows
+            self._send(None if inputs is None else self._blend(inputs, parts, advance), turn, slabs, total)
+            pause()
+        return total
+
+    def _turns(self) -> list[list[tuple[AxisPart, ...]]]:
+        """Blocks of windows, in lists of one block per rank; the last list may be shorter."""
+        ranks, grid = self.world.size, self.grid
+        count = max(ranks, min(BLOCKS_PER_RANK * ranks, grid.count // self.batch_size))
+        ranges = split_windows(grid, max(grid.shape), count, BLOCK_CELLS)
+        along = [[axis_windows(axis, part) for part in parts] for axis, parts in zip(grid.axes, ranges, strict=True)]
+        # Large ones first: the last turn, which some ranks may miss, is short.
+        blocks = sorted(itertools.product(*along), key=_windows, reverse=True)
+        return [blocks[first : first + ranks] for first in range(0, len(blocks), ranks)]
+
+    def _send(
+        self, blended: torch.Tensor | None, turn: Sequence[Sequence[AxisPart]], slabs: Slabs, total: torch.Tensor
+    ) -> None:
+        """Adds the cells of all ranks' blocks of windows to the planes of their owners."""
+        channels, (x, y, z) = self.channels[1], self.grid.axes
+        own = turn[self.world.rank][:1] if blended is not None else []
+        places = [[place for part in own for place in _within(part, x.size, planes)] for planes in slabs.shares]
+        sent = [[blended[:, place.window].flatten() for place in of_rank] for of_rank in places if blended is not None]
+        sizes, pieces = [0] * self.world.size, []
+        for number, parts in enumerate(turn):
+            for place in _within(parts[0], x.size, slabs.planes):
+                shape = channels, place.window.stop - place.window.start, parts[1].length, parts[2].length
+                sizes[number] += math.prod(shape)
+                pieces.append((parts, place.volume, shape))
+        flat = torch.cat([total.new_empty(0), *itertools.chain(*sent)])
+        sent_sizes = [sum(map(torch.numel, parts)) for parts in sent] or [0] * self.world.size
+        received = self.world.exchange(flat, sent_sizes, sizes)
+        values = received.split([math.prod(shape) for *_, shape in pieces])
+        for (parts, planes, shape), piece in zip(pieces, values, strict=True):
+            along_y, along_z = (
+                [*wrapped_segments(part.first, part.length, axis.size)]
+                for part, axis in zip(parts[1:], (y, z), strict=True)
+            )
+            for row, line in itertools.product(along_y, along_z):
+                cells = piece.view(shape)[:, :, row.window, line.window]
+                total[:, slabs.local(planes), row.volume, line.volume] += cells
+
+    def _blend(
+        self, inputs: torch.Tensor, parts: Sequence[AxisPart], advance: Advance, fixed_batch: int = 0
+    ) -> torch.Tensor:
+        """The weighted sum of the windows' predictions in the cells [start, stop) along each axis, [C_out, x, y, z].
+
+        All batches have the size `fixed_batch`, if it is given.
+        """
+        device, side = self.world.device, self.grid.x.window
+        total = torch.zeros((self.channels[1], *(part.stop - part.start for part in parts)), device=device)
+        along = [torch.from_numpy(axis.weights).to(device) for axis in self.grid.axes]
         places = list(itertools.product(*(part.windows for part in parts)))
         windows = torch.zeros((self.batch_size, len(inputs), side, side, side), device=device)
         for begin in range(0, len(places), self.batch_size):
@@ -112,16 +157,15 @@ class SlidingWindowPredictor:
             for window, place in zip(windows, batch, strict=False):
                 for x, y, z in itertools.product(*(one.inputs for one in place)):
                     window[:, x.window, y.window, z.window] = inputs[:, x.volume, y.volume, z.volume]
-            for output, place in zip(self.predict(windows).float(), batch, strict=False):
+            outputs = self.predict(windows[: fixed_batch or len(batch)]).float()
+            for output, place in zip(outputs, batch, strict=False):
                 x_weights, y_weights, z_weights = (along[axis][one.number] for axis, one in enumerate(place))
                 weighted = output * (x_weights.view(-1, 1, 1) * (y_weights.view(-1, 1) * z_weights))
                 for x, y, z in itertools.product(*(one.outputs for one in place)):
                     total[:, x.volume, y.volume, z.volume] += weighted[:, x.window, y.window, z.window]
             self.world.heartbeat.progress("prediction")
             advance(len(batch))
-        for axis, part in enumerate(parts, start=1):
-            inputs = inputs.narrow(axis, part.start - part.first, part.stop - part.start)
-        return Block(box, inputs, total)
+        return total
 
     def _read_box(self, parts: Sequence[AxisPart]) -> torch.Tensor:
         """The input cells of all windows, [C_in, x, y, z]."""
@@ -135,64 +179,18 @@ class SlidingWindowPredictor:
             inputs[:, x.window, y.window, z.window] = torch.from_numpy(values).to(inputs.device)
         return inputs
 
-    def _own_windows(self) -> list[tuple[int, int]]:
-        return self.grid.layer()[self.world.rank :: self.world.size]
 
-    def _read(self, start: int, out: torch.Tensor) -> None:
-        """Reads planes from `start` on into `out` [C, n, Y, Z], wrapping around the end."""
-        for inside, volume in wrapped_segments(start, out.shape[1], self.grid.x.size):
-            planes = np.array(self.read(volume, slice(None), slice(None)))
-            out[:, inside] = torch.from_numpy(planes).to(out.device)
-
-    def _add_layer(
-        self, number: int, inputs: torch.Tensor, total: torch.Tensor, advance: Callable[[int], None]
-    ) -> None:
-        """Adds this rank's weighted windows of layer `number` to `total` [C_out, W, Y, Z]."""
-        axes = (self.grid.x, self.grid.y, self.grid.z)
-        along_x, along_y, along_z = (torch.from_numpy(axis.weights).to(total.device) for axis in axes)
-        side, mine = self.grid.x.window, self._own_windows()
-        for begin in range(0, len(mine), self.batch_size):
-            batch = mine[begin : begin + self.batch_size]
-            self.world.heartbeat.progress("prediction")
-            windows = torch.empty((len(batch), len(inputs), side, side, side), device=inputs.device)
-            for window, place in zip(windows, batch, strict=True):
-                for y, z in self._wrapped_segments(*place):
-                    window[:, :, y.window, z.window] = inputs[:, :, y.volume, z.volume]
-            for output, place in zip(self.predict(windows).float(), batch, strict=True):
-                weights = along_y[place[0]].view(-1, 1) * along_z[place[1]]  # [W, W]
-                weighted = output * (along_x[number].view(-1, 1, 1) * weights)
-                for y, z in self._wrapped_segments(*place):
-                    total[:, :, y.volume, z.volume] += weighted[:, :, y.window, z.window]
-            advance(len(batch))
-
-    def _wrapped_segments(self, y: int, z: int) -> Iterator[tuple[Segment, Segment]]:
-        """The pieces of a window across its layer, split where it wraps around the box."""
-        along_y, along_z = (
-            wrapped_segments(axis.origins[number], axis.window, axis.size)
-            for axis, number in ((self.grid.y, y), (self.grid.z, z))
-        )
-        return itertools.product(along_y, along_z)
+def _windows(parts: Sequence[AxisPart]) -> int:
+    return math.prod(len(part.windows) for part in parts)
 
 
-def predicted_slabs(predictor: SlidingWindowPredictor, title: str, first: int = 0) -> Iterator[Slab]:
-    """The predictor's slabs from number `first` on, with a progress bar."""
-    with Progress(title, predictor.window_count(first), "windows") as progress:
-        yield from predictor.slabs(first, progress.advance)
-
-
-def layers(grid: WindowGrid, first: int = 0) -> list[tuple[int, int]]:
-    """The layers that contribute to the slabs from number `first` on, in order: (first plane, number).
-
-    Layers that begin before that slab and reach into it come first. In a periodic volume they may begin behind its end,
-    and then have negative planes.
-    """
-    axis = grid.x
-    begin = axis.origins[first]
-    wraps = any(origin + axis.window > axis.size for origin in axis.origins)
-    before = [(origin - axis.size, number) for number, origin in enumerate(axis.origins)] if wraps else []
-    before += [(origin, number) for number, origin in enumerate(axis.origins[:first])]
-    reaching = [(origin, number) for origin, number in before if origin > begin - axis.window]
-    return reaching + [(axis.origins[number], number) for number in range(first, len(axis.origins))]
+def _within(part: AxisPart, size: int, planes: slice) -> Iterator[Segment]:
+    """The cells of a part of an axis that lie in `planes`."""
+    for cells, volume in wrapped_segments(part.first % size, part.length, size):
+        start, stop = max(volume.start, planes.start), min(volume.stop, planes.stop)
+        if start < stop:
+            begin = cells.start + start - volume.start
+            yield Segment(slice(begin, begin + stop - start), slice(start, stop))
 
 
 def forward_pass(network: torch.nn.Module, precision: str, device: torch.device) -> Predict:

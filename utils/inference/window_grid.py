@@ -115,6 +115,19 @@ def axis_part(axis: Axis, start: int, stop: int) -> AxisPart:
     return AxisPart(start, stop, first, length, windows)
 
 
+def axis_windows(axis: Axis, numbers: range) -> AxisPart:
+    """Consecutive windows of an axis, and all cells in them."""
+    begin = axis.origins[numbers[0]]
+    first, length = begin, axis.origins[numbers[-1]] + axis.window - begin
+    if length >= axis.size:
+        first, length = 0, axis.size
+    windows = []
+    for number in numbers:
+        cells = tuple(wrapped_segments((axis.origins[number] - first) % axis.size, axis.window, axis.size))
+        windows.append(PlacedWindow(number, cells, cells))
+    return AxisPart(first, first + length, first, length, windows)
+
+
 @dataclass(frozen=True)
 class WindowGrid:
     """Cubic windows of a volume: all combinations of the windows along its axes."""
@@ -129,7 +142,7 @@ class WindowGrid:
 
     @property
     def count(self) -> int:
-        return len(self.x.origins) * len(self.layer())
+        return math.prod(len(axis.origins) for axis in self.axes)
 
     @property
     def axes(self) -> tuple[Axis, Axis, Axis]:
@@ -145,10 +158,6 @@ class WindowGrid:
         overlap = f", overlapping by {self.x.window - max(steps)} cells" if steps else ""
         return f"{self.count} windows of {self.x.window}³ cells{overlap}"
 
-    def layer(self) -> list[tuple[int, int]]:
-        """The windows that begin at the same plane of x, as numbers along y and z."""
-        return [(y, z) for y in range(len(self.y.origins)) for z in range(len(self.z.origins))]
-
 
 def build_window_grid(
     shape: tuple[int, int, int], window: int, overlap: int | None = None, periodic: bool = True
@@ -158,10 +167,11 @@ def build_window_grid(
     return WindowGrid(*(window_axis(size, window, overlap, periodic) for size in shape))
 
 
-def split_blocks(grid: WindowGrid, side: int, count: int, limit: int) -> list[Box]:
-    """Divides a volume into blocks of at most `side` cells per side and at most `limit` cells.
+def split_windows(grid: WindowGrid, side: int, count: int, limit: int) -> list[list[range]]:
+    """Divides the windows along each axis into ranges of their numbers, so that blocks of cells begin with each range.
 
-    At least `count` blocks, as far as blocks of one step of the windows allow. They begin where windows begin.
+    The blocks have at most `side` cells per side and at most `limit` cells, and there are at least `count` of them, as
+    far as blocks of one step of the windows allow.
     """
     parts = [min(-(-axis.size // side), len(axis.origins)) for axis in grid.axes]
     while True:
@@ -172,10 +182,19 @@ def split_blocks(grid: WindowGrid, side: int, count: int, limit: int) -> list[Bo
         if not divisible:
             break
         parts[max(divisible, key=lambda number: sizes[number])] += 1  # x first: its planes are contiguous
-    cuts = []
+    ranges = []
     for axis, number in zip(grid.axes, parts, strict=True):
-        starts = [axis.origins[part * len(axis.origins) // number] for part in range(number)]
-        cuts.append([slice(start, stop) for start, stop in zip(starts, [*starts[1:], axis.size], strict=True)])
+        ends = [part * len(axis.origins) // number for part in range(number + 1)]
+        ranges.append([range(*pair) for pair in itertools.pairwise(ends)])
+    return ranges
+
+
+def split_blocks(grid: WindowGrid, side: int, count: int, limit: int) -> list[Box]:
+    """The blocks of cells of `split_windows`."""
+    cuts = []
+    for axis, ranges in zip(grid.axes, split_windows(grid, side, count, limit), strict=True):
+        starts = [axis.origins[numbers[0]] for numbers in ranges]
+        cuts.append([slice(*pair) for pair in itertools.pairwise([*starts, axis.size])])
     return list(itertools.product(*cuts))
 
 

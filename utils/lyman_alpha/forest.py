@@ -2,22 +2,22 @@
 
 The baseline is the fluctuating Gunn-Peterson approximation (FGPA; Croft et al. 1998, ApJ 495, 44): gas with the
 density of the dark matter, smoothed as by its pressure, with the dark matter's velocity, and with the temperature of a
-power law. Evenly spaced sight-lines along x, y and z are shared over the ranks. Each rank stores the optical depth of
-its own ones, and the whole dark-matter density, which is to be smoothed. Optical depths are computed row by row, so
-they depend neither on the number of ranks nor on the slabs' thickness: bit for bit on the CPU, to rounding on a GPU.
+power law. Evenly spaced sight-lines along x, y and z are shared over the ranks: a rank has those along y and z in its
+own planes, and those along x in its own columns. Optical depths are computed row by row, so that they do not depend on
+the number of ranks: bit for bit on the CPU, to rounding on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from utils.distributed.world import World
+from utils.data.slabs import ReadPlanes, SlabFields, Slabs
 from utils.errors import UserError
 from utils.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
 from utils.lyman_alpha.results import PREDICTION, TARGET, Flux, FluxField
@@ -31,75 +31,46 @@ VALUES_AT_ONCE = 2**20  # of optical depth, for temporary arrays of a few MiB
 class Sightlines:
     """Evenly spaced sight-lines along one axis, in rows along the first of the two other axes. Ranks share the rows."""
 
-    def __init__(self, axis: int, shape: tuple[int, int, int], limit: int, world: World) -> None:
+    def __init__(self, axis: int, slabs: Slabs, limit: int) -> None:
         """`limit` is the largest number of lines; 0: one per cell."""
+        shape = slabs.shape
         self.axis, self.cells = axis, shape[axis]
         sides = [side for index, side in enumerate(shape) if index != axis]
         counts = _line_counts(sides[0], sides[1], limit)
-        rows, columns = (
+        self.all_rows, columns = (
             [number * side // count for number in range(count)] for side, count in zip(sides, counts, strict=True)
         )
-        self.count = len(rows) * len(columns)  # of all ranks
-        self.rows = rows[world.rank :: world.size]
-        self.columns = torch.tensor(columns, device=world.device)
-        self.middle = (rows[len(rows) // 2], len(columns) // 2)  # a row, and a place in it
+        self.count = len(self.all_rows) * len(columns)  # of all ranks
+        own = slabs.planes  # rows are planes, except of lines along x
+        self.rows = [row for row in self.all_rows if own.start <= row < own.stop]
+        if axis == 0:
+            self.rows = self.all_rows[slabs.divide(len(self.all_rows))[slabs.world.rank]]
+        self.columns = torch.tensor(columns, device=slabs.world.device)
+        self.middle = (self.all_rows[len(self.all_rows) // 2], len(columns) // 2)  # a row, and a place in it
 
-    def empty(self, *fields: int) -> Tensor:
-        """Zeros for values along this rank's lines, [*fields, rows, columns, cells]."""
-        return torch.zeros((*fields, len(self.rows), len(self.columns), self.cells), device=self.columns.device)
-
-    def of_row(self, field: Tensor, row: int) -> Tensor:
-        """The lines [columns, cells] of a row of a field [X, Y, Z]."""
-        return field.movedim(self.axis, -1)[row][self.columns]
-
-    def of_slab(self, fields: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows of lines along y or z in planes [C, n, Y, Z] from x = `start` on: place, lines [C, columns, cells]."""
-        for place, x in enumerate(self.rows):
-            if start <= x < start + fields.shape[1]:
-                yield place, fields[:, x - start].movedim(self.axis, -1)[:, self.columns]
+    def empty(self) -> Tensor:
+        """Memory for values along this rank's lines, [rows, columns, cells]."""
+        return torch.empty((len(self.rows), len(self.columns), self.cells), device=self.columns.device)
 
 
 class FluxStatistics:
-    """Accumulates a predicted volume and its target slab by slab. Every rank makes the same calls."""
+    """The flux of a predicted volume, its target and the baseline. Every rank makes the same calls."""
 
-    def __init__(self, setup: FluxSetup, world: World, known: Flux | None = None) -> None:
+    def __init__(self, setup: FluxSetup, slabs: Slabs, known: Flux | None = None) -> None:
         """`known`: results of an earlier evaluation of this volume, of which all but the prediction is used again."""
-        self._setup, self._world, self._known = setup, world, known
-        self._lines = [Sightlines(axis, setup.shape, setup.options.sightlines, world) for axis in range(3)]
-        names = [PREDICTION] if known else [TARGET, PREDICTION]
-        # By field: optical depths along x, y and z; along x, channel values of density, velocity and temperature.
-        self._depths = {name: [lines.empty() for lines in self._lines] for name in names}
-        self._along_x = {name: self._lines[0].empty(3) for name in names}
-        self._dark: Tensor | None = None  # density [X, Y, Z]
-        if setup.dark and not known:
-            self._dark = torch.zeros(setup.shape, device=world.device)
-            self._depths[setup.baseline] = [lines.empty() for lines in self._lines]  # velocities, until `results`
+        self._setup, self._slabs, self._world, self._known = setup, slabs, slabs.world, known
+        self._lines = [Sightlines(axis, slabs, setup.options.sightlines) for axis in range(3)]
 
     @torch.no_grad()
-    def add(self, start: int, inputs: Tensor, predicted: Tensor, target: Tensor) -> None:
-        """Adds the planes start, start + 1, … along x, [C, planes, Y, Z] of channel values, in any order."""
-        for name, values in ((TARGET, target), (PREDICTION, predicted)):
-            if name in self._depths:
-                self._add_gas(name, start, values)
-        if self._dark is not None:
-            self._add_dark_matter(self._dark, start, inputs)
-
-    @torch.no_grad()
-    def results(self) -> Flux:
-        """The results, equal on every rank; to be called once, after all planes."""
+    def results(self, fields: SlabFields, pause: Callable[[], object] = lambda: None) -> Flux:
+        """The results, equal on every rank; to be called once. Calls `pause` between the parts, on every rank."""
         setup, last = self._setup, self._lines[-1]
-        for name, values in self._along_x.items():
-            for row, out in enumerate(self._depths[name][0]):
-                out.copy_(self._gas_depth(values[:, row], 0))
-        self._along_x.clear()
-        if self._dark is not None:
-            self._compute_baseline(self._dark)
-            self._dark = None
-        measured = {}
-        for name in list(self._depths):
-            self._progress()
-            measured[name] = self._measure(self._depths.pop(name))
-        fields = {**(self._known.fields if self._known else {}), **measured}
+        known = {} if self._known is None else {**self._known.fields}
+        measured = {PREDICTION: self._measure(self._gas_depths(fields.predicted, pause))}
+        if not known:
+            measured = {TARGET: self._measure(self._gas_depths(fields.target, pause)), **measured}
+            if setup.dark:
+                measured[setup.baseline] = self._measure(self._baseline_depths(fields.inputs, pause))
         width = setup.universe.pixel_width(setup.cell)
         wavenumbers = [
             2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
@@ -114,57 +85,86 @@ class FluxStatistics:
             k=k,
             axis_k=axis_k,
             velocity=width * np.arange(last.cells),
-            fields=fields,
+            fields={**known, **measured},
         )
 
     # --- optical depth ---
 
-    def _add_gas(self, name: str, start: int, values: Tensor) -> None:
-        for axis, lines in enumerate(self._lines):
-            parts = values[[0, 1 + axis, 4]].to(self._world.device, torch.float32)  # density, velocity, temperature
-            if axis == 0:
-                along = parts[:, :, lines.rows][..., lines.columns]  # [3, n, rows, columns]
-                self._along_x[name][..., start : start + values.shape[1]] = along.movedim(1, -1)
-                continue
-            for place, row in lines.of_slab(parts, start):
-                self._depths[name][axis][place] = self._gas_depth(row, axis)
-
-    def _add_dark_matter(self, density: Tensor, start: int, inputs: Tensor) -> None:
-        density_channel, *velocity_channels = self._setup.dark
-        inputs = inputs.to(self._world.device, torch.float32)
-        for x, plane in enumerate(inputs[0], start):
-            density[x] = density_channel.to_physical(plane)
-        velocities = self._depths[self._setup.baseline]
-        for lines, channel, field, out in zip(self._lines, velocity_channels, inputs[1:], velocities, strict=False):
-            values = channel.to_physical(field)
-            if lines.axis == 0:
-                out[..., start : start + len(values)] = values[:, lines.rows][..., lines.columns].movedim(0, -1)
-                continue
-            for place, row in lines.of_slab(values[None], start):
-                out[place] = row[0]
-
-    def _gas_depth(self, values: Tensor, axis: int) -> Tensor:
-        """Optical depth of one row, from its channel values [3, columns, cells]."""
-        self._progress()  # a slab of hot gas takes minutes
+    def _gas_depths(self, read: ReadPlanes, pause: Callable[[], object]) -> list[Tensor]:
         setup = self._setup
-        channels = setup.gas[0], setup.gas[1 + axis], setup.gas[4]
-        # Contiguous: torch may round exponentials of others differently.
-        density, velocity, temperature = (
-            channel.to_physical(part.contiguous()) for channel, part in zip(channels, values, strict=True)
-        )
-        return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
 
-    def _compute_baseline(self, dark: Tensor) -> None:
-        """Replaces the velocities of the dark matter by optical depths."""
-        setup = self._setup
+        def values(axis: int, number: int, planes: slice) -> Tensor:
+            channel = (0, 1 + axis, 4)[number]  # density, velocity, temperature
+            return read(slice(channel, channel + 1), planes)[0]
+
+        def depth(axis: int, row: Tensor) -> Tensor:
+            channels = setup.gas[0], setup.gas[1 + axis], setup.gas[4]
+            density, velocity, temperature = (
+                channel.to_physical(part) for channel, part in zip(channels, row, strict=True)
+            )
+            return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
+
+        return self._depths(3, values, depth, pause)
+
+    def _baseline_depths(self, read: ReadPlanes, pause: Callable[[], object]) -> list[Tensor]:
+        setup, slabs = self._setup, self._slabs
+        density_channel, *velocity_channels = setup.dark
+        dark = slabs.empty()
+        with self._world.raise_together():
+            for piece in slabs.pieces():
+                dark[slabs.local(piece)] = density_channel.to_physical(read(slice(0, 1), piece)[0])
         if setup.smoothing:
-            smooth(dark, setup.smoothing / setup.cell)
-        for lines, depths in zip(self._lines, self._depths[setup.baseline], strict=True):
-            for row, velocity in zip(lines.rows, depths, strict=True):
-                self._progress()
-                density = lines.of_row(dark, row)
-                temperature = fgpa_temperature(density, setup.universe.redshift)
-                velocity.copy_(optical_depth(density, velocity, temperature, setup.universe, setup.cell))
+            dark = smooth(dark, setup.smoothing / setup.cell, slabs)
+
+        def values(axis: int, number: int, planes: slice) -> Tensor:
+            return read(slice(1 + axis, 2 + axis), planes)[0] if number else dark[slabs.local(planes)]
+
+        def depth(axis: int, row: Tensor) -> Tensor:
+            density = row[0]
+            velocity = velocity_channels[axis].to_physical(row[1]) if velocity_channels else torch.zeros_like(density)
+            temperature = fgpa_temperature(density, setup.universe.redshift)
+            return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
+
+        return self._depths(2 if velocity_channels else 1, values, depth, pause)
+
+    def _depths(
+        self,
+        count: int,
+        values: Callable[[int, int, slice], Tensor],
+        depth: Callable[[int, Tensor], Tensor],
+        pause: Callable[[], object],
+    ) -> list[Tensor]:
+        """Optical depths along this rank's lines, [rows, columns, cells], along x, y and z.
+
+        values(axis, number, planes) -> [n, Y, Z] reads one of `count` fields that the lines along an axis need;
+        depth(axis, [count, columns, cells]) -> [columns, cells] computes a row.
+        """
+        slabs, (along_x, *others) = self._slabs, self._lines
+        sizes = len(along_x.all_rows), len(along_x.columns)
+        columns = [
+            slabs.to_columns(
+                (values(0, number, piece)[:, along_x.all_rows][..., along_x.columns] for piece in slabs.pieces()),
+                *sizes,
+            )
+            for number in range(count)
+        ]
+        depths = [along_x.empty()]
+        # Contiguous rows: torch may round exponentials of others differently.
+        for row, out in enumerate(depths[0]):
+            out.copy_(depth(0, torch.stack([field[:, row].T for field in columns])))
+            self._progress()  # a slab of hot gas takes minutes
+        del columns
+        pause()
+        for lines in others:
+            depths.append(lines.empty())
+            with self._world.raise_together():
+                for x, out in zip(lines.rows, depths[-1], strict=True):
+                    planes = [values(lines.axis, number, slice(x, x + 1))[0] for number in range(count)]
+                    rows = [plane.movedim(lines.axis - 1, -1)[lines.columns] for plane in planes]
+                    out.copy_(depth(lines.axis, torch.stack(rows)))
+                    self._progress()
+            pause()
+        return depths
 
     def _progress(self) -> None:
         self._world.heartbeat.progress("prediction")
@@ -236,20 +236,22 @@ class FluxStatistics:
         return np.where(modes > 0, sums, math.nan), counts @ sums / (counts @ modes)
 
 
-def smooth(field: Tensor, sigma: float) -> None:
-    """Convolves a periodic field [X, Y, Z] in place with a Gaussian of `sigma` cells.
+def smooth(field: Tensor, sigma: float, slabs: Slabs) -> Tensor:
+    """Convolves a periodic field, of which each rank has its own planes [n, Y, Z], with a Gaussian of `sigma` cells.
 
-    In real space, where the weights are positive: a density stays positive next to a dense clump. If `sigma` is at
-    least as long as a side, values along it become their mean.
+    Changes its argument. In real space, where the weights are positive: a density stays positive next to a dense clump.
+    If `sigma` is at least as long as a side, values along it become their mean.
     """
-    along_x, along_y, along_z = (_smoothing_matrix(cells, sigma).to(field.device) for cells in field.shape)
+    along_x, along_y, along_z = (_smoothing_matrix(cells, sigma).to(field.device) for cells in slabs.shape)
     switches = torch.backends.cuda.matmul
     tf32, switches.allow_tf32 = switches.allow_tf32, False  # regardless of the precision of training
     for plane in field:
         plane.copy_(along_y @ plane @ along_z)
-    for plane in field.unbind(1):
+    columns = slabs.to_columns((field[slabs.local(piece)] for piece in slabs.pieces()), *slabs.shape[1:])
+    for plane in columns.unbind(1):
         plane.copy_(along_x @ plane)
     switches.allow_tf32 = tf32
+    return slabs.to_planes(columns, slabs.shape[1])
 
 
 def _smoothing_matrix(cells: int, sigma: float) -> Tensor:

@@ -136,20 +136,21 @@ class FieldReader:
         self.simulation = simulation_of(self.attributes, self.cell)
         self.periodic = bool(self.attributes.get("periodic", True))
 
-    def box(self, x: slice, y: slice, z: slice) -> np.ndarray:
+    def box(self, x: slice, y: slice, z: slice, channels: slice = slice(None)) -> np.ndarray:
         """Values [C, x, y, z]; raises UserError if they cannot be read or are not all finite."""
         with reading(self.path):
-            values = np.asarray(self.values[:, x, y, z])
+            values = np.asarray(self.values[channels, x, y, z])
         place = nonfinite_place(values)
         if place is None:
             return values
-        channel, *cells = place
-        where = ", ".join(str((axis.start or 0) + cell) for axis, cell in zip((x, y, z), cells, strict=True))
-        raise UserError(f"{self.path}: {self.name}[{channel}, {where}] is {values[place]}; fix the file")
+        where = ", ".join(
+            str((axis.start or 0) + index) for axis, index in zip((channels, x, y, z), place, strict=True)
+        )
+        raise UserError(f"{self.path}: {self.name}[{where}] is {values[place]}; fix the file")
 
-    def planes(self, start: int, stop: int) -> np.ndarray:
-        """Values [C, stop - start, Y, Z] of planes along x; errors as in `box`."""
-        return self.box(slice(start, stop), slice(None), slice(None))
+    def planes(self, channels: slice, planes: slice) -> np.ndarray:
+        """Values [C, n, Y, Z] of planes along x; errors as in `box`."""
+        return self.box(planes, slice(None), slice(None), channels)
 
     def close(self) -> None:
         """Closes the file."""
