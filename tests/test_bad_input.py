@@ -93,6 +93,7 @@ def refuse(tmp_path: Path, data_flags: list[str], fails: Callable[[list[str]], A
         (["--set=network.name=my_net"], ("unknown network my_net", "my_module.MyNetwork")),
         (["--set=optimizer=adam"], ("did you mean optimizer.name=adam?",)),
         (["--set=learning_rate=1"], ("did you mean lr_schedule.start_lr?",)),
+        (["--set=num_epochs=3", "--num_epoch=3"], ("did you mean --num_epochs?",)),
         (["--set", "num_epochs", "3"], ("did you mean --set num_epochs=3?",)),
         (["mine.yaml"], ("did you mean --yaml_config mine.yaml?",)),
         (["--enable_amp", "--amp_mode=none"], ("--enable_amp and --amp_mode none contradict each other",)),

@@ -60,12 +60,13 @@ class Parser(argparse.ArgumentParser):
             message = f"{prefix}{' '.join(misspelled)}" if misspelled else message
         if message.startswith(prefix):
             unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
-            before = self._arguments[self._arguments.index(unknown) - 1] if unknown in self._arguments else ""
+            place = self._arguments.index(unknown) if unknown in self._arguments else 0
+            flag, key = self._arguments[place - 2 : place] if place > 1 else ("", "")
             keys = similar(unknown.lstrip("-"), flatten(Config())) if "--set" in self._option_string_actions else []
             if unknown.endswith((".yaml", ".yml")):
                 hint = f"; did you mean --yaml_config {unknown}?"
-            elif "=" not in before and "--set" in self._arguments:
-                hint = f"; did you mean --set {before}={unknown}?"
+            elif flag == "--set" and "=" not in key:
+                hint = f"; did you mean --set {key}={unknown}?"
             elif question := did_you_mean(unknown, self._option_string_actions):
                 hint = question
             elif keys:
