@@ -4,10 +4,10 @@ python -m benchmarks.volumes                                  512³: about 15 mi
 python -m benchmarks.volumes --grid 1024 --ranks 4 --width 4  larger: 58 GB
 
 The volume is a simulated box of 64³ cells, repeated along each axis. The network is the demo's at --width, trained for
-one step. Each rank has an equal share of the cores. Memory is the peak of a rank's resident set, which includes about
-0.4 GB of libraries and the pages of files that it has mapped. Bytes read are those from the disk, and the files are not
-in the page cache at first: what one rank has read, others of this machine do not. The slowest or largest rank is
-reported. Linux only.
+one step. Each rank has an equal share of the cores. Memory is the largest of a rank's own pages (RssAnon, read every
+20 ms), without those of mapped files, which belong to the page cache; libraries need about 0.3 GB of it. Bytes read are
+those from the disk, and the files are not in the page cache at first: what one rank has read, others of this machine do
+not. The slowest or largest rank is reported. Linux only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from utils.files import read_json
 from utils.training.checkpoint import FOLDER
 
 SIDE = 64  # cells of the box that is repeated
-MEASURES = {"seconds": 1.0, "peak resident GB": 1e9, "GB read": 1e9}
+MEASURES = {"seconds": 1.0, "peak GB": 1e9, "GB read": 1e9}
 
 
 def start(words: Sequence[object], log: Path, **environment: object) -> None:
@@ -79,15 +80,28 @@ def repeat(source: Path, target: Path, times: int) -> None:
 
 def run_rank(program: str, arguments: Sequence[str]) -> None:
     """One rank: runs the program, and writes what it needed to the directory VOLUMES_OUTPUT."""
-    started = time.perf_counter()
+    started, peak = time.perf_counter(), 0
+
+    def watch() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, number("/proc/self/status", "RssAnon"))
+            time.sleep(0.02)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         importlib.import_module(program).main(arguments)
     finally:
-        peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-        read = re.search(r"read_bytes: (\d+)", Path("/proc/self/io").read_text())
-        seconds, numbers = time.perf_counter() - started, [int(found[1]) if found else 0 for found in (peak, read)]
+        values = time.perf_counter() - started, 1024 * peak, number("/proc/self/io", "read_bytes")
         path = Path(os.environ["VOLUMES_OUTPUT"]) / f"{os.environ.get('RANK', '0')}.json"
-        path.write_text(json.dumps(dict(zip(MEASURES, (seconds, 1024 * numbers[0], numbers[1]), strict=True))))
+        path.write_text(json.dumps(dict(zip(MEASURES, values, strict=True))))
+
+
+def number(path: str, name: str) -> int:
+    """A number of /proc."""
+    found = re.search(rf"{name}:\s+(\d+)", Path(path).read_text())
+    assert found is not None, f"{path} lacks {name}"
+    return int(found[1])
 
 
 def measure(program: str, ranks: int, flags: Sequence[object], folder: Path) -> dict[str, Any]:
