@@ -20,7 +20,7 @@ ONE = World(Launch("test"), torch.device("cpu"))
 
 def measured(predicted: np.ndarray, target: np.ndarray, cell: float = 1.0) -> Spectrum:
     shells = KShells(Slabs(predicted.shape, ONE), cell)
-    return shells.spectrum(shells.sums(*(torch.tensor(field, dtype=torch.float32) for field in (predicted, target))))
+    return shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
 
 
 def noise(shape: tuple[int, int, int], seed: int = 0) -> np.ndarray:
@@ -86,7 +86,7 @@ def test_a_constant_field_has_no_power_and_fields_are_not_modified() -> None:
     fields = [torch.full((8, 8, 8), 3.0), torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0))]
     before = [field.clone() for field in fields]
     shells = KShells(Slabs((8, 8, 8), ONE), 1.0)
-    found = shells.spectrum(shells.sums(*fields))
+    found = shells.spectrum(shells.sums([*fields]))
     assert (found.predicted == 0).all()
     assert (found.ratio == 0).all()
     assert (found.target > 0).all()

@@ -63,7 +63,7 @@ def physical(values: np.ndarray, channels: Sequence[Channel] = GAS) -> list[np.n
 def power(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> np.ndarray:
     """[3, shells] of two fields; tests/evaluation/test_spectra.py tests the shells themselves."""
     shells = KShells(Slabs(target.shape, ONE), cell)
-    found = shells.spectrum(shells.sums(*(torch.tensor(field, dtype=torch.float32) for field in (predicted, target))))
+    found = shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
     return np.stack([found.predicted, found.target, found.cross])
 
 

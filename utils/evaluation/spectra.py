@@ -62,13 +62,14 @@ class KShells:
         self._k: np.ndarray = k / counts * (2 * math.pi / (longest * cell))
 
     @torch.no_grad()
-    def sums(self, predicted: Tensor, target: Tensor) -> Tensor:
+    def sums(self, fields: list[Tensor]) -> Tensor:
         """Sums over each shell's modes of |p|², |t|² and Re(p t*), [3, number], float64: this rank's part.
 
-        The fields are real; of each, the own planes [n, Y, Z].
+        `fields`: prediction and target, real, of each the own planes [n, Y, Z]. Takes them out of the list, so that
+        their memory is free after their transform.
         """
-        first, second = self._transform(predicted), self._transform(target)
-        sums = torch.zeros(3, self.number, dtype=torch.float64, device=predicted.device)
+        first, second = (self._transform(fields.pop(0)) for _ in range(2))
+        sums = torch.zeros(3, self.number, dtype=torch.float64, device=first.device)
         for modes in self._batches():
             p, t = (
                 torch.view_as_real(torch.fft.fft(part[:, modes.columns], dim=0, norm="forward")).double()

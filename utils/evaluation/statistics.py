@@ -32,10 +32,11 @@ SPECTRA = ("density", "log density", "velocity", DIVERGENCE, "log temperature") 
 
 
 class _Field(NamedTuple):
-    """A field of the prediction and the target, and the spectra computed from it."""
+    """A field of the prediction and the target, and the name of its spectrum, to which several fields may add."""
 
+    spectrum: str
     channels: tuple[int, ...]  # one; three for the divergence of a vector
-    spectra: tuple[str, ...]  # for a logarithm: its own spectrum first, then that of its exponential
+    is_exponential: bool = False  # of the channel's logarithm
 
 
 class _Bins(NamedTuple):
@@ -198,40 +199,36 @@ class VolumeStatistics:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """This rank's share of the sums of each spectrum, and the divergence's R² and histograms."""
         needed = _fields(self._channels)
-        present = [name for field in needed for name in field.spectra]
+        present = [field.spectrum for field in needed]
         names = sorted({*present}, key=[*SPECTRA, *present].index)
         sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=self._world.device) for name in names}
         divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64)
         for field in needed:
-            stored = self._slabs.empty(2)
-            for values, read in zip(stored, (fields.predicted, fields.target), strict=True):
-                if DIVERGENCE in field.spectra:
-                    self._store_divergence(values, read, field.channels)
-                else:
-                    with self._world.raise_together():
-                        self._store(values, read, field.channels[0])
-            if DIVERGENCE in field.spectra:
-                divergence = self._divergence_statistics(stored)
-            for number, name in enumerate(field.spectra):
-                self._world.heartbeat.progress("prediction")  # the transforms of a large volume take long
-                if number:
-                    stored.exp_()
-                sums[name] += shells.sums(*stored)
-                pause()
+            store = self._stored_divergence if field.spectrum == DIVERGENCE else self._stored
+            stored = [store(read, field) for read in (fields.predicted, fields.target)]
+            if field.spectrum == DIVERGENCE:
+                divergence = self._divergence_statistics(*stored)
+            self._world.heartbeat.progress("prediction")  # the transforms of a large volume take long
+            sums[field.spectrum] += shells.sums(stored)
+            pause()
         return sums, divergence
 
-    def _store(self, out: Tensor, read: ReadPlanes, number: int) -> None:
-        """Stores the physical values of a channel, or their natural logarithms, of the own planes [n, Y, Z]."""
+    def _stored(self, read: ReadPlanes, field: _Field) -> Tensor:
+        """The own planes [n, Y, Z] of a channel's physical values, or of their natural logarithms."""
+        (number,), out = field.channels, self._slabs.empty()
         channel = self._channels[number]
-        for piece in self._slabs.pieces():
-            out[self._slabs.local(piece)] = read(slice(number, number + 1), piece)[0] * channel.scale + channel.center
+        with self._world.raise_together():
+            for piece in self._slabs.pieces():
+                values = read(slice(number, number + 1), piece)[0] * channel.scale + channel.center
+                out[self._slabs.local(piece)] = values.exp_() if field.is_exponential else values
+        return out
 
-    def _store_divergence(self, out: Tensor, read: ReadPlanes, channels: Sequence[int]) -> None:
-        """Stores the divergence of a vector with these channels.
+    def _stored_divergence(self, read: ReadPlanes, field: _Field) -> Tensor:
+        """The divergence of a vector in the own planes [n, Y, Z].
 
         The terms of a cell are added in the same order whatever the number of ranks: its bits do not depend on it.
         """
-        slabs, (x, y, z) = self._slabs, channels
+        slabs, (x, y, z), out = self._slabs, field.channels, self._slabs.empty()
 
         def planes(channel: int, some: slice) -> Tensor:
             values = read(slice(channel, channel + 1), some)[0] * self._channels[channel].scale
@@ -255,37 +252,38 @@ class VolumeStatistics:
                         out[place - 1] += along_x
                     out[place + 1 : place + 2] -= along_x
             out[-1:] += behind
+        return out
 
-    def _divergence_statistics(self, fields: Tensor) -> Tensor:
-        """R², the outer edge of the histograms and their counts, in one row, for [predicted, target] divergences."""
+    def _divergence_statistics(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """R² of the divergence, the outer edge of the histograms, and their counts, in one row."""
         total = self._world.sum
-        sums = torch.zeros(2, dtype=torch.float64, device=fields.device)
-        for predicted, target in zip(*fields, strict=True):
-            sums[0] += (predicted - target).square().sum(dtype=torch.float64)
-            sums[1] += target.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
+        sums = torch.zeros(2, dtype=torch.float64, device=target.device)
+        for plane, true in zip(predicted, target, strict=True):
+            sums[0] += (plane - true).square().sum(dtype=torch.float64)
+            sums[1] += true.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
         residual, variance = total(sums).cpu().numpy()
         edge = _rounded_up(DIVERGENCE_SIGMAS * math.sqrt(variance / math.prod(self._slabs.shape))) or 1.0
-        counts = torch.zeros(2, DIVERGENCE_BINS, dtype=torch.float64, device=fields.device)
-        for row, field in zip(counts, fields, strict=True):
+        counts = torch.zeros(2, DIVERGENCE_BINS, dtype=torch.float64, device=target.device)
+        for row, field in zip(counts, (predicted, target), strict=True):
             for plane in field:
                 place = (plane.double() + edge) * (DIVERGENCE_BINS / (2 * edge))
                 bins = place.nan_to_num_(nan=0.0).clamp_(0, DIVERGENCE_BINS - 1).long()
                 row += torch.bincount(bins.flatten(), minlength=DIVERGENCE_BINS)
-        head = torch.tensor([float(_r2(residual, variance)), edge], dtype=torch.float64, device=fields.device)
+        head = torch.tensor([float(_r2(residual, variance)), edge], dtype=torch.float64, device=target.device)
         return torch.cat((head, total(counts).flatten()))
 
 
 def _fields(channels: Sequence[Channel]) -> list[_Field]:
     """All fields to transform."""
     velocity = tuple(number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT)  # all or none
-    fields = [_Field(velocity, (DIVERGENCE,))] if velocity else []
+    fields = [_Field(DIVERGENCE, velocity)] if velocity else []
     for number, channel in enumerate(channels):
         if channel.unit == DENSITY_UNIT:
-            fields.insert(0, _Field((number,), ("log density", "density")))
+            fields += [_Field("log density", (number,)), _Field("density", (number,), is_exponential=True)]
         elif channel.unit == TEMPERATURE_UNIT:
-            fields.append(_Field((number,), ("log temperature",)))
+            fields.append(_Field("log temperature", (number,)))
         else:
-            fields.append(_Field((number,), ("velocity" if number in velocity else channel.name,)))
+            fields.append(_Field("velocity" if number in velocity else channel.name, (number,)))
     return fields
 
 
