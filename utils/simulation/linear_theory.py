@@ -57,10 +57,18 @@ class GrowthClock:
         pieces = 0.5 * (friction[1:] + friction[:-1]) * np.diff(np.log(self._growth))
         self._friction = np.concatenate([[0.0], np.cumsum(pieces)])
         self.times = np.linspace(self._growth[0], self._growth[-1], n_steps + 1)
+        self._start_rate = velocity_unit(cosmology, start_redshift) / 100 / (1 + start_redshift)
 
     def redshift(self, time: float) -> float:
         """Redshift at growth factor `time`."""
         return float(np.interp(time, self._growth, self._redshifts))
+
+    def rate(self, time: float) -> float:
+        """dD/dtau, with dtau = H0 dt / a^2: super-comoving velocity per dx/dD, both with x in the same unit.
+
+        A force-free particle keeps the former velocity, so this follows from the friction of the latter.
+        """
+        return self._start_rate * math.exp(float(np.interp(time, self._growth, self._friction)))
 
     def velocity_kept(self, start: float, end: float) -> float:
         """Fraction of its velocity that a force-free particle retains from D = start to D = end."""

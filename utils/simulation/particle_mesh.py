@@ -1,4 +1,4 @@
-"""Particle mesh: cloud-in-cell deposit and interpolation, FFT gravity, kick and drift, Lagrangian initial conditions.
+"""Particles: Lagrangian initial conditions, cloud-in-cell deposit and interpolation, kick and drift.
 
 Lengths are in cells of the mesh and cell i is centered on coordinate i. Time is D, the linear growth factor (1 at
 z = 0), and particle velocities are dx/dD: in the Zel'dovich approximation particles move on straight lines at constant
@@ -26,7 +26,6 @@ from utils.simulation.fourier import (
     multiplied,
     split_rows,
 )
-from utils.simulation.linear_theory import GrowthClock
 
 # Particles are deposited in this number of slabs of the initial lattice, and slabs are summed in order, for any number
 # of threads. The result is therefore bitwise independent of the number of threads.
@@ -34,6 +33,10 @@ SLABS = 16
 CHUNK = 1 << 15  # particles; their indices and weights fit in a core's cache, and larger arrays cause page faults
 TRACERS_PER_SIDE = 3  # points per cell side that carry the final mass; fewer cause ripples in deep voids
 ROUNDING = 0.01  # cells
+
+# Weights of the cells around a particle by its distance from the first of two cells, or from the middle of three.
+CLOUD = lambda above: (1 - above, above)
+TRIANGLE = lambda d: (np.float32(0.5) * (np.float32(0.5) - d) ** 2, np.float32(0.75) - d * d, np.float32(0.5) * (np.float32(0.5) + d) ** 2)
 
 Offset = tuple[float, float, float]
 
@@ -135,37 +138,37 @@ def _wrapped(cell: np.ndarray, grid: int) -> np.ndarray:
     return (cell - grid * np.floor(cell / grid)).astype(np.int64)
 
 
-def _corners(positions: np.ndarray, grid: int, base: int, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields flat indices (int64) and weights (float32), each [particles], of the eight cells around every particle.
+def _nearby(
+    positions: np.ndarray, grid: int, base: int, rows: int, width: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields flat indices (int64) and weights (float32), each [particles], of the width^3 cells around every particle.
 
     The cells belong to `rows` rows, starting at row `base`, of a periodic mesh with `grid` cells per side.
     """
-    lower_upper, weights = [], []
+    indices, weights = [], []
     for axis, coordinate in enumerate(positions):
-        cell = np.floor(coordinate)
-        above = coordinate - cell
-        weights.append((1 - above, above))
+        lowest = np.floor(coordinate - np.float32(width / 2 - 1))
+        beyond = coordinate - lowest
+        weights.append(CLOUD(beyond) if width == 2 else TRIANGLE(beyond - 1))
         if axis == 0 and rows < grid:
-            lower = (cell - base).astype(np.int64)
-            upper = lower + 1
+            cell = (lowest - base).astype(np.int64)
         else:
-            lower = _wrapped(cell - base if axis == 0 else cell, grid)
-            upper = lower + 1
-            upper[upper == grid] = 0
-        stride = grid ** (2 - axis)
-        lower *= stride
-        upper *= stride
-        lower_upper.append((lower, upper))
-    for i in range(2):
-        for j in range(2):
-            plane = lower_upper[0][i] + lower_upper[1][j]
-            plane_weight = weights[0][i] * weights[1][j]
-            for k in range(2):
-                yield plane + lower_upper[2][k], plane_weight * weights[2][k]
+            cell = _wrapped(lowest - base if axis == 0 else lowest, grid)
+        stride, cells = grid ** (2 - axis), [cell]
+        for _ in range(width - 1):
+            cell = cell + 1
+            if axis > 0 or rows == grid:
+                cell[cell == grid] = 0
+            cells.append(cell)
+        indices.append([cell * stride for cell in cells])
+    for i, j in itertools.product(range(width), repeat=2):
+        plane, plane_weight = indices[0][i] + indices[1][j], weights[0][i] * weights[1][j]
+        for k in range(width):
+            yield plane + indices[2][k], plane_weight * weights[2][k]
 
 
-def cic_deposit(
-    mesh: torch.Tensor, positions: np.ndarray, values: Sequence[np.ndarray], grid: int, base: int = 0
+def add_particles(
+    mesh: torch.Tensor, positions: np.ndarray, values: Sequence[np.ndarray], grid: int, base: int = 0, width: int = 3
 ) -> None:
     """Adds particles at positions [3, particles], in cells, to rows of a periodic mesh that start at row `base`.
 
@@ -175,7 +178,7 @@ def cic_deposit(
     rows = mesh.shape[1] // grid**2
     for start in range(0, positions.shape[1], CHUNK):
         chunk = slice(start, start + CHUNK)
-        for index, weight in _corners(positions[:, chunk], grid, base, rows):
+        for index, weight in _nearby(positions[:, chunk], grid, base, rows, width):
             # torch's scatter_add_ is faster than np.bincount and np.add.at, and releases the GIL.
             for target, source in zip(mesh, [weight, *(weight * value[chunk] for value in values)], strict=True):
                 target.scatter_add_(0, torch.from_numpy(index), torch.from_numpy(source))
@@ -186,6 +189,7 @@ def deposit(
     threads: int = 1,
     velocity: Sequence[np.ndarray] = (),
     per_side: int = 1,
+    width: int = 3,
     progress: Progress | None = None,
 ) -> np.ndarray:
     """Density in units of the mean, and density times each of `velocity`, [1 + len(velocity), n, n, n] float32.
@@ -198,13 +202,13 @@ def deposit(
     def deposit_slab(rows: slice) -> tuple[int, np.ndarray]:
         """First row of the mesh that the slab touches, and its deposit on the rows from there on, [k, rows, n, n]."""
         lowest, highest = particles.extent(rows)
-        base = math.floor(lowest)
-        touched = min(math.floor(highest) - base + 2, grid)
+        base = math.floor(lowest - width / 2 + 1)
+        touched = min(math.floor(highest - width / 2 + 1) - base + width, grid)
         window = torch.zeros(1 + len(velocity), touched * grid * grid)
         for piece in particles.pieces(rows):
             for offset in itertools.product(fractions, fractions, fractions):
                 values = [_between(component, piece, offset).reshape(-1) for component in velocity]
-                cic_deposit(window, particles.positions(piece, offset), values, grid, base)
+                add_particles(window, particles.positions(piece, offset), values, grid, base, width)
         return base, window.numpy().reshape(len(window), touched, grid, grid)
 
     total = np.zeros((1 + len(velocity), grid, grid, grid), np.float32)
@@ -218,46 +222,17 @@ def deposit(
     return total
 
 
-def cic_interpolate(fields: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def interpolate(fields: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Fields [k, n, n, n] interpolated to positions [3, particles]: [k, particles], weights as in `cic_deposit`."""
     grid = fields.shape[1]
     flat = fields.reshape(len(fields), -1)
     result = np.zeros((len(fields), positions.shape[1]), np.float32)
     for start in range(0, positions.shape[1], CHUNK):
         chunk = slice(start, start + CHUNK)
-        for index, weight in _corners(positions[:, chunk], grid, 0, grid):
+        for index, weight in _nearby(positions[:, chunk], grid, 0, grid, 3):
             for field, out in zip(flat, result, strict=True):
                 out[chunk] += weight * field.take(index, mode="clip")  # "clip" avoids the bounds check
     return result
-
-
-def gravity(density: np.ndarray, threads: int = 1) -> np.ndarray:
-    """g = -grad laplacian^-1 delta on the mesh, [3, n, n, n], in cells.
-
-    The potential is computed in Fourier space, its gradient is a four-point difference. Both are antisymmetric under
-    exchange of two cells, so with the same CIC for mass and force the total momentum of the particles is conserved
-    (Hockney & Eastwood 1981). Applying CIC twice weakens the force by prod sinc^4(k_i / 2) = 1 - k^2 / 6 + ...;
-    1 / k^2 + 1 / 6 corrects the first term, while a full division would amplify the noise near Nyquist.
-    """
-    n, sharpening = len(density), np.float32(1 / 6)
-    potential = backward(
-        multiplied(forward(density, threads), lambda *k: -inverse_square(*k) - sharpening, threads), n, threads
-    )
-    field = np.empty((3, n, n, n), np.float32)
-
-    def work(rows: slice) -> None:
-        around = potential.take(np.arange(rows.start - 2, rows.stop + 2), axis=0, mode="wrap")
-        center = around[2:-2]
-        near, far = np.float32(-8 / 12), np.float32(1 / 12)
-        for axis in range(3):
-            if axis == 0:
-                steps = [around[2 + step : len(around) - 2 + step] for step in (1, -1, 2, -2)]
-            else:
-                steps = [np.roll(center, -step, axis) for step in (1, -1, 2, -2)]
-            field[axis, rows] = near * (steps[0] - steps[1]) + far * (steps[2] - steps[3])
-
-    in_slabs(work, n, threads)
-    return field
 
 
 def kick_and_drift(
@@ -267,7 +242,7 @@ def kick_and_drift(
 
     def work(rows: slice) -> None:
         for piece in particles.pieces(rows):
-            pull = cic_interpolate(force, particles.positions(piece))
+            pull = interpolate(force, particles.positions(piece))
             pull *= np.float32(gain)
             velocity = particles.velocity[:, piece]
             velocity *= np.float32(kept)
@@ -277,23 +252,6 @@ def kick_and_drift(
     in_slabs(work, particles.grid, threads)
 
 
-def evolve(particles: Particles, clock: GrowthClock, threads: int = 1, progress: Progress | None = None) -> None:
-    """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place.
-
-    The half kicks at the end of one step and the start of the next have the same force and are combined.
-    """
-    times = clock.times
-    for step, now in enumerate(times):
-        start = now if step == 0 else 0.5 * (times[step - 1] + now)
-        last = step == len(times) - 1
-        end, drift = (now, 0.0) if last else (0.5 * (now + times[step + 1]), times[step + 1] - now)
-        kept = clock.velocity_kept(start, end)
-        force = gravity(deposit(particles, threads)[0], threads)
-        kick_and_drift(particles, force, kept, (1 - kept) / now, drift, threads)
-        if progress and not last:
-            progress.advance(1, f"z = {clock.redshift(times[step + 1]):.1f}")
-
-
 def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress | None = None) -> np.ndarray:
     """Density in units of the mean, and density times dx/dD: [4, n, n, n].
 
@@ -301,4 +259,4 @@ def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress
     points interpolated on the lattice between them are deposited, three per cell side, each with an equal share of the
     mass. If only the particles were deposited, the lattice and empty cells would be visible in voids.
     """
-    return deposit(particles, threads, list(particles.velocity), TRACERS_PER_SIDE, progress)
+    return deposit(particles, threads, list(particles.velocity), TRACERS_PER_SIDE, 2, progress)

@@ -38,7 +38,8 @@ from utils.simulation.linear_theory import (
     make_cosmology,
     velocity_unit,
 )
-from utils.simulation.particle_mesh import evolve, lpt_particles, mass_and_momentum
+from utils.simulation.evolution import evolve
+from utils.simulation.particle_mesh import lpt_particles, mass_and_momentum
 
 FORMAT_VERSION = 1
 DEFAULT_CELL = 0.5  # Mpc/h

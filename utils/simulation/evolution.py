@@ -1,0 +1,99 @@
+"""The evolution of dark matter and gas: kicks by their common gravity, drift, gas dynamics, heating and cooling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.progress import Progress
+from utils.simulation.cooling import HYDROGEN_MASS, PrimordialGas
+from utils.simulation.gravity import accelerations
+from utils.simulation.hydro import GAMMA, Gas
+from utils.simulation.linear_theory import GrowthClock
+from utils.simulation.particle_mesh import Particles, deposit, kick_and_drift
+
+KELVIN = HYDROGEN_MASS * 1e-3 / 1.380649e-23 * 1e6  # m_H / k in K / (km/s)^2
+LOWEST_DENSITY = 0.05  # of the initial gas: the linear contrast of a cell may be below -1
+# Neutral gas that has cooled by expansion since it decoupled from the radiation: T / mu / (1 + z)^2 in K.
+INITIAL_KELVIN = 0.02 / 1.22
+# Radiation cools gas only as long as its Jeans length is at least this many cells. Denser gas would collapse into
+# single cells, since nothing else, such as star formation, would stop it.
+JEANS_CELLS = 2.0
+
+
+@dataclass(frozen=True)
+class GasPhysics:
+    """What the evolution of gas needs: units of the mesh, fraction of the mass, gravity's strength, heat."""
+
+    heat: PrimordialGas | None  # None for gas that neither heats nor cools
+    cell: float  # side in comoving Mpc/h
+    fraction: float  # of the matter's mass
+    omega_m: float  # today
+
+    def velocity_unit(self, redshift: float) -> float:
+        """Peculiar velocity in km/s of the super-comoving unit."""
+        return 100 * self.cell * (1 + redshift)
+
+    def theta(self, gas: Gas, redshift: float) -> Tensor:
+        """T / mu in K, [n, n, n]."""
+        return gas.pressure_per_density().mul_(KELVIN * self.velocity_unit(redshift) ** 2)
+
+    def start(self, contrast: np.ndarray, particles: Particles, clock: GrowthClock, threads: int, device: str) -> Gas:
+        """Gas with the density contrast [n, n, n] and velocity of linear theory, and uniform entropy."""
+        state = torch.empty(5, *contrast.shape)
+        torch.clamp(torch.from_numpy(1 + contrast), min=LOWEST_DENSITY, out=state[0])
+        state[0] /= state[0].mean(dtype=torch.float64)
+        torch.mul(torch.from_numpy(particles.velocity), clock.rate(clock.times[0]), out=state[1:4])
+        state[1:4] *= state[0]
+        state[4] = state[0] * (INITIAL_KELVIN / KELVIN / self.velocity_unit(0.0) ** 2)
+        return Gas(state.to(device), threads)
+
+    def exchange_heat(self, gas: Gas, start_redshift: float, end_redshift: float) -> None:
+        """Heats and cools the gas from `start_redshift` to `end_redshift`, at constant density."""
+        if self.heat is None:
+            return
+        theta = self.theta(gas, start_redshift)
+        factor = self.heat.change(start_redshift, end_redshift).factor(gas.density, theta)
+        # Jeans length^2 = pi c^2 / (G density) = 4 pi^2 c^2 / (3/2 Omega_m a density); gas counts as all matter here.
+        square = (JEANS_CELLS / (2 * math.pi)) ** 2 * 1.5 * self.omega_m / (1 + end_redshift)
+        lowest = gas.density * (square / GAMMA * KELVIN * self.velocity_unit(start_redshift) ** 2)
+        factor = torch.maximum(factor, lowest.div_(theta).clamp_(max=1))
+        gas.state[4] *= factor
+
+
+def evolve(
+    particles: Particles,
+    clock: GrowthClock,
+    threads: int = 1,
+    progress: Progress | None = None,
+    gas: Gas | None = None,
+    physics: GasPhysics | None = None,
+) -> None:
+    """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place; without gas, particles alone.
+
+    The half kicks at the end of one step and the start of the next have the same force and are combined.
+    """
+    times = clock.times
+    for step, now in enumerate(times):
+        start = now if step == 0 else 0.5 * (times[step - 1] + now)
+        last = step == len(times) - 1
+        end, drift = (now, 0.0) if last else (0.5 * (now + times[step + 1]), times[step + 1] - now)
+        kept = clock.velocity_kept(start, end)
+        gain = (1 - kept) / now
+        dark = deposit(particles, threads)[0]
+        if gas is None or physics is None:
+            force, _ = accelerations(dark, None, 0.0, threads)
+        else:
+            density = gas.density.cpu().numpy()
+            force, gas_force = accelerations(dark, density, physics.fraction, threads)
+            gas.kick(torch.from_numpy(gas_force).to(gas.state.device), gain * clock.rate(end))
+        kick_and_drift(particles, force, kept, gain, drift, threads)
+        if gas is not None and physics is not None and not last:
+            gas.advance(drift / clock.rate(end))
+            physics.exchange_heat(gas, clock.redshift(now), clock.redshift(times[step + 1]))
+        if progress and not last:
+            progress.advance(1, f"z = {clock.redshift(times[step + 1]):.1f}")
