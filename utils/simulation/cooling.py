@@ -36,7 +36,9 @@ MEGAPARSEC = 3.0856775815e19  # km
 SOLAR_DENSITY = 6.7679e-32  # g/cm³ of one solar mass per kpc³
 NEUTRAL_WEIGHT = 4 / (1 + 3 * HYDROGEN_FRACTION)  # mu of neutral gas
 REIONIZATION_TEMPERATURE = 2e4  # K, the least that hydrogen's reionization leaves
-HELIUM_HEAT = 15.0  # eV per helium nucleus that is ionized for the second time
+# eV per helium nucleus that is ionized for the second time. Like HELIUM_REDSHIFTS, chosen so that gas has the measured
+# temperatures and slopes of Gaikwad et al. 2021, MNRAS 506, 4389, at 2 <= z <= 3.8.
+HELIUM_HEAT = 36.0
 
 # The table's axes, ln of density and of theta in K; and nodes in ln T, closer where the cooling rate is steep.
 DENSITIES = torch.linspace(math.log(1e-3), math.log(1e5), 63, dtype=torch.float64)
@@ -50,7 +52,8 @@ TEMPERATURES = torch.from_numpy(
         ])
     )
 )  # fmt: skip
-LONGEST_SUBSTEP = 0.02  # in ln a
+LONGEST_SUBSTEP = 0.01  # in ln a
+NEUTRAL_SUBSTEP = 0.04  # before reionization, when little gas is hot enough to cool
 NEVER = 10.0  # in ln a, longer than any step
 CELLS_AT_ONCE = 2**15  # fit the cache; torch computes so few values on one thread
 
@@ -112,7 +115,8 @@ class PrimordialGas:
         edges = [start_redshift, *crossing, end_redshift]
         for first, last in itertools.pairwise(edges):
             duration = math.log((1 + first) / (1 + last))
-            substeps = max(1, math.ceil(duration / longest_substep))
+            longest = NEUTRAL_SUBSTEP if first > REIONIZATION else longest_substep
+            substeps = max(1, math.ceil(duration / longest))
             times = (1 + first) * np.exp(-duration * np.linspace(0, 1, substeps + 1)) - 1
             for before, after in itertools.pairwise(times):
                 end = flow(*self._slopes(before, after), end, duration / substeps)

@@ -19,7 +19,7 @@ ELECTRONVOLT = 1.602176634e-12
 HYDROGEN_FRACTION = 0.76  # by mass; the rest is helium
 HELIUM = (1 - HYDROGEN_FRACTION) / (4 * HYDROGEN_FRACTION)  # nuclei per hydrogen nucleus
 REIONIZATION = 7.5  # redshift; before it collisions alone ionize
-HELIUM_REDSHIFTS = 4.0, 2.8  # the fraction with He III rises from 0 to 1, linearly in redshift
+HELIUM_REDSHIFTS = 3.9, 2.9  # the fraction with He III rises from 0 to 1, linearly in redshift
 IONIZATION_ENERGIES = 13.598, 24.587, 54.418  # eV of H I, He I, He II
 BACKGROUND_TEMPERATURE = 2.7255  # K, of the microwave background today
 TINY = 1e-60
@@ -56,7 +56,7 @@ BACKGROUND = np.array((
 
 
 def helium_ionized(redshift: float) -> float:
-    """Fraction of the volume in which the background ionizes He II."""
+    """Fraction of the volume in which the background ionizes He II, prescribed."""
     return float(np.interp(redshift, HELIUM_REDSHIFTS[::-1], (1.0, 0.0)))
 
 
@@ -109,13 +109,13 @@ class Equilibrium:
     electrons: Tensor
 
     @classmethod
-    def of(cls, hydrogen: Tensor, redshift: float, rates: CollisionRates) -> Equilibrium:
+    def of(cls, hydrogen: Tensor, redshift: float, rates: CollisionRates, iterations: int = ITERATIONS) -> Equilibrium:
         """Balances recombination and ionization; the electrons of helium are found by iteration."""
         photons, up, down = background(redshift)[0], rates.ionization, rates.recombination
         share, light = helium_ionized(redshift), photons[0] / hydrogen
         second = up[2] / down[2]  # He III / He II outside the volume in which the background ionizes He II
         helium = torch.zeros_like(light)  # electrons of helium
-        for _ in range(ITERATIONS):
+        for _ in range(iterations):
             # x down (x + helium) = (1 - x) (light + up (x + helium)) with x = H II, solved without cancellation
             a, c = up[0] + down[0], light + up[0] * helium
             b = c - up[0] + down[0] * helium
