@@ -9,8 +9,10 @@ gas. Hydrogen's reionization heats the gas at once. Densities are in units of th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +57,18 @@ TEMPERATURES = torch.from_numpy(
 LONGEST_SUBSTEP = 0.01  # in ln a
 NEUTRAL_SUBSTEP = 0.04  # before reionization, when little gas is hot enough to cool
 NEVER = 10.0  # in ln a, longer than any step
-CELLS_AT_ONCE = 2**15  # fit the cache; torch computes so few values on one thread
+CELLS_AT_ONCE = 2**15  # fit the cache
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch uses one thread: others cost more than they gain on so few values, and may change the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def attributes() -> dict[str, Any]:
@@ -77,6 +90,7 @@ class Table:
 
     logarithm: Tensor
 
+    @one_thread()
     def factor(self, density: Tensor, theta: Tensor) -> Tensor:
         """The factor at `density` in units of the mean and `theta` in K, float32 of one shape.
 
@@ -107,6 +121,7 @@ class PrimordialGas:
         self._hydrogen = HYDROGEN_FRACTION * baryons / HYDROGEN_MASS * DENSITIES.exp()[:, None]  # nuclei/cm³ today
         self._rates = CollisionRates.at(TEMPERATURES.exp())
 
+    @one_thread()
     def change(self, start_redshift: float, end_redshift: float, longest_substep: float = LONGEST_SUBSTEP) -> Table:
         """Factor of a² theta from `start_redshift` to `end_redshift`, at the density and theta of the start."""
         start = THETAS.expand(len(DENSITIES), -1).contiguous()
@@ -126,6 +141,7 @@ class PrimordialGas:
                 end = torch.maximum(end, interpolate(TEMPERATURES.expand_as(nodes), nodes, least))
         return Table(end - start + 2 * math.log((1 + start_redshift) / (1 + end_redshift)))
 
+    @one_thread()
     def temperature(self, density: Tensor, theta: Tensor, redshift: float) -> Tensor:
         """T in K at `density` in units of the mean and `theta` in K; mu is that of ionization equilibrium."""
         nodes = self._equilibrium(redshift).theta_logarithms()
