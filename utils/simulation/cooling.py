@@ -9,8 +9,10 @@ gas. Hydrogen's reionization heats the gas at once. Densities are in units of th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +38,9 @@ MEGAPARSEC = 3.0856775815e19  # km
 SOLAR_DENSITY = 6.7679e-32  # g/cm³ of one solar mass per kpc³
 NEUTRAL_WEIGHT = 4 / (1 + 3 * HYDROGEN_FRACTION)  # mu of neutral gas
 REIONIZATION_TEMPERATURE = 2e4  # K, the least that hydrogen's reionization leaves
-HELIUM_HEAT = 15.0  # eV per helium nucleus that is ionized for the second time
+# eV per helium nucleus that is ionized for the second time. Like HELIUM_REDSHIFTS, chosen so that gas has the measured
+# temperatures and slopes of Gaikwad et al. 2021, MNRAS 506, 4389, at 2 <= z <= 3.8.
+HELIUM_HEAT = 36.0
 
 # The table's axes, ln of density and of theta in K; and nodes in ln T, closer where the cooling rate is steep.
 DENSITIES = torch.linspace(math.log(1e-3), math.log(1e5), 63, dtype=torch.float64)
@@ -50,9 +54,21 @@ TEMPERATURES = torch.from_numpy(
         ])
     )
 )  # fmt: skip
-LONGEST_SUBSTEP = 0.02  # in ln a
+LONGEST_SUBSTEP = 0.01  # in ln a
+NEUTRAL_SUBSTEP = 0.04  # before reionization, when little gas is hot enough to cool
 NEVER = 10.0  # in ln a, longer than any step
-CELLS_AT_ONCE = 2**15  # fit the cache; torch computes so few values on one thread
+CELLS_AT_ONCE = 2**15  # fit the cache
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch uses one thread: others cost more than they gain on so few values, and may change the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def attributes() -> dict[str, Any]:
@@ -74,6 +90,7 @@ class Table:
 
     logarithm: Tensor
 
+    @one_thread()
     def factor(self, density: Tensor, theta: Tensor) -> Tensor:
         """The factor at `density` in units of the mean and `theta` in K, float32 of one shape.
 
@@ -104,6 +121,7 @@ class PrimordialGas:
         self._hydrogen = HYDROGEN_FRACTION * baryons / HYDROGEN_MASS * DENSITIES.exp()[:, None]  # nuclei/cm³ today
         self._rates = CollisionRates.at(TEMPERATURES.exp())
 
+    @one_thread()
     def change(self, start_redshift: float, end_redshift: float, longest_substep: float = LONGEST_SUBSTEP) -> Table:
         """Factor of a² theta from `start_redshift` to `end_redshift`, at the density and theta of the start."""
         start = THETAS.expand(len(DENSITIES), -1).contiguous()
@@ -112,7 +130,8 @@ class PrimordialGas:
         edges = [start_redshift, *crossing, end_redshift]
         for first, last in itertools.pairwise(edges):
             duration = math.log((1 + first) / (1 + last))
-            substeps = max(1, math.ceil(duration / longest_substep))
+            longest = NEUTRAL_SUBSTEP if first > REIONIZATION else longest_substep
+            substeps = max(1, math.ceil(duration / longest))
             times = (1 + first) * np.exp(-duration * np.linspace(0, 1, substeps + 1)) - 1
             for before, after in itertools.pairwise(times):
                 end = flow(*self._slopes(before, after), end, duration / substeps)
@@ -122,6 +141,7 @@ class PrimordialGas:
                 end = torch.maximum(end, interpolate(TEMPERATURES.expand_as(nodes), nodes, least))
         return Table(end - start + 2 * math.log((1 + start_redshift) / (1 + end_redshift)))
 
+    @one_thread()
     def temperature(self, density: Tensor, theta: Tensor, redshift: float) -> Tensor:
         """T in K at `density` in units of the mean and `theta` in K; mu is that of ionization equilibrium."""
         nodes = self._equilibrium(redshift).theta_logarithms()

@@ -19,7 +19,7 @@ ELECTRONVOLT = 1.602176634e-12
 HYDROGEN_FRACTION = 0.76  # by mass; the rest is helium
 HELIUM = (1 - HYDROGEN_FRACTION) / (4 * HYDROGEN_FRACTION)  # nuclei per hydrogen nucleus
 REIONIZATION = 7.5  # redshift; before it collisions alone ionize
-HELIUM_REDSHIFTS = 4.0, 2.8  # the fraction with He III rises from 0 to 1, linearly in redshift
+HELIUM_REDSHIFTS = 3.9, 2.9  # the fraction with He III rises from 0 to 1, linearly in redshift
 IONIZATION_ENERGIES = 13.598, 24.587, 54.418  # eV of H I, He I, He II
 BACKGROUND_TEMPERATURE = 2.7255  # K, of the microwave background today
 TINY = 1e-60
@@ -36,6 +36,7 @@ BACKGROUND = np.array((
     (1.78, 4.687e-13, 2.360e-13, 4.023e-15, 2.913e-24, 2.610e-24, 1.012e-25),
     (2.00, 6.821e-13, 3.521e-13, 6.006e-15, 4.261e-24, 3.995e-24, 1.463e-25),
     (2.24, 8.942e-13, 4.702e-13, 7.921e-15, 5.621e-24, 5.443e-24, 1.873e-25),
+    (2.38, 9.911e-13, 5.260e-13, 8.673e-15, 6.261e-24, 6.142e-24, 2.020e-25),
     (2.52, 1.063e-12, 5.704e-13, 9.032e-15, 6.736e-24, 6.693e-24, 2.078e-25),
     (2.82, 1.140e-12, 6.240e-13, 9.086e-15, 7.286e-24, 7.416e-24, 1.969e-25),
     (3.00, 1.136e-12, 6.306e-13, 8.589e-15, 7.319e-24, 7.520e-24, 1.797e-25),
@@ -51,12 +52,13 @@ BACKGROUND = np.array((
     (6.30, 4.503e-13, 2.942e-13, 1.133e-16, 3.033e-24, 3.165e-24, 9.502e-28),
     (7.06, 3.480e-13, 2.407e-13, 8.633e-17, 2.388e-24, 2.663e-24, 5.402e-28),
     (7.94, 2.428e-13, 1.808e-13, 7.531e-17, 1.708e-24, 2.078e-24, 4.063e-28),
+    (8.24, 2.141e-13, 1.623e-13, 7.448e-17, 1.513e-24, 1.882e-24, 3.939e-28),
     (8.52, 1.827e-13, 1.374e-13, 7.849e-17, 1.285e-24, 1.612e-24, 4.146e-28),
 ))  # fmt: skip
 
 
 def helium_ionized(redshift: float) -> float:
-    """Fraction of the volume in which the background ionizes He II."""
+    """Fraction of the volume in which the background ionizes He II, prescribed."""
     return float(np.interp(redshift, HELIUM_REDSHIFTS[::-1], (1.0, 0.0)))
 
 
@@ -109,13 +111,13 @@ class Equilibrium:
     electrons: Tensor
 
     @classmethod
-    def of(cls, hydrogen: Tensor, redshift: float, rates: CollisionRates) -> Equilibrium:
+    def of(cls, hydrogen: Tensor, redshift: float, rates: CollisionRates, iterations: int = ITERATIONS) -> Equilibrium:
         """Balances recombination and ionization; the electrons of helium are found by iteration."""
         photons, up, down = background(redshift)[0], rates.ionization, rates.recombination
         share, light = helium_ionized(redshift), photons[0] / hydrogen
         second = up[2] / down[2]  # He III / He II outside the volume in which the background ionizes He II
         helium = torch.zeros_like(light)  # electrons of helium
-        for _ in range(ITERATIONS):
+        for _ in range(iterations):
             # x down (x + helium) = (1 - x) (light + up (x + helium)) with x = H II, solved without cancellation
             a, c = up[0] + down[0], light + up[0] * helium
             b = c - up[0] + down[0] * helium
@@ -154,6 +156,6 @@ class Equilibrium:
         cooling = cooling + 6.526e-11 * rates.dielectronic * singly
         cooling = cooling + rates.free_free * (ionized + singly + 4 * doubly)
         scale = 1 + self.redshift
-        compton = 5.41e-36 * scale**4 * (t - BACKGROUND_TEMPERATURE * scale)
+        compton = 5.62e-36 * scale**4 * (t - BACKGROUND_TEMPERATURE * scale)
         heating = heats[0] * neutral + heats[1] * helium + heats[2] * self.exposed
         return heating - self.electrons * (self.hydrogen * cooling + compton)
