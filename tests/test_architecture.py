@@ -26,7 +26,18 @@ DRAWING = {
 TRITON_MODULES = {"networks.kernels"}
 SIMULATION = {
     f"utils.simulation.{name}"
-    for name in ("cooling", "fourier", "gas", "linear_theory", "particle_mesh", "simulate", "__main__")
+    for name in (
+        "channels",
+        "cooling",
+        "evolution",
+        "fourier",
+        "gravity",
+        "linear_theory",
+        "hydro",
+        "particle_mesh",
+        "simulate",
+        "__main__",
+    )
 }
 # Unpickling, YAML's object construction and shells execute code that a file or a text contains. torch's object
 # collectives unpickle what other processes send.

@@ -28,7 +28,7 @@ from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels
 from utils.data.files.attributes import file_transform, simulation_of
 from utils.inference.export import METADATA, ExportedNetwork, finite_record
-from utils.simulation import gas
+from utils.simulation import channels as simulated
 from utils.steps import build
 from utils.training import checkpoint
 
@@ -105,7 +105,7 @@ def metadata(path: Path) -> dict[str, Any]:
 
 def test_the_transforms_are_those_that_made_the_training_data() -> None:
     """Compared with the simulation's own numpy code. Gradients are finite, though exp(velocity) would overflow."""
-    assert DENSITY_FLOOR == gas.DENSITY_FLOOR
+    assert DENSITY_FLOOR == simulated.DENSITY_FLOOR
     fields = dark_matter(2, 6, 5, 4)
     seen: list[torch.Tensor] = []
 
@@ -118,12 +118,12 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
             return y
 
     fields.requires_grad_()
-    transform = file_transform(TransformConfig(), {"simulated": gas.attributes()})
+    transform = file_transform(TransformConfig(), {"simulated": simulated.attributes()})
     channels = input_channels(4, transform), target_channels(5, transform)
     physical = PhysicalNetwork(FiveChannels(), *channels, DENSITY_FLOOR)(fields)
     for x, values in zip(seen, (fields, physical), strict=True):
         for sample in range(2):
-            expected = gas.to_channels(values[sample].detach().numpy().copy())
+            expected = simulated.to_channels(values[sample].detach().numpy().copy())
             np.testing.assert_allclose(x[sample].detach(), expected, atol=1e-6)
     physical.sum().backward()
     assert fields.grad is not None

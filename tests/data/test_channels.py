@@ -14,10 +14,10 @@ from utils.data.channels import VELOCITY, Channel, common_channels, input_channe
 from utils.data.files.attributes import file_transform
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.values import check_all
-from utils.simulation import gas
+from utils.simulation import channels as simulated
 
 KNOWN = target_channels(5, TransformConfig())
-SIMULATED = target_channels(5, file_transform(TransformConfig(), {"simulated": gas.attributes()}))
+SIMULATED = target_channels(5, file_transform(TransformConfig(), {"simulated": simulated.attributes()}))
 UNKNOWN = TransformConfig(density_log_scale=None, velocity_scale_km_s=None, temperature_log10_scale=None)
 
 
@@ -40,8 +40,8 @@ def test_channels_are_those_of_the_simulation(number: int, values: list[float]) 
     physical, channel = np.array(values, np.float32), SIMULATED[number]
     fields = np.ones((5, len(values)), np.float32)
     fields[number] = physical
-    simulated = gas.to_channels(fields)[number]
-    np.testing.assert_allclose(channel.to_physical(simulated), physical, rtol=1e-5)
+    stored = simulated.to_channels(fields)[number]
+    np.testing.assert_allclose(channel.to_physical(stored), physical, rtol=1e-5)
 
 
 def test_names_units_and_formulas() -> None:

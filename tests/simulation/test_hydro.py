@@ -57,7 +57,9 @@ def sod(places: np.ndarray) -> np.ndarray:
     tail = velocity - sound[0] * (low / left[1]) ** power
     compressed = right[0] * (low / right[1] + ratio) / (ratio * low / right[1] + 1)
     edges = [places < -sound[0], places < tail, places < velocity, places < shock]
-    return np.select(edges, [np.full_like(places, left[0]), fan, left[0] * (low / left[1]) ** (1 / GAMMA), compressed], right[0])
+    return np.select(
+        edges, [np.full_like(places, left[0]), fan, left[0] * (low / left[1]) ** (1 / GAMMA), compressed], right[0]
+    )
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -131,8 +133,8 @@ def test_supersonic_turbulence_conserves_mass_momentum_and_energy() -> None:
     """The energy is conserved where the thermal one can be trusted: in shocks, which is nearly everywhere here."""
     gas = turbulence(32, mach=8.0)
     mass, momentum, before = 32**3, gas.state[1:4].double().sum((1, 2, 3)), energy(gas)
-    gas.advance(2 * 32 / 8.0)
-    assert float(gas.density.std()) > 0.5, "there are shocks"
+    gas.advance(32 / 8.0 / 3)
+    assert float(gas.density.std()) > 0.6, "there are shocks"
     assert float(gas.density.double().sum()) == pytest.approx(mass, rel=1e-7)
     assert (gas.state[1:4].double().sum((1, 2, 3)) - momentum).abs().max() < 1e-7 * 8 * mass
     assert energy(gas) == pytest.approx(before, rel=0.03)

@@ -1,7 +1,8 @@
-"""The simulation against linear theory, its conservation laws and symmetries, the gas closure, and the output file."""
+"""The simulation against linear theory, its conservation laws and symmetries, its gas, and the output file."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -19,11 +20,11 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import input_channels, target_channels
-from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate
+from utils.simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
 from utils.simulation.simulate import SimulationOptions
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
-SMALL = SimulationOptions(grid=32, seed=3, threads=1)
+SMALL = SimulationOptions(grid=40, seed=3, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]
 
 
@@ -35,7 +36,7 @@ def large() -> Fields:
 
 @pytest.fixture(scope="module")
 def small() -> Fields:
-    """Physical fields of a small box with the default cell, redshift and steps."""
+    """Physical fields of a small box with the default cell, redshift and steps; takes 4 s."""
     return simulate.simulate_fields(SMALL)
 
 
@@ -102,7 +103,7 @@ def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter(axis: 
     displaced = np.zeros((3, 32, 32, 32), np.float32)
     displaced[axis] = (-0.01 / k * np.sin(k * np.arange(32))).reshape(shape)
     particles = particle_mesh.Particles(displaced.copy(), np.zeros_like(displaced))
-    particle_mesh.evolve(particles, clock)
+    evolution.evolve(particles, clock)
     ratio = clock.times[-1] / clock.times[0]
     found = np.vdot(particles.displacement, displaced) / np.vdot(displaced, displaced)
     assert found == pytest.approx(0.6 * ratio + 0.4 * ratio**-1.5, rel=0.03)
@@ -129,12 +130,17 @@ def test_second_order_displacement_of_two_oblique_waves(axes: tuple[int, int]) -
 # --- mesh and conservation -----------------------------------------------------------------------------------------
 
 
-def test_forces_between_particles_cancel() -> None:
-    positions = np.random.default_rng(0).uniform(0, 16, (3, 4096)).astype(np.float32)
-    density = torch.zeros(1, 16**3)
-    particle_mesh.cic_deposit(density, positions, (), 16)
-    force = particle_mesh.cic_interpolate(particle_mesh.gravity(density.numpy().reshape(16, 16, 16)), positions)
-    assert np.abs(force.mean(axis=1, dtype=np.float64)).max() < 1e-5 * force.std()
+def test_forces_cancel_between_particles_and_with_the_gas() -> None:
+    """The sum over particles of the pull of particles and gas, and that over the gas, by their shares of the mass."""
+    rng, share = np.random.default_rng(0), 0.16
+    positions = rng.uniform(0, 16, (3, 4096)).astype(np.float32)
+    dark, gas = torch.zeros(1, 16**3), rng.uniform(0, 2, (16, 16, 16)).astype(np.float32)
+    particle_mesh.add_particles(dark, positions, (), 16)
+    on_particles, on_gas = gravity.accelerations(dark.numpy().reshape(16, 16, 16), gas / gas.mean(), share)
+    force = particle_mesh.interpolate(on_particles, positions).mean(axis=1, dtype=np.float64)
+    pull = (gas / gas.mean() * on_gas).mean(axis=(1, 2, 3), dtype=np.float64)
+    assert np.abs(force).max() > 1e-4 * on_gas.std(), "the gas pulls"
+    assert np.abs((1 - share) * force + share * pull).max() < 1e-6 * on_gas.std()
 
 
 def test_deposit_equals_a_loop_over_particles() -> None:
@@ -143,7 +149,7 @@ def test_deposit_equals_a_loop_over_particles() -> None:
     for grid, largest in ((12, 2), (8, 20)):
         displacement = rng.uniform(-largest, largest, (3, grid, grid, grid)).astype(np.float32)
         particles = particle_mesh.Particles(displacement, rng.standard_normal(displacement.shape, dtype=np.float32))
-        found = particle_mesh.deposit(particles, threads=2, velocity=particles.velocity[:1])
+        found = particle_mesh.deposit(particles, threads=2, velocity=particles.velocity[:1], width=2)
         positions = displacement + np.indices((grid, grid, grid))
         np.testing.assert_allclose(found, deposit_in_a_loop(positions, particles.velocity[0], grid), atol=1e-5)
 
@@ -189,66 +195,72 @@ def test_odd_and_small_grids(grid: int) -> None:
 
 def test_channels_are_of_order_one_and_differ_between_input_and_target(small: Fields) -> None:
     """tests/data/test_channels.py tests the transforms."""
-    nbody, hydro = (gas.to_channels(fields.copy()) for fields in small)
-    for channels, count in ((nbody, 4), (hydro, 5)):
-        assert channels.shape == (count, 32, 32, 32)
-        assert np.abs(channels).max() < 1.5
-    assert (hydro.std(axis=(1, 2, 3)) > 0.03).all()
+    nbody, hydro = (channels.to_channels(fields.copy()) for fields in small)
+    for values, count in ((nbody, 4), (hydro, 5)):
+        assert values.shape == (count, 40, 40, 40)
+        assert np.abs(values).max() < 1.5
+    assert (hydro.std(axis=(1, 2, 3)) > 0.02).all()
     difference = np.abs(nbody - hydro[:4]).mean(axis=(1, 2, 3))
-    assert difference[0] > 0.015, "copying the input must not solve the task"
-    assert (difference[1:] > 0.005).all()
+    assert difference[0] > 0.005, "copying the input must not solve the task"
+    assert (difference[1:] > 0.001).all()
 
 
-# --- gas closure ---------------------------------------------------------------------------------------------------
+# --- gas -----------------------------------------------------------------------------------------------------------
 
 
 def test_empty_cells_get_the_velocity_of_their_neighbors() -> None:
     density = np.ones((16, 16, 16), np.float32)
     density[5:8, 5:8, 5:8] = 0
-    velocity = gas.mass_weighted_velocity(density, np.stack([density * v for v in (100, -50, 0)]).astype(np.float32))
-    for component, value in zip(velocity, (100, -50, 0), strict=True):
-        np.testing.assert_allclose(component, value, atol=1e-3)
+    momentum = np.stack([density * speed for speed in (100, -50, 0)]).astype(np.float32)
+    for component, speed in zip(channels.mass_weighted_velocity(density, momentum), (100, -50, 0), strict=True):
+        np.testing.assert_allclose(component, speed, atol=1e-3)
 
 
-def test_gas_is_smoother_than_dark_matter_equal_on_large_scales_and_shocked_in_some_cells(small: Fields) -> None:
-    _, dark = power_spectrum(small[0][0] - 1, SMALL.box_length)
-    k, baryons = power_spectrum(small[1][0] - 1, SMALL.box_length)
-    ratio = baryons / dark
-    np.testing.assert_allclose(ratio, np.exp(-((k * gas.FILTER_LENGTH) ** 2)), atol=0.05)
-    assert ratio[0] > 0.9
-    assert ratio[-1] < 0.1
-    density, temperature = small[1][0], small[1][4]
-    floor = gas.MEAN_DENSITY_TEMPERATURE * density ** (gas.ADIABATIC_INDEX - 1)
-    assert (temperature > 0.999 * floor).all()
-    assert 0.005 < np.mean(temperature > 2 * floor) < 0.5  # there are shocks, but not everywhere
+def test_gas_follows_dark_matter_on_large_scales(small: Fields) -> None:
+    """The shells of the longest waves, 1.0 to 2.5 h/Mpc; velocities agree where the dark matter does not cross."""
+    (dark, gas), length = small, SMALL.box_length
+    ratio = power_spectrum(gas[0] - 1, length)[1] / power_spectrum(dark[0] - 1, length)[1]
+    np.testing.assert_allclose(ratio[:2], 1, atol=0.04)
+    assert np.corrcoef(dark[1].ravel(), gas[1].ravel())[0, 1] > 0.95
 
 
-def test_temperature_rises_where_flows_converge() -> None:
-    n = 24
-    density, velocity = np.ones((n, n, n), np.float32), np.zeros((3, n, n, n), np.float32)
-    velocity[1] = np.where(np.arange(n) < n // 2, 400, -400)[None, :, None]  # meet at n/2, part at 0
-    temperature = gas.gas_fields(density, velocity, 0.5, 1 / 3, 300.0)[4]
-    assert temperature[:, n // 2].min() > 1e5
-    np.testing.assert_allclose(temperature[:, 0], gas.MEAN_DENSITY_TEMPERATURE, rtol=1e-3)
-    assert gas.shock_temperature(-velocity, 0.5, 1 / 3, 300.0)[:, n // 2].max() == 0
+def test_gas_has_the_measured_relation_of_temperature_and_density_and_is_hot_in_shocks(small: Fields) -> None:
+    """Gaikwad et al. 2021 at z = 3: 14,750 K ± 1,300 and 1.225 ± 0.12; this small box, without long waves, has fewer
+    shocks than a large one. The relation is that of the median."""
+    logarithm, kelvin = np.log10(small[1][0]).ravel(), small[1][4].ravel()
+    edges = np.linspace(-0.5, 0.5, 6)
+    centers = (edges[1:] + edges[:-1]) / 2
+    median = [
+        np.median(kelvin[(low < logarithm) & (logarithm < high) & (kelvin < 1e5)])
+        for low, high in itertools.pairwise(edges)
+    ]
+    slope, level = np.polyfit(centers, np.log10(median), 1)
+    assert 12_000 < 10**level < 16_000
+    assert 1.2 < 1 + slope < 1.45
+    assert kelvin.max() > 1e5
+    assert kelvin.min() > 3_000
 
 
-def test_the_closure_commutes_with_translations_and_the_cubes_symmetries(small: Fields) -> None:
-    """New axis i is old axis axes[i], reflected if signs[i] is -1; vector components transform accordingly."""
-    axes, signs, shift = (2, 0, 1), (-1, 1, -1), (5, -7, 11)
+def test_a_mirrored_and_a_rotated_start_give_the_mirrored_and_the_rotated_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mirrored: within rounding. Rotated: within the error of sweeps along one axis after the other, whose order
+    remains."""
+    options, initial = SimulationOptions(grid=24, seed=3, n_steps=20, threads=1), simulate.initial_modes
+    noise = fourier.backward(initial(options, linear_theory.make_cosmology(options.cosmology)), 24, 1)
 
-    def moved(fields: np.ndarray) -> np.ndarray:
-        result = fields.copy()
-        for axis, (old, sign) in enumerate(zip(axes, signs, strict=True)):
-            result[1 + axis] = sign * fields[1 + old]
-        result = np.flip(result.transpose(0, *(1 + old for old in axes)), (1, 3))
-        return np.ascontiguousarray(np.roll(result, shift, axis=(1, 2, 3)))
+    def gas(start: np.ndarray) -> np.ndarray:
+        modes = fourier.forward(np.ascontiguousarray(start), 1)
+        monkeypatch.setattr(simulate, "initial_modes", lambda *_: modes)
+        return simulate.simulate_fields(options)[1]
 
-    dark, baryons = small
-    inputs = moved(dark)
-    expansion = 1 / (1 + SMALL.redshift), linear_theory.hubble(linear_theory.make_cosmology("planck18"), SMALL.redshift)
-    found = gas.gas_fields(inputs[0], inputs[1:], SMALL.cell, *expansion)
-    np.testing.assert_allclose(found, moved(baryons), rtol=1e-4, atol=1e-2)
+    expected = gas(noise)
+    mirrored = gas(np.roll(np.flip(noise, 0), 1, 0))  # about cell 0, which is its own image
+    mirrored[1] *= -1
+    difference = np.abs(np.log(np.roll(np.flip(mirrored[[0, 4]], 1), 1, 1) / expected[[0, 4]]))
+    assert np.median(difference) < 1e-3
+    rotated = gas(noise.transpose(1, 2, 0)).transpose(0, 3, 1, 2)
+    difference = np.abs(np.log(rotated[[0, 4]] / expected[[0, 4]]))
+    assert np.median(difference) < 2e-3
+    np.testing.assert_allclose(rotated[[3, 1, 2]].std(axis=(1, 2, 3)), expected[1:4].std(axis=(1, 2, 3)), rtol=0.02)
 
 
 # --- the file and the command --------------------------------------------------------------------------------------
@@ -274,7 +286,7 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(
             np.testing.assert_array_equal(file[name][:], expected)
         assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
         found = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
-    assert found == [4, 4.0, "planck18", gas.VELOCITY_SCALE]
+    assert found == [4, 1.25, "planck18", channels.VELOCITY_SCALE]
 
 
 def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(tmp_path: Path) -> None:
@@ -283,10 +295,10 @@ def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(t
     import_volume.main(["--input", str(snapshot), "--output", str(volume)])
     options = SimulationOptions(grid=8, n_steps=1, seed=4)
     transform = TransformConfig()
-    channels = input_channels(4, transform), target_channels(5, transform)
+    described_channels = input_channels(4, transform), target_channels(5, transform)
     with h5py.File(volume) as file:
         for name, described, expected in zip(
-            ("Nbody", "Hydro"), channels, simulate.simulate_fields(options), strict=True
+            ("Nbody", "Hydro"), described_channels, simulate.simulate_fields(options), strict=True
         ):
             found = [channel.to_physical(values) for channel, values in zip(described, file[name], strict=True)]
             np.testing.assert_allclose(np.stack(found), expected, rtol=1e-5, atol=1e-3)
@@ -322,8 +334,10 @@ def test_bad_options_are_reported_in_one_line_with_exit_code_2(
     for arguments, words in (
         ("--grid 4", "grid is 4; give at least 8"),
         ("--box_size -1", "box_size is -1.0; give a positive length"),
+        ("--cosmology EdS", "invalid choice"),
         ("--cosmology plank18", "invalid choice: 'plank18'"),
-        ("--redshift 30", "redshift is 30.0; give a redshift from 0 to 24"),
+        ("--redshift 60", "redshift is 60.0; give a redshift from 0 to 49"),
+        ("--device cuda", "finds no GPU; give --device cpu"),
         ("--sed 1", "did you mean --seed?"),
         (f"--output {tmp_path / 'file' / 'box.h5'}", "File exists"),
     ):
@@ -331,6 +345,11 @@ def test_bad_options_are_reported_in_one_line_with_exit_code_2(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "free some space" in refusal(simulate.main, command(tmp_path / "box.h5"), capsys)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_large_cells_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(command(tmp_path / "box.h5", "--box_size", "8")) == 0
+    assert "cells of 1 Mpc/h are too large" in capsys.readouterr().err
 
 
 def test_the_module_can_be_run(tmp_path: Path) -> None:

@@ -9,10 +9,8 @@ gas. Hydrogen's reionization heats the gas at once. Densities are in units of th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from colossus.cosmology import cosmology as colossus
 from torch import Tensor
 from torch.nn import functional
 
+from utils.simulation.fourier import one_thread
 from utils.simulation.ionization import (
     ELECTRONVOLT,
     HELIUM,
@@ -40,7 +39,7 @@ NEUTRAL_WEIGHT = 4 / (1 + 3 * HYDROGEN_FRACTION)  # mu of neutral gas
 REIONIZATION_TEMPERATURE = 2e4  # K, the least that hydrogen's reionization leaves
 # eV per helium nucleus that is ionized for the second time. Like HELIUM_REDSHIFTS, chosen so that gas has the measured
 # temperatures and slopes of Gaikwad et al. 2021, MNRAS 506, 4389, at 2 <= z <= 3.8.
-HELIUM_HEAT = 36.0
+HELIUM_HEAT = 32.0
 
 # The table's axes, ln of density and of theta in K; and nodes in ln T, closer where the cooling rate is steep.
 DENSITIES = torch.linspace(math.log(1e-3), math.log(1e5), 63, dtype=torch.float64)
@@ -58,17 +57,6 @@ LONGEST_SUBSTEP = 0.01  # in ln a
 NEUTRAL_SUBSTEP = 0.04  # before reionization, when little gas is hot enough to cool
 NEVER = 10.0  # in ln a, longer than any step
 CELLS_AT_ONCE = 2**15  # fit the cache
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """torch uses one thread: others cost more than they gain on so few values, and may change the last bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def attributes() -> dict[str, Any]:

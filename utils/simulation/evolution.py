@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from utils.progress import Progress
-from utils.simulation.cooling import HYDROGEN_MASS, PrimordialGas
+from utils.simulation import cooling, hydro
+from utils.simulation.cooling import HYDROGEN_MASS, NEUTRAL_WEIGHT, PrimordialGas
+from utils.simulation.fourier import one_thread
 from utils.simulation.gravity import accelerations
 from utils.simulation.hydro import GAMMA, Gas
 from utils.simulation.linear_theory import GrowthClock
@@ -18,11 +21,21 @@ from utils.simulation.particle_mesh import Particles, deposit, kick_and_drift
 
 KELVIN = HYDROGEN_MASS * 1e-3 / 1.380649e-23 * 1e6  # m_H / k in K / (km/s)^2
 LOWEST_DENSITY = 0.05  # of the initial gas: the linear contrast of a cell may be below -1
-# Neutral gas that has cooled by expansion since it decoupled from the radiation: T / mu / (1 + z)^2 in K.
-INITIAL_KELVIN = 0.02 / 1.22
+INITIAL_KELVIN = 0.02  # T / (1 + z)^2 of gas that has expanded since it decoupled from the radiation
 # Radiation cools gas only as long as its Jeans length is at least this many cells. Denser gas would collapse into
 # single cells, since nothing else, such as star formation, would stop it.
 JEANS_CELLS = 2.0
+
+
+def attributes() -> dict[str, Any]:
+    """Solver and physics of the gas as HDF5 attributes; the names contain the units."""
+    return {
+        "gas_solver": "MUSCL-Hancock, HLLC, dual energy, no feedback, no self-shielding",
+        "gas_adiabatic_index": GAMMA,
+        "gas_courant_number": hydro.COURANT,
+        "gas_cooling_needs_jeans_length_cells": JEANS_CELLS,
+        **cooling.attributes(),
+    }
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class GasPhysics:
         state[0] /= state[0].mean(dtype=torch.float64)
         torch.mul(torch.from_numpy(particles.velocity), clock.rate(clock.times[0]), out=state[1:4])
         state[1:4] *= state[0]
-        state[4] = state[0] * (INITIAL_KELVIN / KELVIN / self.velocity_unit(0.0) ** 2)
+        state[4] = state[0] * (INITIAL_KELVIN / NEUTRAL_WEIGHT / KELVIN / self.velocity_unit(0.0) ** 2)
         return Gas(state.to(device), threads)
 
     def exchange_heat(self, gas: Gas, start_redshift: float, end_redshift: float) -> None:
@@ -64,7 +77,16 @@ class GasPhysics:
         factor = torch.maximum(factor, lowest.div_(theta).clamp_(max=1))
         gas.state[4] *= factor
 
+    def fields(self, gas: Gas, redshift: float) -> np.ndarray:
+        """Density in units of the mean, peculiar velocity in km/s, temperature in K: [5, n, n, n]."""
+        assert self.heat is not None
+        fields = gas.state.clone()
+        fields[1:4] *= self.velocity_unit(redshift) / gas.density
+        fields[4] = self.heat.temperature(gas.density, self.theta(gas, redshift), redshift)
+        return fields.cpu().numpy()
 
+
+@one_thread()
 def evolve(
     particles: Particles,
     clock: GrowthClock,

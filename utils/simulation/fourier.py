@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,11 +10,23 @@ from typing import TypeVar
 
 import numpy as np
 import scipy.fft
+import torch
 
 MIN_SLABS = 16  # of a mesh, for any number of threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch uses one thread: others cost more than they gain on so few values, and may change the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:

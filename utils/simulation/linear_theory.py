@@ -10,8 +10,8 @@ from colossus.cosmology import cosmology as colossus
 
 
 def cosmology_names() -> list[str]:
-    """Names of colossus cosmologies that define all parameters."""
-    return [name for name in colossus.cosmologies if name != "powerlaw"]
+    """Names of colossus cosmologies that define all parameters and have baryons."""
+    return [name for name, values in colossus.cosmologies.items() if name != "powerlaw" and values["Ob0"] > 0]
 
 
 def make_cosmology(name: str) -> colossus.Cosmology:

@@ -33,10 +33,9 @@ SLABS = 16
 CHUNK = 1 << 15  # particles; their indices and weights fit in a core's cache, and larger arrays cause page faults
 TRACERS_PER_SIDE = 3  # points per cell side that carry the final mass; fewer cause ripples in deep voids
 ROUNDING = 0.01  # cells
-
-# Weights of the cells around a particle by its distance from the first of two cells, or from the middle of three.
-CLOUD = lambda above: (1 - above, above)
-TRIANGLE = lambda d: (np.float32(0.5) * (np.float32(0.5) - d) ** 2, np.float32(0.75) - d * d, np.float32(0.5) * (np.float32(0.5) + d) ** 2)
+# Cells per axis that a particle contributes to. Forces use three: with two, a small displacement from the center of a
+# cell moves the mass by half a cell, which the lattice of the start turns into noise.
+CLOUD, TRIANGLE = 2, 3
 
 Offset = tuple[float, float, float]
 
@@ -138,6 +137,17 @@ def _wrapped(cell: np.ndarray, grid: int) -> np.ndarray:
     return (cell - grid * np.floor(cell / grid)).astype(np.int64)
 
 
+def _cloud(above: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Weights of two cells by the distance from the first one (cloud-in-cell)."""
+    return 1 - above, above
+
+
+def _triangle(beyond: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Weights of three cells by the distance from the middle one (triangular-shaped cloud)."""
+    half = np.float32(0.5)
+    return half * (half - beyond) ** 2, np.float32(0.75) - beyond * beyond, half * (half + beyond) ** 2
+
+
 def _nearby(
     positions: np.ndarray, grid: int, base: int, rows: int, width: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -149,7 +159,7 @@ def _nearby(
     for axis, coordinate in enumerate(positions):
         lowest = np.floor(coordinate - np.float32(width / 2 - 1))
         beyond = coordinate - lowest
-        weights.append(CLOUD(beyond) if width == 2 else TRIANGLE(beyond - 1))
+        weights.append(_cloud(beyond) if width == CLOUD else _triangle(beyond - 1))
         if axis == 0 and rows < grid:
             cell = (lowest - base).astype(np.int64)
         else:
@@ -168,7 +178,12 @@ def _nearby(
 
 
 def add_particles(
-    mesh: torch.Tensor, positions: np.ndarray, values: Sequence[np.ndarray], grid: int, base: int = 0, width: int = 3
+    mesh: torch.Tensor,
+    positions: np.ndarray,
+    values: Sequence[np.ndarray],
+    grid: int,
+    base: int = 0,
+    width: int = TRIANGLE,
 ) -> None:
     """Adds particles at positions [3, particles], in cells, to rows of a periodic mesh that start at row `base`.
 
@@ -189,7 +204,7 @@ def deposit(
     threads: int = 1,
     velocity: Sequence[np.ndarray] = (),
     per_side: int = 1,
-    width: int = 3,
+    width: int = TRIANGLE,
     progress: Progress | None = None,
 ) -> np.ndarray:
     """Density in units of the mean, and density times each of `velocity`, [1 + len(velocity), n, n, n] float32.
@@ -229,7 +244,7 @@ def interpolate(fields: np.ndarray, positions: np.ndarray) -> np.ndarray:
     result = np.zeros((len(fields), positions.shape[1]), np.float32)
     for start in range(0, positions.shape[1], CHUNK):
         chunk = slice(start, start + CHUNK)
-        for index, weight in _nearby(positions[:, chunk], grid, 0, grid, 3):
+        for index, weight in _nearby(positions[:, chunk], grid, 0, grid, TRIANGLE):
             for field, out in zip(flat, result, strict=True):
                 out[chunk] += weight * field.take(index, mode="clip")  # "clip" avoids the bounds check
     return result
@@ -259,4 +274,4 @@ def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress
     points interpolated on the lattice between them are deposited, three per cell side, each with an equal share of the
     mass. If only the particles were deposited, the lattice and empty cells would be visible in voids.
     """
-    return deposit(particles, threads, list(particles.velocity), TRACERS_PER_SIDE, 2, progress)
+    return deposit(particles, threads, list(particles.velocity), TRACERS_PER_SIDE, CLOUD, progress)

@@ -1,18 +1,19 @@
-"""Simulates training data: particle-mesh dark matter, and gas computed from it by the closure in `gas.py`.
+"""Simulates training data: dark matter on a particle mesh, and gas dynamics with heating and cooling (evolution.py).
 
     python -m utils.simulation --output train.h5 --grid 128 --seed 1
     python -m utils.simulation --output val.h5 --grid 128 --seed 2
 
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
-v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values. With --format nyx
-it writes the physical fields instead, in the layout of Nyx's snapshots, which utils.data.import_volume reads. The
-command needs about 60 bytes of memory per cell.
+v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values, and those of the
+physics. With --format nyx it writes the physical fields instead, in the layout of Nyx's snapshots, which
+utils.data.import_volume reads. The command needs about MEMORY bytes of memory per cell.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import torch
 from colossus.cosmology import cosmology as colossus
 
 from utils.cli import Parser, positive
@@ -28,22 +30,16 @@ from utils.data.files.snapshots import FIELDS
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.simulation import gas
-from utils.simulation.fourier import forward, multiplied
-from utils.simulation.linear_theory import (
-    GrowthClock,
-    cosmology_names,
-    hubble,
-    linear_power,
-    make_cosmology,
-    velocity_unit,
-)
-from utils.simulation.evolution import evolve
+from utils.simulation import channels, evolution
+from utils.simulation.cooling import PrimordialGas
+from utils.simulation.fourier import backward, forward, multiplied, one_thread
+from utils.simulation.linear_theory import GrowthClock, cosmology_names, linear_power, make_cosmology, velocity_unit
 from utils.simulation.particle_mesh import lpt_particles, mass_and_momentum
 
-FORMAT_VERSION = 1
-DEFAULT_CELL = 0.5  # Mpc/h
-START_REDSHIFT = 24.0  # of the initial conditions
+FORMAT_VERSION = 2
+DEFAULT_CELL = 0.15625  # Mpc/h
+LARGEST_CELL = 0.25  # Mpc/h; in larger cells, which gas is hot depends on the mesh and not on the physics
+START_REDSHIFT = 49.0  # of the initial conditions
 SMALLEST_GRID = 8
 FORMATS = ("volume", "nyx")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,8 +54,9 @@ class SimulationOptions:
     box_size: float | None = None
     seed: int = 0
     cosmology: str = "planck18"
-    redshift: float = 2.0
-    n_steps: int = 20
+    redshift: float = 3.0
+    n_steps: int = 40
+    device: str = "cpu"
     format: str = "volume"
     threads: int = CORES
     overwrite: bool = False
@@ -69,6 +66,8 @@ class SimulationOptions:
             raise UserError(f"grid is {self.grid}; give at least {SMALLEST_GRID}")
         if self.box_length <= 0:
             raise UserError(f"box_size is {self.box_size}; give a positive length in Mpc/h")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("device is cuda, but PyTorch finds no GPU; give --device cpu")
         if not 0 <= self.redshift < START_REDSHIFT:
             raise UserError(f"redshift is {self.redshift}; give a redshift from 0 to {START_REDSHIFT:g}")
 
@@ -114,47 +113,52 @@ def simulate_fields(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]
     cosmology, threads = make_cosmology(options.cosmology), options.threads
     clock = GrowthClock(cosmology, START_REDSHIFT, options.redshift, options.n_steps)
     omega_m = float(cosmology.Om(START_REDSHIFT))
+    physics = evolution.GasPhysics(
+        PrimordialGas(cosmology), options.cell, cosmology.Ob0 / cosmology.Om0, float(cosmology.Om0)
+    )
 
-    # The stages are the initial conditions, the time steps, the fields of the dark matter, and the gas.
-    with Progress("simulating", total=options.n_steps + 3, unit="stages") as progress:
+    # The stages are the initial conditions, the time steps, and the fields of the dark matter.
+    with Progress("simulating", total=options.n_steps + 2, unit="stages") as progress, one_thread():
         modes = initial_modes(options, cosmology)
         particles = lpt_particles(modes, float(clock.times[0]), omega_m, threads)
+        modes *= np.float32(clock.times[0])
+        gas = physics.start(backward(modes, options.grid, threads), particles, clock, threads, options.device)
         del modes
         progress.advance(note=f"z = {START_REDSHIFT:.1f}")
-        evolve(particles, clock, threads, progress)
+        evolution.evolve(particles, clock, threads, progress, gas, physics)
+        baryons = physics.fields(gas, options.redshift)
+        del gas
         dark = mass_and_momentum(particles, threads, progress)
         del particles
-        gas.mass_weighted_velocity(dark[0], dark[1:], threads)
+        channels.mass_weighted_velocity(dark[0], dark[1:], threads)
         dark[1:] *= np.float32(velocity_unit(cosmology, options.redshift) * options.cell)
-        progress.advance(note="gas")
-        expansion = 1 / (1 + options.redshift), hubble(cosmology, options.redshift)
-        baryons = gas.gas_fields(dark[0], dark[1:], options.cell, *expansion, threads)
         progress.advance()
     return dark, baryons
 
 
 def simulate(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, as the channels that `gas.py` defines."""
+    """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, as the channels that `channels.py` defines."""
     nbody, hydro = simulate_fields(options)
-    return gas.to_channels(nbody), gas.to_channels(hydro)
+    return channels.to_channels(nbody), channels.to_channels(hydro)
 
 
 # --- output ------------------------------------------------------------------------------------------------------
 
 
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
-    """HDF5 attributes: the options, the cosmology and the constants of the closure, which determine the data."""
+    """HDF5 attributes: the options, the cosmology and the constants of the physics, which determine the data."""
     cosmology = make_cosmology(options.cosmology)
     stored = ("grid", "seed", "cosmology", "redshift", "n_steps")
     parameters = ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")
     return {
-        "made_by": "utils.simulation: particle-mesh N-body simulation with a gas closure",
+        "made_by": "utils.simulation: particle-mesh N-body simulation with gas dynamics",
         "format_version": FORMAT_VERSION,
         "box_size_mpc_h": options.box_length,
         "start_redshift": START_REDSHIFT,
         **{name: getattr(options, name) for name in stored},
         **{f"cosmology_{name}": float(getattr(cosmology, name)) for name in parameters},
-        **gas.attributes(),
+        **evolution.attributes(),
+        **channels.attributes(),
     }
 
 
@@ -182,11 +186,12 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.prog = "python -m utils.simulation"
     parser.add_argument("--output", required=True, help="HDF5 file to write")
     parser.add_argument("--grid", type=positive, default=128, help="cells per side of the box (%(default)s)")
-    parser.add_argument("--box_size", type=float, help="side of the box in comoving Mpc/h (0.5 times grid)")
+    parser.add_argument("--box_size", type=float, help="side of the box in comoving Mpc/h (0.15625 times grid)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial conditions (%(default)s)")
     parser.add_argument("--cosmology", choices=cosmology_names(), default="planck18", help="%(default)s by default")
-    parser.add_argument("--redshift", type=float, default=2.0, help="redshift of the fields (%(default)s)")
-    parser.add_argument("--n_steps", type=positive, default=20, help="time steps, equal in growth factor (%(default)s)")
+    parser.add_argument("--redshift", type=float, default=3.0, help="redshift of the fields (%(default)s)")
+    parser.add_argument("--n_steps", type=positive, default=40, help="time steps, equal in growth factor (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the gas dynamics (%(default)s)")
     parser.add_argument("--format", choices=FORMATS, default="volume", help="layout of the file (%(default)s)")
     parser.add_argument("--threads", type=positive, default=CORES, help="they do not change the result (all cores)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
@@ -197,6 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns 0; invalid options end with one line and exit code 2."""
     with one_line_errors():
         options = parse(argv)
+        if options.cell > LARGEST_CELL:
+            sys.stderr.write(
+                f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
+                f"temperature depends on them. Give --box_size {LARGEST_CELL * options.grid:g} at most\n"
+            )
         target = Path(options.output)
         check_target(target, options.overwrite)
         make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")

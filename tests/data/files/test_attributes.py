@@ -18,7 +18,7 @@ from utils.data.files.attributes import cell_size, common_simulation, file_trans
 from utils.data.files.hdf5 import FieldReader
 from utils.data.volumes import with_file_values
 from utils.errors import UserError
-from utils.simulation import gas
+from utils.simulation import channels as simulated
 
 DEFAULT = TransformConfig()
 OTHER = {"velocity_scale_km_s": 500.0, "temperature_log10_center": 4.0}
@@ -30,7 +30,7 @@ def from_files(*files: dict[str, Any], **keys: float | None) -> TransformConfig:
 
 
 def test_attributes_of_a_file_win_over_the_defaults() -> None:
-    written = gas.attributes()
+    written = simulated.attributes()
     found = from_files(written, written)
     assert found.model_dump() == {key: written[key] for key in TransformConfig.model_fields}
     assert found.velocity_scale_km_s == 1000.0 != DEFAULT.velocity_scale_km_s
@@ -54,7 +54,7 @@ def test_a_file_must_agree_with_the_keys_that_the_config_sets() -> None:
 def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> None:
     says = "the channels of b.h5 were computed with velocity_scale_km_s 1000, those of a.h5 with 500; rescale the"
     with pytest.raises(UserError, match=says):
-        from_files(OTHER, gas.attributes())
+        from_files(OTHER, simulated.attributes())
     for value in (0.0, "fast"):
         with pytest.raises(UserError, match=f"attributes of a.h5: velocity_scale_km_s .*{value}"):
             from_files({"velocity_scale_km_s": value})

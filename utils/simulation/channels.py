@@ -1,0 +1,83 @@
+"""The channels that the network is trained on, from physical fields.
+
+Fields are float32; `density` is in units of the mean, [x, y, z]; `velocity` is peculiar, in km/s, [3, x, y, z], and
+component i points along spatial axis i.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from scipy.ndimage import gaussian_filter
+
+from utils.simulation.fourier import in_order
+
+FILL_LENGTH = 2.0  # cells, distance over which velocities are extended into empty cells
+FILL_WEIGHT = 1e-3  # weight of the extended velocity, relative to the density of the cell in units of the mean
+
+# The channels lie roughly in [-1, 1]. They are not clipped, so that the physical values can be recovered.
+DENSITY_LOG_SCALE = 14.0  # x = ln(density / mean) / 14
+DENSITY_FLOOR = 1e-3  # in units of the mean; the logarithm of an empty cell is undefined
+VELOCITY_SCALE = 1000.0  # km/s, x = v / scale
+TEMPERATURE_LOG10_CENTER = 5.0  # x = (log10(T / K) - center) / scale
+TEMPERATURE_LOG10_SCALE = 2.5
+
+TRUNCATE = 4.0  # standard deviations at which the Gaussians end
+
+
+def attributes() -> dict[str, Any]:
+    """Constants of the transforms as HDF5 attributes; the names contain the units."""
+    return {
+        "velocity_fill_length_cells": FILL_LENGTH,
+        "velocity_fill_weight": FILL_WEIGHT,
+        "density_log_scale": DENSITY_LOG_SCALE,
+        "density_floor_of_mean": DENSITY_FLOOR,
+        "velocity_scale_km_s": VELOCITY_SCALE,
+        "temperature_log10_center": TEMPERATURE_LOG10_CENTER,
+        "temperature_log10_scale": TEMPERATURE_LOG10_SCALE,
+        "nbody_channels": "rho_DM, v_x, v_y, v_z",
+        "hydro_channels": "rho, v_x, v_y, v_z, T",
+        "density_transform": "x = ln(max(rho / mean, density_floor_of_mean)) / density_log_scale",
+        "velocity_transform": "x = v / velocity_scale_km_s; peculiar velocity; v_i is along array axis 1 + i",
+        "temperature_transform": "x = (log10(T / K) - temperature_log10_center) / temperature_log10_scale",
+    }
+
+
+def _smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Iterator[np.ndarray]:
+    """Yields each periodic [x, y, z] field, convolved with a Gaussian of standard deviation `length` in cells.
+
+    The convolution is in real space, where the weights are positive. Each field is computed by one thread, so the
+    number of threads does not change the result.
+    """
+    blur = functools.partial(gaussian_filter, sigma=length, mode="wrap", truncate=TRUNCATE, output=np.float32)
+    return in_order(blur, fields, threads)
+
+
+def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:
+    """Momentum / density, continued smoothly from the neighborhood into empty cells.
+
+    v = (p + w <p>) / (rho + w <rho>) with < > a Gaussian of FILL_LENGTH cells and w = FILL_WEIGHT: the velocity of a
+    cell with matter changes by about w / rho, an empty cell gets that of its neighbors (normalized convolution,
+    Knutsson & Westin 1993). Overwrites and returns `momentum`.
+    """
+    around = _smooth((density, *momentum), FILL_LENGTH, threads)
+    weight = np.float32(FILL_WEIGHT)
+    # The lower bound matters only in voids wider than the Gaussian, where the velocity becomes zero.
+    total = np.maximum(density + weight * next(around), np.float32(1e-12))
+    for component, neighbors in zip(momentum, around, strict=True):
+        component += weight * neighbors
+        component /= total
+    return momentum
+
+
+def to_channels(fields: np.ndarray) -> np.ndarray:
+    """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place."""
+    fields[0] = np.log(np.maximum(fields[0], np.float32(DENSITY_FLOOR))) / np.float32(DENSITY_LOG_SCALE)
+    fields[1:4] /= np.float32(VELOCITY_SCALE)
+    if len(fields) == 5:
+        logarithm = np.log10(fields[4])
+        fields[4] = (logarithm - np.float32(TEMPERATURE_LOG10_CENTER)) / np.float32(TEMPERATURE_LOG10_SCALE)
+    return fields
