@@ -117,7 +117,7 @@ class FieldReader:
         name: str,
         channels: int | None,
         transform: TransformConfig | None = None,
-        remedy: str = "link it, in Python: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
+        remedy: str = "if it has another name: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
         channels_key: str | None = None,
     ) -> None:
         """Raises UserError if the file does not match the config, with this remedy if it lacks the dataset."""
