@@ -298,6 +298,12 @@ def test_a_directory_that_does_not_match_is_refused(
     refuse(tmp_path, *flags, says=says)
 
 
+def test_complex_fields_are_refused(refuse: Any, tmp_path: Path) -> None:
+    """Fixed: their imaginary parts were dropped."""
+    np.save(tmp_path / f"{DARK}.npy", FIELDS[DARK].astype(np.complex64))
+    refuse(tmp_path, says=f"{DARK}.npy holds complex64, expected real numbers; write it as float32")
+
+
 def test_training_and_validation_are_imported_together_or_not_at_all(
     refuse: Any, snapshot: Path, tmp_path: Path
 ) -> None:
