@@ -28,7 +28,7 @@ from utils import config as configs
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.errors import UserError, one_line_errors
+from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import check_target
 from utils.inference.export import ExportedNetwork, finite_record
 from utils.inference.trained_network import TrainedNetwork
@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         **{key: record[key] for key in ("git_commit", "date", "versions")},
         "weights_sha256": digest(weights),
     }
-    print(exported.write(target, metadata))
+    with os_errors_for_users(f"cannot write {target}", "give another --output"):
+        print(exported.write(target, metadata))
 
 
 def build_parser() -> cli.Parser:

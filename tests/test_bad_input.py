@@ -98,6 +98,7 @@ def refuse(tmp_path: Path, data_flags: list[str], fails: Callable[[list[str]], A
         (["mine.yaml"], ("did you mean --yaml_config mine.yaml?",)),
         (["--enable_amp", "--amp_mode=none"], ("--enable_amp and --amp_mode none contradict each other",)),
         (["--local_batch_size=4", "--set=global_batch_size=8"], ("both set the batch",)),
+        (["--set=local_batch_size=4", "--set=global_batch_size=8"], ("both set the batch",)),
         (["--set=N_in_channels=3"], ("there is no channel 3", "[] for none")),
     ],
     ids=lambda value: " ".join(value)[:60],

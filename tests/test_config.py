@@ -120,6 +120,7 @@ def test_error_for_an_unknown_config_lists_the_known_ones_and_unreadable_files(t
     """Fixed: a tab or a duplicate key in a file hid its configs. A config in two files was listed twice."""
     path = write(tmp_path, "base: {}\nshort: {}")
     (tmp_path / "tuned.yaml").write_text("base: {}\ntuned: {}")
+    (tmp_path / "benchy-conf.yaml").write_text("IO: {batches: 30}")  # fixed: listed as a config
     (tmp_path / "tab.yaml").write_text("mine:\n\tseed: 1")
     (tmp_path / "twice.yaml").write_text("mine: {seed: 1, seed: 2}")
     faults = r"; cannot read \S*/tab.yaml: .*line 2.*; indent with spaces; cannot read \S*/twice.yaml: .*duplicate key"

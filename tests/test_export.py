@@ -262,7 +262,10 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     ("flags", "says"),
     [
         (["--checkpoint=RUN", "--output=HERE/gas.pt"], "gas.pt does not end in .pt2"),
-        (["--checkpoint=RUN", "--output=HERE/no/gas.pt2"], "No such file or directory"),
+        (
+            ["--checkpoint=RUN", "--output=HERE/no/gas.pt2"],
+            "no/gas.pt2: No such file or directory; give another --output",
+        ),
         (["--checkpoint=RUN", "--output=HERE/old.pt2"], "exists; give --overwrite to replace it, or another --output"),
         (["--checkpoint=HERE/no", "--output=HERE/gas.pt2"], "no such file: "),
         (["--checkpoint=HERE/unknown", "--output=HERE/gas.pt2"], "values of dark-matter velocity x, "),

@@ -216,8 +216,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     changes = read_changes(arguments.set)
     if flags.get("enable_amp") and flags.get("amp_mode") == "none":
         raise UserError("--enable_amp and --amp_mode none contradict each other; remove one of them")
-    if "local_batch_size" in flags and "global_batch_size" in changes:
-        raise UserError("--local_batch_size and global_batch_size both set the batch; remove one of them")
+    if {"local_batch_size", "global_batch_size"} <= {*flags, *changes}:
+        raise UserError("local_batch_size and global_batch_size both set the batch; remove one of them")
     # Each is translated on its own, so that --set overrides flags regardless of the spelling of either.
     flags, changes = map(translate, (flags, changes))
     name = default_name(arguments.yaml_config) if arguments.config is None else arguments.config

@@ -12,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from nyx_files import CM_PER_KM, GAS, UNIVERSE, physical_fields, simulated_fields, write_nyx
 
 import predict
@@ -26,6 +27,7 @@ from utils.data.files.hdf5 import FieldReader, open_volume
 from utils.data.import_volume import main
 from utils.evaluation.callback import evaluation_grid
 from utils.evaluation.volume import config_of_files
+from utils.steps import build
 
 SHAPE = (12, 6, 8)
 FIELDS = physical_fields(SHAPE)
@@ -198,12 +200,19 @@ def test_the_config_extends_one_whose_crops_fit(tmp_path: Path, cells: int, pare
     assert changed == {"box_size": [[[128, cells, 128]], 80], **own}
 
 
-def test_volumes_that_cannot_be_trained_on_as_they_are_get_a_warning(tmp_path: Path) -> None:
-    """A part that is smaller than a crop, and no validation volume."""
-    lines = imported_config.write_config(tmp_path / "a.yaml", {tmp_path / "a.h5": (24, 64, 64)}, (4, 5))
+@pytest.mark.parametrize(("cells", "crop", "scales"), [(24, 16, 3), (13, 8, 2), (4, 4, 1), (2, 2, 1)])
+def test_the_config_of_a_part_that_is_smaller_than_a_crop_trains(
+    tmp_path: Path, cells: int, crop: int, scales: int
+) -> None:
+    """Fixed: its data_size was that of the demo. No validation volume is a warning, too."""
+    lines = imported_config.write_config(tmp_path / "a.yaml", {tmp_path / "a.h5": (cells, 64, 64)}, (4, 5))
     assert "validation uses the training volume" in lines[1]
-    assert "24 cells is smaller than its data_size 32" in lines[2]
-    assert "to train:" not in lines
+    assert lines[2] == f"warning: crops have {crop} cells per side, because a side has {cells}; import larger parts"
+    assert lines[3] == "to train:"
+    config = configs.load(str(tmp_path / "a.yaml"), "a")
+    assert (config.data_size, config.network.scales, config.network.width) == (crop, scales, 16)
+    output = build.network(config)(torch.zeros(1, 4, crop, crop, crop))
+    assert output.shape == (1, 5, crop, crop, crop)
     assert {name: configs.load("config/UNet.yaml", name).data_size for name in imported_config.CROPS} == (
         imported_config.CROPS
     )
@@ -287,6 +296,12 @@ def test_a_directory_that_does_not_match_is_refused(
         path = tmp_path / f"{key}.{ending}"
         np.save(path, FIELDS[key]) if ending == "npy" else FIELDS[key].tofile(path)
     refuse(tmp_path, *flags, says=says)
+
+
+def test_complex_fields_are_refused(refuse: Any, tmp_path: Path) -> None:
+    """Fixed: their imaginary parts were dropped."""
+    np.save(tmp_path / f"{DARK}.npy", FIELDS[DARK].astype(np.complex64))
+    refuse(tmp_path, says=f"{DARK}.npy holds complex64, expected real numbers; write it as float32")
 
 
 def test_training_and_validation_are_imported_together_or_not_at_all(

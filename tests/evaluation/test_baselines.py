@@ -81,6 +81,11 @@ def test_the_result_table_compares_the_trained_loss_with_the_others() -> None:
     ]
     assert "50.0" in table[5]
     assert "1:05" in table[6]
+    (conclusion,) = [
+        line for line in FitResult(400, 0.2, 0.05, 0.05, 50.0, 65.0).table({"a": 0.2, "copy": 0.04}) if "worse" in line
+    ]
+    assert conclusion.startswith("the trained network is worse than: copy; train longer")
+    assert not any("worse" in line for line in table)
     worse = FitResult(400, 0.2, 0.01, 0.009, 50.0, 65.0, best_step=300)
     assert worse.table({})[1:3] == [table[1], "  best checkpoint, step 300       0.009000"]
     perfect = FitResult(400, 0.2, 0.0, 0.0, 50.0, 65.0)

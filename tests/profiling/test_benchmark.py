@@ -101,6 +101,8 @@ def test_settings_of_the_tutorial_are_understood(
     assert (settings.SYNTHETIC, settings.FULL, settings.IO.run_benchmark) == (measured, measured, False)
     assert settings.output == str(tmp_path / "theirs.json")
     assert caplog.messages == [f"{conf}: report_freq, profiler_mode have no effect here"]
+    conf.write_text("global: {output_filename: 'theirs.json', output_dir: null}")
+    assert read_settings(ALONE).output == "theirs.json"
 
 
 def test_measurements_that_are_switched_off_are_skipped(tmp_path: Path) -> None:

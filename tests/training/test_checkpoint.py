@@ -259,6 +259,18 @@ def test_a_checkpoint_that_was_renamed_is_skipped_with_a_warning(
     assert_newest(folder, 16)
 
 
+def test_weights_of_one_step_with_the_state_of_another_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fixed bug: with recomputed digests, they resumed silently."""
+    folder = folder_of(tmp_path, (8, 12, 16))
+    newest = step_directory(folder, 16)
+    shutil.copy(step_directory(folder, 12) / WEIGHTS, newest)
+    rewrite_digests(newest)
+    assert_newest(folder, 12)
+    assert f"Checkpoint {newest} is skipped: its files are of step" in caplog.text
+
+
 class Bomb:
     def __reduce__(self) -> tuple:
         return os.mkdir, ("went-off",)

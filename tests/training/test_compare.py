@@ -77,7 +77,7 @@ def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest
 def test_losses_of_other_validation_data_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make_run(tmp_path / name, val_path=f"{name}.h5", seed=seed) for seed, name in enumerate(("a", "b"))]
     compare.main([str(run) for run in runs])
-    assert "these losses cannot be compared, because val_path differ" in capsys.readouterr().err
+    assert "these losses cannot be compared, because of different val_path" in capsys.readouterr().err
     compare.main([str(runs[0]), str(make_run(tmp_path / "c", val_path="a.h5", seed=3))])
     assert capsys.readouterr().err == ""
 

@@ -67,6 +67,9 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
+LONG = "Config test extends demo_base: " + ", ".join(f"key_{number} value-{number}" for number in range(30))
+
+
 def test_lines_on_a_terminal_are_short_and_those_of_the_file_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,8 +79,14 @@ def test_lines_on_a_terminal_are_short_and_those_of_the_file_complete(
     configure_logging(0)
     with log_file(tmp_path / "out.log"):
         logging.getLogger("utils.training.trainer").info("a line")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO a line\n", terminal.getvalue())
-    assert " - utils.training.trainer - INFO - a line\n" in (tmp_path / "out.log").read_text()
+        logging.getLogger("utils.training.trainer").info(f"Table:\n  a  b\n{LONG}")
+    printed, stored = terminal.getvalue(), (tmp_path / "out.log").read_text()
+    assert re.match(r"\d\d:\d\d:\d\d INFO a line\n", printed)
+    assert " - utils.training.trainer - INFO - a line\n" in stored
+    assert "\n  a  b\n" in printed
+    assert max(map(len, printed.splitlines())) <= 140
+    assert LONG in stored
+    assert LONG in " ".join(printed.split())
 
 
 def test_an_interrupted_allocation_is_no_full_memory() -> None:

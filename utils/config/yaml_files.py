@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from utils.config.messages import did_you_mean
+from utils.config.schema import Config
 from utils.errors import UserError, os_remedy
 
 EXTENDS, MERGE = "extends", "<<"
@@ -141,7 +142,7 @@ def find(path: str, name: str) -> NamedConfig:
             configs = _read(str(neighbor))[0]
         except UserError as error:  # possibly a file of another program
             configs, faults = {}, f"{faults}; {error}" if name in Path(neighbor).read_text(errors="replace") else faults
-        known |= configs
+        known |= {other: config for other, config in configs.items() if _has_keys_of_configs(config.values)}
         if name in configs:
             matches[str(neighbor)] = configs[name]
     if len(matches) > 1:
@@ -152,6 +153,11 @@ def find(path: str, name: str) -> NamedConfig:
         f"unknown config {name} in {path} and the other YAML files of its directory{did_you_mean(name, known)}; "
         f"known: {', '.join(known)}{faults}"
     )
+
+
+def _has_keys_of_configs(values: dict[str, Any]) -> bool:
+    """False for a mapping in a file of another kind, such as benchy-conf.yaml."""
+    return not values or bool(values.keys() & Config.model_fields.keys())
 
 
 def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Configs]:

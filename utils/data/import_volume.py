@@ -249,7 +249,7 @@ def plan_parts(shape: Shape, options: Options) -> Parts:
         return {options.output: range(shape[0])}
     valid = round(options.split * shape[0])
     train = shape[0] - valid - 2 * GAP
-    if min(train, valid) < 1:
+    if min(train, valid) < 2:  # the smallest crop
         raise UserError(
             f"--split {options.split:g} leaves {train} training and {valid} validation planes of {shape[0]}, with two "
             f"gaps of {GAP}; give another --split"

@@ -17,9 +17,9 @@ Table = list[list[str]]  # rows; the first one is the header
 
 
 def lines(evaluation: Results) -> list[str]:
-    """All tables as lines of a log, and the conclusion."""
-    tables = [channel_table(evaluation), field_table(evaluation)]
-    tables += [flux_table(evaluation.flux)] if evaluation.flux else []
+    """All tables as lines of a log, and the conclusion; the wide ones have a column per field."""
+    wide = [field_table(evaluation), *([flux_table(evaluation.flux)] if evaluation.flux else [])]
+    tables = [channel_table(evaluation), *([list(row) for row in zip(*table, strict=True)] for table in wide)]
     return [*(line for table in tables for line in _aligned(table)), conclusion(evaluation)]
 
 

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from utils.config import Config
 from utils.data import Loader
 from utils.data.channels import volume_channels
-from utils.evaluation import report
-from utils.evaluation.figures import draw_slices, encode_png
+from utils.evaluation import figures, report
 from utils.evaluation.loss_curves import loss_curves, progress
 from utils.files import atomic_write
 from utils.steps.eager import EagerStep
@@ -57,7 +56,7 @@ def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, step
     for name, plane in choose_planes(step, loader).items():
         file, tag = FILES[name]
         crop = f"{title}\nvalidation crop with {name}"
-        figure = draw_slices(*volume_channels(config), plane.fields, None, crop)
+        figure = figures.draw_slices(*volume_channels(config), plane.fields, None, crop)
         _write(figure, run.directory / file)
         run.records.figure(tag, figure, steps)
         yield run.directory / file
@@ -92,4 +91,4 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
 def _write(figure: Figure, path: Path) -> None:
     """Writes a picture atomically, since the disk may be full."""
     with atomic_write([path]) as (partial,):
-        partial.write_bytes(encode_png(figure))
+        partial.write_bytes(figures.encode_png(figure))

@@ -104,8 +104,8 @@ def _translate(values: Any, name: str) -> Any:
     if unused:
         log.info("%s: %s have no effect here", name, ", ".join(unused))
     if {"output_dir", "output_filename"} & common.keys():
-        directory, file = common.pop("output_dir", "."), common.pop("output_filename", "benchy.json")
-        common["output"] = os.path.join(str(directory), str(file))
+        directory, file = common.pop("output_dir", None), common.pop("output_filename", None)
+        common["output"] = os.path.join(str(directory or "."), str(file or "benchy.json"))
     return {**common, **renamed}
 
 

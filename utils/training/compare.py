@@ -93,7 +93,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 def remark(rows: Sequence[Row]) -> str:
     """A line if the runs' losses have different definitions or samples; empty otherwise."""
     differing = [key for key in rows[0] if key.partition(".")[0] in OF_THE_LOSS]
-    return f"warning: these losses cannot be compared, because {', '.join(differing)} differ" if differing else ""
+    return f"warning: these losses cannot be compared, because of different {', '.join(differing)}" if differing else ""
 
 
 def csv_text(rows: Sequence[Row]) -> str:

@@ -83,6 +83,10 @@ class FitResult:
         for name, loss in losses.items():
             ratio = loss / self.final_loss if self.final_loss else math.inf
             lines.append(f"  {name:<30}{loss:>10.6f} {ratio:>9.2f} times the trained network's")
+        better = [name for name, loss in losses.items() if loss < self.final_loss]
+        if better:
+            advice = "train longer, or check the data and the learning rate"
+            lines.append(f"the trained network is worse than: {', '.join(better)}; {advice}")
         lines += [f"{f'validation {name}'.replace('_', ' '):<32}{value:>10.4f}" for name, value in self.metrics.items()]
         lines.append(f"{'throughput, last epoch':<32}{self.samples_per_second:>10.1f}   samples/s")
         lines.append(f"{'training and validation':<32}{format_duration(self.seconds):>10}   {self.steps} steps")

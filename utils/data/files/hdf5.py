@@ -117,7 +117,7 @@ class FieldReader:
         name: str,
         channels: int | None,
         transform: TransformConfig | None = None,
-        remedy: str = "link it, in Python: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
+        remedy: str = "if it has another name: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
         channels_key: str | None = None,
     ) -> None:
         """Raises UserError if the file does not match the config, with this remedy if it lacks the dataset."""
@@ -230,12 +230,17 @@ def checked_dataset(
         elif channels_key and len(shape) == 4:
             fix = f"give files with the same channels for training and validation, or set {channels_key}"
         raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {fix}")
-    if dataset.dtype.kind not in "fiu":
-        raise UserError(f"{path}: {name} holds {dataset.dtype}, expected real numbers; write it as float32")
+    check_real(dataset.dtype, f"{path}: {name}")
     chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
     if chunk > LARGE_CHUNK:
         _log_large_chunks(path, name, chunk)
     return dataset
+
+
+def check_real(dtype: np.dtype, name: str) -> None:
+    """Raises UserError for values that are not real numbers."""
+    if dtype.kind not in "fiu":
+        raise UserError(f"{name} holds {dtype}, expected real numbers; write it as float32")
 
 
 @functools.cache  # a run opens its files several times

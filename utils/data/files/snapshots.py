@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.files.hdf5 import reading
+from utils.data.files.hdf5 import check_real, reading
 from utils.errors import UserError
 
 Shape = tuple[int, int, int]
@@ -45,6 +45,9 @@ class GridField:
     quantity: str  # a key of UNITS
     stored: Any
     unit: str | None = None  # as the file states it
+
+    def __post_init__(self) -> None:
+        check_real(self.stored.dtype, self.name)
 
     @property
     def shape(self) -> Shape:
