@@ -247,7 +247,9 @@ class Heartbeat:
             if report.beat != last.beat:
                 del self._heard[rank]
                 self._heard[rank] = self._now
-            if report.calls != last.calls or report.state != last.state:
+            if report.state != last.state:
+                self._changed = self._now
+            elif report.calls != last.calls:
                 self._changed = max(self._changed, self._now - report.idle)
         return end
 
