@@ -21,7 +21,7 @@ from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
-from utils.inference.prediction_file import PredictionFile, PredictionOptions
+from utils.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
 from utils.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
 from utils.training.checkpoint import load_weights
@@ -61,8 +61,8 @@ def build_parser() -> cli.Parser:
     parser.add_argument("--output", required=True, type=cli.hdf5_output, help=f"HDF5 file for {OUTPUT} [5, X, Y, Z]")
     parser.add_argument("--format", choices=FORMATS, default="volume", help="nyx: native_fields/…, in physical units")
     parser.add_argument("--physical", action="store_true", help=f"also write {PHYSICAL}: mean density, km/s, K")
-    text = "cells per side of the blocks that ranks predict, if they fit into memory (%(default)s)"
-    parser.add_argument("--block", type=cli.positive, default=512, help=text)
+    text = f"cells per side of the blocks that ranks predict, if they fit into memory ({BLOCK_WINDOWS} windows)"
+    parser.add_argument("--block", type=cli.positive, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     add_inference_options(parser)
     return parser

@@ -1,7 +1,8 @@
 """The control plane on many ranks, for benchmarks/scaling.py: heartbeats through the store, and the start of the ranks.
 
 A process is rank 0 and holds the store. Others send the heartbeats of all other ranks, with the program's code and
-connections. Up to 128 ranks also start as processes of their own.
+connections. Up to 128 ranks also start as processes of their own. PyTorch's store looks up the name of each peer: with
+a slow name service the connections of thousands of ranks take minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import common
+from utils.distributed.heartbeat import LOST as LOST_KEY
 from utils.distributed.heartbeat import TICK, Heartbeat
 from utils.distributed.launch import Launch
 from utils.distributed.world import allow_open_files, connect
@@ -39,12 +41,10 @@ class Simulated(Heartbeat):
 
     def beat(self, seconds: float, event: str) -> None:
         """Sends a report as in this event, `seconds` after the start."""
-        self._now, is_last = seconds, self.rank == self._size - 1
-        if event == LOST and self.rank == self._size - 2:
-            self._report = self._report._replace(state="lost a peer")
+        self._now = seconds
         if event != HANGING:
             self.progress("step", self._beats)
-        if not is_last or event not in (SILENT, LOST):
+        if self.rank < self._size - 1 or event not in (SILENT, LOST):
             self._exchange()
 
     def _exchange(self) -> None:
@@ -85,6 +85,8 @@ def observe(
         loads.append((time.monotonic(), sum(messages) + root.messages, root.cpu_seconds, time.process_time()))
     seconds, sent, thread, process = (after - before for before, after in zip(*loads, strict=True))
     event.value, started = chosen, time.monotonic()
+    if EVENTS[chosen] == LOST:
+        store.set(LOST_KEY, "yes")
     while not root.ended:
         time.sleep(TICK / 10)
     noticed = root.ended - started - HANG * (EVENTS[chosen] == HANGING)

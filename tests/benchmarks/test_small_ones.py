@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,37 @@ def test_settings_name_no_directory_of_this_machine() -> None:
     parser = common.Parser("")
     parser.add_argument("--runs", type=Path, default=common.REPOSITORY / "runs" / "it")
     assert common.settings(parser.parse_args([])) == {"runs": "runs/it"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["benchmarks.scaling", "--control", "4", "--output", "{}/scaling"], "control"),
+        (
+            [
+                "benchmarks.volumes",
+                "--grid=64",
+                "--crop=16",
+                "--width=2",
+                "--ranks=2",
+                "--folder={0}/files",
+                "--output={0}",
+            ],
+            "volumes_64",
+        ),
+    ],
+    ids=["control", "volumes"],
+)
+def test_a_small_run_with_several_ranks_writes_its_result(tmp_path: Path, words: list[str], name: str) -> None:
+    command = [sys.executable, "-m", *(word.format(tmp_path) for word in words)]
+    subprocess.run(command, cwd=common.REPOSITORY, check=True, timeout=300)
+    result = json.loads((tmp_path / f"{name}.json").read_text())
+    if name == "control":
+        (row,), (start,) = result["heartbeats"], result["starts"]
+        assert row["messages/s at the store"] == pytest.approx(48, rel=0.2), "three per report"
+        assert 28 < row["s until noticed: silence"] < 40
+        assert start["sockets, lazy"] <= start["sockets, mesh"]
+    else:
+        assert [one["program"] for one in result["results"]] == ["predict", "evaluate"]
+        assert all(one["peak GB"] > 0.1 for one in result["results"])

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,7 +53,8 @@ class Reports:
     def diagnosis_after(self, seconds: float) -> Diagnosis | None:
         """Rank 0 reads a slice of the reports, `seconds` after the start."""
         self.root._now = seconds
-        return self.root._find_cause(self.root._read()[1])
+        self.root._read()
+        return self.root._find_cause()
 
 
 STEP: tuple[Phase, int] = ("step", 18)
@@ -121,6 +123,7 @@ def test_a_silent_rank_is_gone_after_30_s_and_sooner_once_a_peer_is_lost() -> No
         reports.write(rank)
     assert reports.diagnosis_after(29.9) is None
     reports.write(0, state="lost a peer")
+    reports.root._store.set(heartbeats.LOST, "yes")
     reports.write(1, state="left")  # and never silent again
     found = reports.diagnosis_after(29.95)
     assert found is not None
@@ -128,24 +131,40 @@ def test_a_silent_rank_is_gone_after_30_s_and_sooner_once_a_peer_is_lost() -> No
     assert "rank 2 (host node2) sends no heartbeat for 30 s, last seen at step 18 (step)" in found.line
 
 
-def test_rank_0_of_4096_reads_a_bounded_number_of_reports_per_second() -> None:
-    reports, reads = Reports(4096), list[int]()
+def seconds_until_noticed(event: str, tick: int) -> float:
+    """4,096 ranks, of which each reports every 8 s. In one of their ticks rank 3000 ends, or all ranks hang."""
+    reports, reads = Reports(4096, hang=40.0), list[int]()
     assert reports.root._interval == 8, "seconds between two reports of a rank"
-    for number in range(4 * 40):
-        now = number * heartbeats.TICK
-        for rank in range(number % 32, 4096, 32):  # each rank every 8 s
-            if rank != 3000:
-                reports.write(rank, step=number)
-        reports.root._now = now
-        _, ranks = reports.root._read()
-        reads.append(len(ranks))
-        found = reports.root._find_cause(ranks)
+    store = reports.root._store
+
+    def read(keys: list[str]) -> list[bytes]:
+        reads.append(len(keys) - 2)
+        return store.multi_get(keys)
+
+    reports.root._store = SimpleNamespace(multi_get=read, set=store.set)
+    event_tick = 80 + tick
+    for number in range(400):
+        is_over = number >= event_tick
+        for rank in range(number % 32, 4096, 32):
+            if rank != 3000 or event == "hang" or not is_over:
+                idle = max(0.0, (number - event_tick) * heartbeats.TICK)
+                reports.write(rank, step=min(number, event_tick) if event == "hang" else number, idle=idle)
+        if event == "lost" and is_over:
+            reports.root._store.set(heartbeats.LOST, "yes")
+        found = reports.diagnosis_after(number * heartbeats.TICK)
+        assert event == "lost" or max(reads) * 4 == 512
         if found is not None:
-            break
-    assert max(reads) * 4 == 512
-    assert found is not None
-    assert found.rank == 3000
-    assert 30 < now < 40
+            assert event == "hang" or found.rank == 3000
+            return (number - event_tick) * heartbeats.TICK
+    raise AssertionError("not noticed")
+
+
+@pytest.mark.parametrize(("event", "limit"), [("silent", 30), ("lost", 2), ("hang", 40)])
+def test_rank_0_of_4096_notices_within_the_limit_and_one_report(event: str, limit: float) -> None:
+    """Fixed: up to two more intervals of 8 s passed. It reads at most 512 reports per second until a peer is lost."""
+    seconds = [seconds_until_noticed(event, tick) for tick in (0, 9, 23, 31)]
+    assert max(seconds) <= limit + 8 + heartbeats.TICK, seconds
+    assert min(seconds) >= limit - 8, seconds
 
 
 # --- real ranks ----------------------------------------------------------------------------------------------------

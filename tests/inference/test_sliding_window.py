@@ -17,6 +17,7 @@ from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.inference.prediction_file import BLOCK_WINDOWS
 from utils.inference.sliding_window import Predict, SlidingWindowPredictor
 from utils.inference.window_grid import build_window_grid, split_blocks, window_count
 
@@ -141,6 +142,20 @@ def test_a_cell_has_the_same_bits_in_blocks_of_any_size(
         assert read <= np.prod([min(n, a.stop - a.start + margin) for n, a in zip(shape, (x, y, z), strict=True)])
         seen[x, y, z] += 1
     assert torch.equal(seen, torch.ones(shape))
+
+
+def test_windows_that_default_blocks_share_are_at_most_15_percent() -> None:
+    grid = build_window_grid((4 * BLOCK_WINDOWS, 2 * BLOCK_WINDOWS, 2 * BLOCK_WINDOWS), 2)
+    blocks = split_blocks(grid, 2 * BLOCK_WINDOWS, 1, limit=10**9)
+    assert len(blocks) == 2, "sides within one block cost nothing"
+    grid = build_window_grid((4 * BLOCK_WINDOWS,) * 3, 2)
+    blocks = split_blocks(grid, 2 * BLOCK_WINDOWS, 1, limit=10**9)
+    assert sum(window_count(grid, block) for block in blocks) / grid.count == pytest.approx(1.13, abs=0.005)
+
+
+def test_the_memory_of_a_block_is_limited_to_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.inference.sliding_window.memory_limit", lambda: 2 * 3 * 92 * 1000)
+    assert build_predictor(random_field((8, 8, 8)), 8).most_cells(per_node=2) == 1000
 
 
 def test_blocks_are_as_many_and_as_small_as_requested() -> None:

@@ -210,6 +210,18 @@ def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPat
     assert max(len(line) for line in logger.lines) < 140 - len("12:34:56 INFO "), "one row of a terminal"
 
 
+def test_each_interval_names_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives the times of one that is slow in two intervals in a row."""
+    slow, read = metrics.SlowestRank(3, seconds=0.5, waiting=0.2, ratio=1.25), LossRecorder.read
+    monkeypatch.setattr(LossRecorder, "read", lambda self: (read(self), setattr(self, "slowest", slow))[0])
+    trainer, logger, _, _ = make(RecordedStep())
+    trainer.fit()
+    intervals = [line for line in logger.lines if "samples/s, " in line]
+    assert len(intervals) == 9
+    assert all(" %, slowest rank 3 (+25 %), " in line for line in intervals)
+    assert logger.lines.count(f"  {slow}") == 8
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of the loop, which only the test advances."""

@@ -3,7 +3,9 @@
 A thread of each rank writes a report (phase and step) to the process group's store. Rank 0 reads the reports of all
 ranks, and the other ranks read that of rank 0. The first rank that finds a cause writes the diagnosis to the store, and
 all ranks end. Together the ranks write at most RANKS_PER_SECOND reports per second, and rank 0 reads as many, so that
-its work does not grow with their number. The threads run while the main thread waits in a collective.
+its work does not grow with their number. A rank that has lost its connection to another one writes that to a key of its
+own. Rank 0 sees it at once, and from then on reads all reports. The threads run while the main thread waits in a
+collective.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -33,28 +35,30 @@ from utils.progress import Progress
 
 Phase = Literal["start", "data", "step", "validation", "prediction", "save", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in their order within a step
-TICK = 0.25  # seconds between two reads
+TICK = 0.25  # seconds between two reads of rank 0, and between two looks of each rank at its own progress
 RANKS_PER_SECOND = 512
 SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank is gone
-LOST_SECONDS = 1.5  # the same after a rank has lost a connection: then another one is gone for sure
+LOST_SECONDS = 2.0  # the same after a rank has lost a connection: then another one is gone for sure
 LOST_LIMIT = 10.0  # for rank 0 to find out which one
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
 PRINT_SECONDS = 1.0  # for another rank to print its error, before a launcher sees that a rank has ended
 LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, waits for the normal end of the others
-END, READ = "heartbeat: end", "heartbeat: read"  # keys of the diagnosis and of the number of ranks that have read it
+# Keys: the diagnosis; set by a rank that has lost another one; the number of ranks that have read the diagnosis.
+END, LOST, READ = "heartbeat: end", "heartbeat: lost", "heartbeat: read"
 STORE_ERRORS = (dist.DistError, OSError, RuntimeError)
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
 
 
 class Report(NamedTuple):
-    """The state of a rank. Its main thread sets it; the heartbeat adds beat and collectives, and writes it."""
+    """The state of a rank. Its main thread sets it; the heartbeat adds beat, idle and collectives, and writes it."""
 
     host: str = "unknown"
     state: Literal["running", "lost a peer", "left"] = "running"
     step: int = 0
     phase: Phase = "start"
     calls: int = 0  # of Heartbeat.progress and Progress.advance
+    idle: float = 0.0  # seconds since the last of them
     beat: int = 0
     collectives: int = 0  # that the rank has entered
 
@@ -85,14 +89,19 @@ class Heartbeat:
         self.folder = Path()  # for the last collectives; a training run sets its run directory
         self._report, self._beats = Report(socket.gethostname()), 0
         self._failure: tuple[float, Diagnosis] | None = None  # of the main thread; when it is the cause at the latest
-        self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between reports of the same rank
+        self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between reports of a rank other than 0
         self._now = 0.0  # seconds for which the thread has run, without those of a suspension
         ranks = range(self._size) if self.rank == 0 else range(1)
-        self._reports, self._heard = dict.fromkeys(ranks, Report()), dict.fromkeys(ranks, 0.0)
+        self._reports = dict.fromkeys(ranks, Report())
+        self._heard = dict.fromkeys(ranks, 0.0)  # in the order of their times
+        pause = self._interval if self.rank == 0 else TICK  # between the reports that this rank reads
+        self._lost_seconds = LOST_SECONDS + max(0.0, pause - 2 * TICK)
+        self._own = (0, 0.0)  # number and time of the last progress of this rank
         self._changed = 0.0  # the last progress of any rank
         self._lost = False  # a rank has lost its connection to another one
         count = int(RANKS_PER_SECOND * TICK)
-        self._slices = itertools.cycle([ranks[first : first + count] for first in range(0, len(ranks), count)])
+        slices = [ranks[first : first + count] for first in range(0, len(ranks), count)]
+        self._ranks, self._slices = ranks, itertools.cycle(slices)
         self._over, self._exiting = threading.Event(), threading.Event()
         self._woken = threading.Event()
         self._store: Any = dist.HashStore()
@@ -105,7 +114,7 @@ class Heartbeat:
             self._link = socket.create_connection((launch.master_addr, launch.master_port), SILENT_SECONDS)
             self._closed.register(self._link, select.POLLIN)
         if self.rank == 0:
-            self._store.multi_set([END, *map(_key, ranks)], ["", *[json.dumps(Report())] * self._size])
+            self._store.multi_set([END, LOST, *map(_key, ranks)], ["", "", *[json.dumps(Report())] * self._size])
 
     def start(self) -> None:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -137,7 +146,7 @@ class Heartbeat:
         is_lost, diagnosis = _is_peer_gone(error), self._describe(error)
         if is_lost:
             self._lost, self._report = True, self._report._replace(state="lost a peer")
-        self._failure = (self._now + is_lost * (LOST_LIMIT + 2 * self._interval), diagnosis)
+        self._failure = (self._now + is_lost * (LOST_LIMIT + self._interval), diagnosis)
         self._wake(SILENT_SECONDS)
         if is_lost:  # the thread has ended together with torchrun's store
             self._print(diagnosis.line)
@@ -158,19 +167,28 @@ class Heartbeat:
     # --- the threads -------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        last = time.monotonic()
+        last, due = time.monotonic(), 0.0
+        pause = self._interval * self.rank / self._size  # the first one spreads the ranks over the interval
         while not self._over.is_set():
             now = time.monotonic()
             self._now += min(now - last, GAP)
             last = now
+            self._note_progress()
             try:
                 if self._closed.poll(0):
                     raise ConnectionError
-                self._exchange()
+                if self.rank == 0 or self._woken.is_set() or self._now > due - TICK / 2:
+                    self._woken.clear()
+                    due, pause = self._now + pause, self._interval
+                    self._exchange()
             except STORE_ERRORS:
                 self._lose_store("has ended")
-            self._woken.wait(self._interval if self.rank else TICK)
-            self._woken.clear()
+            self._woken.wait(TICK)
+
+    def _note_progress(self) -> None:
+        calls = self._report.calls + Progress.advances
+        if calls != self._own[0]:
+            self._own = calls, self._now
 
     def _watch_store(self) -> None:
         """Ends the process if the store does not answer, because the other thread then waits for it forever."""
@@ -194,11 +212,15 @@ class Heartbeat:
     def _exchange(self) -> None:
         """Writes this rank's report; reads those of other ranks, or the end of the run."""
         self._beats += 1
-        report = self._report._replace(beat=self._beats, collectives=_collectives())
-        report = report._replace(calls=report.calls + Progress.advances)
+        self._note_progress()
+        calls, changed = self._own
+        report = self._report._replace(
+            beat=self._beats, calls=calls, idle=round(self._now - changed, 2), collectives=_collectives()
+        )
         self._store.set(_key(self.rank), json.dumps(report))
-        end, ranks = self._read()
-        if end:
+        if report.state == "lost a peer":
+            self._store.set(LOST, "yes")
+        if end := self._read():
             self._end(Diagnosis(*json.loads(end)))
         elif report.state == "left":
             normal = Diagnosis(0, "", 0)
@@ -206,7 +228,7 @@ class Heartbeat:
                 self._store.set(END, json.dumps(normal))
             self._end(normal)
         else:
-            diagnosis = self._find_cause(ranks)
+            diagnosis = self._find_cause()
             if self._failure is not None and self._now >= self._failure[0]:
                 diagnosis = self._failure[1]
             if diagnosis is not None:
@@ -214,28 +236,31 @@ class Heartbeat:
                 end = self._store.compare_set(END, "", text)
                 self._end(Diagnosis(*json.loads(end)), speaks=end.decode() == text)
 
-    def _read(self) -> tuple[bytes, Sequence[int]]:
-        """Reads the end of the run, if any, and a slice of the reports at once; returns that end and the ranks."""
-        ranks = next(self._slices)
-        end, *texts = self._store.multi_get([END, *map(_key, ranks)])
+    def _read(self) -> bytes:
+        """Reads the end of the run, if any, which it returns, and a slice of the reports at once."""
+        ranks = self._ranks if self._lost else next(self._slices)
+        end, lost, *texts = self._store.multi_get([END, LOST, *map(_key, ranks)])
+        self._lost |= lost != b""
         for rank, text in zip(ranks, texts, strict=True):
             last, report = self._reports[rank], Report(*json.loads(text))
             self._reports[rank] = report
             if report.beat != last.beat:
+                del self._heard[rank]
                 self._heard[rank] = self._now
-            if report.calls != last.calls or report.state != last.state:
+            if report.state != last.state:
                 self._changed = self._now
-            self._lost |= report.state == "lost a peer"
-        return end, ranks
+            elif report.calls != last.calls:
+                self._changed = max(self._changed, self._now - report.idle)
+        return end
 
     # --- the diagnosis ------------------------------------------------------------------------------------------------
 
-    def _find_cause(self, ranks: Sequence[int]) -> Diagnosis | None:
-        """The diagnosis of a silent one of these ranks or, if no rank makes progress, of the one furthest behind."""
-        rank = min(ranks, key=lambda rank: (self._reports[rank].state == "left", self._heard[rank]))
-        silence, seconds = self._now - self._heard[rank], self._now - self._changed
-        limit = LOST_SECONDS + 2 * self._interval if self._lost else SILENT_SECONDS
-        if silence > limit and self._reports[rank].state != "left":
+    def _find_cause(self) -> Diagnosis | None:
+        """The diagnosis of a silent rank or, if no rank makes progress, of the one furthest behind."""
+        seconds = self._now - self._changed
+        limit = self._lost_seconds if self._lost else SILENT_SECONDS
+        rank = next((rank for rank in self._heard if self._reports[rank].state != "left"), None)  # the longest silent
+        if rank is not None and (silence := self._now - self._heard[rank]) > limit:
             return self._gone(rank, f"sends no heartbeat for {silence:.0f} s")
         if self.rank != 0 or not self._hang_seconds or seconds < self._hang_seconds:
             return None
@@ -283,7 +308,8 @@ class Heartbeat:
         the others; after a failure only for those that it has heard lately."""
         limit, seconds = math.inf, LEAVING_SECONDS
         if diagnosis.code:
-            limit, seconds = LOST_SECONDS + 2 * self._interval, 2 * (PRINT_SECONDS + self._interval)
+            limit = self._lost_seconds + (0.0 if self._lost else self._interval)
+            seconds = 2 * (PRINT_SECONDS + self._interval)
         others = sum(self._now - heard <= limit for rank, heard in self._heard.items() if rank > 0)
         deadline = time.monotonic() + seconds
         with contextlib.suppress(*STORE_ERRORS):

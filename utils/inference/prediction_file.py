@@ -28,6 +28,7 @@ from utils.training.provenance import provenance
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
 
+BLOCK_WINDOWS = 12  # per side of a block, by default: 13 % more windows, if they overlap by half
 POLL_SECONDS = 0.5  # between looks at what other ranks have done
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class PredictionOptions(InferenceOptions):
     output: str
     format: str = "volume"
     physical: bool = False
-    block: int = 512
+    block: int | None = None
     overwrite: bool = False
 
 
@@ -118,7 +119,8 @@ class PredictionFile:
             **layout.identity,
         }
         path = Path(options.output)
-        blocks = split_blocks(grid, options.block, predictor.world.size, predictor.most_cells(per_node))
+        side = options.block or BLOCK_WINDOWS * grid.x.window
+        blocks = split_blocks(grid, side, predictor.world.size, predictor.most_cells(per_node))
         file = ResumableHDF5File(path, layout.datasets, file_attributes, identity, blocks, options.overwrite)
         if file.changed:
             changed = ", ".join(file.changed)

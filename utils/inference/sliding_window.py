@@ -61,11 +61,12 @@ class SlidingWindowPredictor:
     world: World
 
     def most_cells(self, per_node: int) -> int:
-        """Number of cells of a block that needs about a quarter of the memory of one of `per_node` ranks."""
-        limit, device = memory_limit() // per_node, self.world.device
-        if device.type == "cuda":
-            limit = min(limit, torch.cuda.mem_get_info(device)[0])
-        return limit // 4 // (4 * (2 * self.channels[0] + 3 * self.channels[1]))
+        """Number of cells of a block that needs about a third of the memory of one of `per_node` ranks."""
+        (inputs, outputs), device, limit = self.channels, self.world.device, memory_limit() // per_node // 3
+        if device.type != "cuda":
+            return limit // (4 * (2 * inputs + 3 * outputs))
+        on_device = torch.cuda.mem_get_info(device)[0] // 3
+        return min(limit // (4 * 3 * outputs), on_device // (4 * (inputs + outputs)))
 
     def predict_box(self, box: Box, advance: Advance = ignore) -> Block:
         """Predicts a box of cells on this rank alone.

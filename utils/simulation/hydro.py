@@ -28,7 +28,7 @@ Tile = tuple[Tensor, ...]
 
 GAMMA = 5 / 3
 COURANT = 0.8
-CELLS_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 25}  # on a CPU, so that the fields of a tile stay in a core's cache
+CELLS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 25}  # fewer would keep threads waiting for Python
 # The thermal energy that follows from the total one is used where it exceeds these shares: of density times the square
 # of the velocity difference over two cells, and of the total energy, which covers the rounding of float32.
 COMPRESSION_SHARE, ROUNDING_SHARE = 0.02, 1e-3

@@ -273,14 +273,15 @@ class Trainer:
             tags.STEP_DATA_WAIT: interval.wait_fraction(),
             tags.STEP_LEARNING_RATE: lr,
         }
-        teraflops = ""
+        teraflops, slowest = "", self._recorder.slowest
+        slow = f"slowest rank {slowest.rank} (+{100 * (slowest.ratio - 1):.0f} %), " if slowest else ""
         if self._teraflop_per_sample:
             rate = scalars[tags.STEP_TFLOPS_PER_RANK] = speed * self._teraflop_per_sample / self.world.size
             teraflops = f"{rate:.3g} TFLOP/s per rank, "
         log.info(
             f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, {teraflops}lr {lr:.2e}, "
             f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
-            f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(remaining)} left"
+            f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {slow}{format_duration(remaining)} left"
         )
         scalars |= self._log_slowest_rank()
         if state.skipped:
@@ -290,7 +291,7 @@ class Trainer:
         self.records.scalars(scalars, state.step)
 
     def _log_slowest_rank(self) -> dict[str, float]:
-        """The scalar about the slowest rank; logs one that is slow in two intervals in a row."""
+        """The scalar about the slowest rank; logs the times of one that is slow in two intervals in a row."""
         last, slowest = self._slowest, self._recorder.slowest
         self._slowest = slowest
         if slowest is None:
