@@ -240,7 +240,10 @@ def test_figures_are_titled_with_run_epoch_and_step(found: Results, monkeypatch:
 
 
 def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() -> None:
-    """Of the first crops only: the last one, which exceeds both, is not examined."""
+    """Of the first crops only: the last one, which exceeds both, is not examined.
+
+    The loader reuses its buffers; input and target were once those of a later crop than the prediction.
+    """
     targets = torch.zeros(EXAMINED + 1, 5, 4, 4, 4)
     targets[3, 0, 1, 2, 2], targets[6, 0, 2, 1, 1], targets[6, 1, 3, 1, 1], targets[-1] = 5, 4, 9, 99
     targets[-1, 0, 0, 0, 0] = 1000
@@ -253,7 +256,9 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
     class Crops:
         def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             inputs = torch.arange(EXAMINED + 1.0)[:, None, None, None, None].expand(-1, 1, 4, 4, 4)
-            yield from zip(inputs.split(5), targets.split(5), strict=True)
+            buffers = torch.empty(5, 1, 4, 4, 4), torch.empty(5, 5, 4, 4, 4)
+            for batch in zip(inputs.split(5), targets.split(5), strict=True):
+                yield tuple(buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True))
 
     chosen = choose_planes(Step(), Crops())  # type: ignore[arg-type]
     structure, error = chosen[STRUCTURE].fields, chosen[ERROR].fields

@@ -79,7 +79,8 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
             for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
                 score, place = (float(value) for value in scores.max(0))
                 if name not in chosen or score > chosen[name].score:
-                    planes = {key: field[0, :, int(place)].float().cpu().numpy() for key, field in fields.items()}
+                    # Copies: the loader reuses its buffers.
+                    planes = {key: np.array(field[0, :, int(place)].float().cpu()) for key, field in fields.items()}
                     chosen[name] = Plane(score, planes)
         examined += len(inputs)
         if examined >= EXAMINED:
