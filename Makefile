@@ -40,10 +40,10 @@ demo: $(READY) $(DEMO_DATA)
 	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))"); \
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks train.py --config=demo
 
-data/demo_train.h5: SEED = 1
-data/demo_val.h5: SEED = 2
+data/demo_train.h5: BOX = --grid 128 --seed 1
+data/demo_val.h5: BOX = --grid 96 --seed 2
 $(DEMO_DATA): | $(READY)
-	$(BIN)/python -m utils.simulation --output $@ --grid 128 --seed $(SEED) --overwrite
+	$(BIN)/python -m utils.simulation --output $@ $(BOX) --overwrite
 
 # All tests of a file run in one process, so that shared fixtures, such as a Slurm cluster, are created once.
 PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 ))) --dist loadfile --no-loadscope-reorder
