@@ -258,7 +258,8 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
             inputs = torch.arange(EXAMINED + 1.0)[:, None, None, None, None].expand(-1, 1, 4, 4, 4)
             buffers = torch.empty(5, 1, 4, 4, 4), torch.empty(5, 5, 4, 4, 4)
             for batch in zip(inputs.split(5), targets.split(5), strict=True):
-                yield tuple(buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True))
+                source, target = (buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True))
+                yield source, target
 
     chosen = choose_planes(Step(), Crops())  # type: ignore[arg-type]
     structure, error = chosen[STRUCTURE].fields, chosen[ERROR].fields

@@ -80,7 +80,9 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
                 score, place = (float(value) for value in scores.max(0))
                 if name not in chosen or score > chosen[name].score:
                     # Copies: the loader reuses its buffers.
-                    planes = {key: np.array(field[0, :, int(place)].float().cpu()) for key, field in fields.items()}
+                    planes = {
+                        key: field[0, :, int(place)].float().cpu().numpy().copy() for key, field in fields.items()
+                    }
                     chosen[name] = Plane(score, planes)
         examined += len(inputs)
         if examined >= EXAMINED:
