@@ -88,14 +88,21 @@ def evaluations(
     return found
 
 
-def evaluation(checkpoint: Path, file: str, runs: Path) -> results.Results:
-    """The evaluation of a network on a volume, which is kept as long as both are older."""
-    path = runs / "evaluations" / checkpoint.parents[1].name / f"{Path(file).stem}.npz"
+def evaluation(checkpoint: Path, file: str, runs: Path, smoothing: float | None = None) -> results.Results:
+    """The evaluation of a network on a volume, which is kept as long as both are older.
+
+    `smoothing` is that of the dark matter for FGPA, in Mpc/h, instead of the default.
+    """
+    stem = Path(file).stem if smoothing is None else f"{Path(file).stem}_smoothing={smoothing:g}"
+    path = runs / "evaluations" / checkpoint.parents[1].name / f"{stem}.npz"
     if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
         return results.load(path)
     world = common.this_machine()
     trained = TrainedNetwork.load(checkpoint, world.device)
-    config = trained.config.model_copy(update={"evaluation": EvaluationConfig(sightlines=SIGHTLINES)})
+    options = EvaluationConfig(sightlines=SIGHTLINES)
+    if smoothing is not None:
+        options = options.model_copy(update={"pressure_smoothing": smoothing})
+    config = trained.config.model_copy(update={"evaluation": options})
     with closing(VolumeFields(file, None, config)) as fields:
         predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
         found = fields.evaluate(predictor, f"{path.parent.name} on {path.stem}", {"input": file}, world)

@@ -6,7 +6,7 @@
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
 v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values, and those of the
 physics. With --format nyx it writes the physical fields instead, in the layout of Nyx's snapshots, which
-utils.data.import_volume reads. The command needs about MEMORY bytes of memory per cell.
+utils.data.import_volume reads. The command needs about 150 bytes of memory per cell.
 """
 
 from __future__ import annotations
@@ -108,8 +108,11 @@ def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> 
     return multiplied(modes, amplitude, threads)
 
 
-def simulate_fields(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Physical fields: dark matter [4, n, n, n] and gas [5, n, n, n]; density / mean, km/s, kelvin."""
+def simulate_fields(options: SimulationOptions, modes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Physical fields: dark matter [4, n, n, n] and gas [5, n, n, n]; density / mean, km/s, kelvin.
+
+    `modes` replace the initial modes of the seed.
+    """
     cosmology, threads = make_cosmology(options.cosmology), options.threads
     clock = GrowthClock(cosmology, START_REDSHIFT, options.redshift, options.n_steps)
     omega_m = float(cosmology.Om(START_REDSHIFT))
@@ -119,11 +122,11 @@ def simulate_fields(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]
 
     # The stages are the initial conditions, the time steps, and the fields of the dark matter.
     with Progress("simulating", total=options.n_steps + 2, unit="stages") as progress, one_thread():
-        modes = initial_modes(options, cosmology)
+        modes = initial_modes(options, cosmology) if modes is None else modes
         particles = lpt_particles(modes, float(clock.times[0]), omega_m, threads)
-        modes *= np.float32(clock.times[0])
-        gas = physics.start(backward(modes, options.grid, threads), particles, clock, threads, options.device)
-        del modes
+        contrast = backward(modes * np.float32(clock.times[0]), options.grid, threads)
+        gas = physics.start(contrast, particles, clock, threads, options.device)
+        del modes, contrast
         progress.advance(note=f"z = {START_REDSHIFT:.1f}")
         evolution.evolve(particles, clock, threads, progress, gas, physics)
         baryons = physics.fields(gas, options.redshift)

@@ -1,0 +1,161 @@
+"""The Lyman-alpha forest of predicted gas and of FGPA, compared with that of simulated gas on boxes of other seeds.
+
+python -m benchmarks.forest --seeds 3
+
+Trains the study `forest` of benchmarks/studies.yaml, if it is not trained. FGPA smooths the dark matter over the length
+with the smallest error on the box that the network is trained on. An error of the flux power in a band is the rms of
+P1D / that of the target - 1 over the modes of the band. Its square is that of the mean over the boxes, the bias, plus
+the variance between the boxes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks import boxes, common, study
+from utils.errors import one_line_errors
+from utils.evaluation.results import PhaseDiagram, Results
+from utils.lyman_alpha.results import FGPA, PREDICTION, TARGET
+
+STUDY = "forest"
+BANDS = ((0.003, 0.01), (0.01, 0.03), (0.003, 0.03), (0.03, 0.1))  # s/km
+LENGTHS = (0.0, 0.1, 0.15, 0.2, 0.3)  # Mpc/h
+FIT = (-0.5, 0.5)  # log10 of density / mean
+HOT = 1e5  # K
+
+
+def band_errors(ratio: np.ndarray, k: np.ndarray) -> list[float]:
+    """Rms of the ratio - 1 in each band."""
+    return [float(np.sqrt(np.mean((ratio[(low <= k) & (k <= high)] - 1) ** 2))) for low, high in BANDS]
+
+
+def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float]:
+    """T0 in K and gamma of a power law through the median temperatures of gas of about the mean density."""
+    density, kelvin = ((edges[1:] + edges[:-1]) / 2 for edges in (diagram.density_edges, diagram.temperature_edges))
+    points = []
+    for place, column in zip(density, histogram, strict=True):
+        shares = np.cumsum(np.where(kelvin < math.log10(HOT), column, 0))
+        if FIT[0] < place < FIT[1] and shares[-1] > 0:
+            points.append((place, np.interp(shares[-1] / 2, shares, diagram.temperature_edges[1:])))
+    places, medians = np.transpose(points)
+    slope, level = np.polyfit(places, medians, 1)
+    return float(10**level), float(1 + slope)
+
+
+def measures(found: Results) -> dict[str, float]:
+    """What is compared, of one network on one box."""
+    assert found.flux is not None
+    assert found.phase_diagram is not None
+    values, fields = {}, found.flux.fields
+    for name in (PREDICTION, FGPA):
+        for (low, high), error in zip(BANDS, band_errors(found.flux.ratios[name], found.flux.k), strict=True):
+            values[f"P1D error, {low:g} to {high:g} s/km, {name}"] = error
+        values[f"PDF distance, {name}"] = found.flux.pdf_distance(name)
+        mean = fields[name].unscaled_mean / fields[TARGET].unscaled_mean
+        values[f"mean flux / target's, before rescaling, {name}"] = mean
+    spectrum = found.spectra["log density"]
+    for k in (2.0, 5.0, 10.0):
+        values[f"r of log density, k = {k:g} h/Mpc, {PREDICTION}"] = float(
+            np.interp(k, spectrum.k, spectrum.correlation)
+        )
+    diagram = found.phase_diagram
+    for name, histogram in ((TARGET, diagram.target), (PREDICTION, diagram.predicted)):
+        values[f"T0 (K), {name}"], values[f"gamma, {name}"] = relation(diagram, histogram)
+    return values
+
+
+def fitted_smoothing(checkpoint: Path, file: str, runs: Path) -> tuple[float, dict[str, float]]:
+    """The length with FGPA's smallest error on a box, and the errors of all lengths."""
+    errors = {}
+    for length in LENGTHS:
+        flux = boxes.evaluation(checkpoint, file, runs, length).flux
+        assert flux is not None
+        errors[f"{length:g}"] = band_errors(flux.ratios[FGPA], flux.k)[2]
+    return float(min(errors, key=lambda length: errors[length])), errors
+
+
+def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, float]:
+    """Rms error of BANDS[2], and the share of its square that is scatter between boxes."""
+    used = np.stack(ratios)[:, (BANDS[2][0] <= k) & (k <= BANDS[2][1])] - 1
+    total, bias = np.mean(used**2), np.mean(used.mean(0) ** 2)
+    return {"rms": float(np.sqrt(total)), "bias": float(np.sqrt(bias)), "share of scatter": float(1 - bias / total)}
+
+
+def draw(k: np.ndarray, ratios: Mapping[str, Sequence[np.ndarray]], pdfs: Mapping[str, Any], path: Path) -> None:
+    """Flux power relative to the target's, and PDFs: mean over boxes and networks, and standard deviation."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    power, pdf = figure.subplots(1, 2)
+    for name, color in ((PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
+        every = np.stack(ratios[name])
+        mean, deviation = every.mean(0), every.std(0)
+        power.plot(k, mean, color=color, label=name)
+        power.fill_between(k, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+    power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
+    power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.7, 1.3), xlabel="k (s/km)", ylabel="P1D / target's")
+    power.legend()
+    edges = pdfs["edges"]
+    for name, color in ((TARGET, "black"), (PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
+        pdf.plot((edges[1:] + edges[:-1]) / 2, np.mean(pdfs[name], axis=0), color=color, label=name)
+    pdf.set(xlabel="flux F", ylabel="probability density", yscale="log")
+    pdf.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.Parser(__doc__)
+    parser.add_integers(seeds=3, limit=3600)
+    parser.add_argument("--runs", type=Path, default=Path("runs/studies"), help="of the training runs (%(default)s)")
+    options = parser.parse_args(argv)
+    options.output = options.output.absolute()
+    os.chdir(common.REPOSITORY)
+    training_runs = study.training_runs_of(STUDY, options.seeds, options.runs, {})
+    if failure := study.run_missing(training_runs, options.limit, math.inf):
+        raise failure
+    simulation = study.STUDIES[STUDY].simulation
+    held_out = [
+        boxes.box(options.runs / "boxes", simulation, simulation["held_out"]["grid"], seed)
+        for seed in simulation["held_out"]["seeds"]
+    ]
+    trained_on = boxes.box(
+        options.runs / "boxes", simulation, *(simulation["train"][key][0] for key in ("grids", "seeds"))
+    )
+    smoothing, errors = fitted_smoothing(training_runs[0].checkpoint, trained_on, options.runs)
+    found = [
+        boxes.evaluation(run.checkpoint, file, options.runs, smoothing) for run in training_runs for file in held_out
+    ]
+    flux = [one.flux for one in found if one.flux is not None]
+    ratios = {name: [one.ratios[name] for one in flux] for name in (PREDICTION, FGPA)}
+    rows = [measures(one) for one in found]
+    values = {name: common.over_seeds([row[name] for row in rows]) for name in rows[0]}
+    shares = {name: decomposition(ratio, flux[0].k) for name, ratio in ratios.items()}
+    result = {
+        "settings": common.settings(options),
+        "smoothing (Mpc/h)": {"fitted": smoothing, "errors on the training box": errors},
+        "measures": values,
+        "scatter between boxes": shares,
+    }
+    lines = [(name, f"{value['mean']:.4g} ± {value['stdev']:.2g}") for name, value in values.items()]
+    lines += [
+        (f"share of scatter between boxes, {name}", f"{one['share of scatter']:.0%}") for name, one in shares.items()
+    ]
+    text = f"n = {options.seeds} networks × {len(held_out)} boxes; FGPA smooths over {smoothing:g} Mpc/h.\n\n"
+    pdfs = {"edges": flux[0].edges, **{name: [one.fields[name].pdf for one in flux] for name in (TARGET, *ratios)}}
+    common.publish(
+        STUDY,
+        result,
+        options.output,
+        text + common.table(("measure", "mean ± standard deviation"), lines),
+        lambda path: draw(flux[0].k, ratios, pdfs, path),
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
