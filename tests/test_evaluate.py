@@ -82,7 +82,7 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capfd: pytest.CaptureFixture[st
     """From the simulation through predicted files to the report, without a network."""
     monkeypatch.setattr(figures, "encode_png", lambda figure: b"PNG")
     box, gas, output = (str(tmp_path / name) for name in ("box.h5", "gas.h5", "report"))
-    assert simulate(["--output", box, "--grid", "12", "--box_size", "2.4", "--n_steps", "1"]) == 0
+    assert simulate(["--output", box, "--grid", "12", "--box_size", "2.4", "--n_steps", "1", "--redshift", "2"]) == 0
     with h5py.File(box) as true, h5py.File(gas, "w") as predicted:
         predicted.attrs.update(true.attrs)
         predicted["Hydro"] = true["Hydro"][:]

@@ -23,10 +23,10 @@ from processes import TOP
 from test_documentation import COMMANDS, DOCS
 
 SMALLER = {
-    "Makefile": {"--grid 128": "--grid 64"},
+    "Makefile": {"--grid 128": "--grid 64", "--grid 96": "--grid 64"},
     "config/UNet.yaml": {
         "{name: 'unet', width: 16, scales: 4}": "{name: 'unet', width: 4, scales: 2}",
-        "box_size: [128, 128]": "box_size: [64, 64]",
+        "box_size: [128, 96]": "box_size: [64, 64]",
         "Nsamples: 1600": "Nsamples: 64",
         "Nsamples_val: 128": "Nsamples_val: 16",
         "log_interval: 50": "log_interval: 4",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from networks import METRICS, build_loss, build_metrics
+from networks.losses import SPECTRUM_WEIGHT
 
 
 def fields(*channels: float) -> torch.Tensor:
@@ -58,6 +59,27 @@ def test_channel_weights_apply_to_gradients_and_in_training_mode_only() -> None:
     assert not torch.equal(loss.train()(OUTPUTS, TARGETS), plain(OUTPUTS, TARGETS))
 
 
+def test_the_spectral_term_compares_amplitudes_regardless_of_phase_in_training_mode_only() -> None:
+    """All modes of a single cell of 1 have the amplitude 1 / √cells."""
+    targets = torch.zeros(2, 3, 4, 6, 8)
+    targets[:, :, 1, 2, 3] = 1.0
+    loss, plain = build_loss("spectral_l1"), build_loss("l1")
+    shifted, cells = targets.roll((1, 2, 3), dims=(2, 3, 4)), 4 * 6 * 8
+    assert float(loss(shifted, targets)) == pytest.approx(2 / cells, rel=1e-5)
+    scaled, term = 1.5 * targets, SPECTRUM_WEIGHT * 0.5 / math.sqrt(cells)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = loss(scaled.bfloat16(), targets)
+        assert result.dtype == torch.float32
+        assert float(result) == pytest.approx(0.5 / cells + term, rel=1e-5)
+    assert torch.equal(loss.eval()(scaled, targets), plain(scaled, targets))
+    for value in (0.0, 1.0):  # amplitudes of 0, and without a difference
+        outputs = (value * targets).requires_grad_()
+        loss.train()(outputs, targets).backward()
+        assert outputs.grad is not None
+        assert outputs.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(("name", "expected"), [("l1", 1e-3), ("mse", 1e-6), ("huber", 5e-7)])
 def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_float64(
     name: str, expected: float
@@ -75,8 +97,8 @@ def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_
     [
         ("l1", {"is_classification": True}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
         ("cross_entropy", {"is_classification": True, "fused": True}, "has no .*fused_pointwise or .*; remove them"),
-        ("cross_entropy", {}, "loss cross_entropy cannot be used with volumes; use l1 or mse or huber"),
-        ("hubert", {}, r"loss: unknown loss hubert; known: l1, mse, huber; did you mean huber\?"),
+        ("cross_entropy", {}, "loss cross_entropy cannot be used with volumes; use l1 or mse or huber or spectral_l1"),
+        ("hubert", {}, r"loss: unknown loss hubert; known: l1, mse, huber, spectral_l1; did you mean huber\?"),
     ],
 )
 def test_a_loss_refuses_samples_and_options_of_others(name: str, options: dict[str, Any], message: str) -> None:

@@ -263,6 +263,16 @@ def test_a_mirrored_and_a_rotated_start_give_the_mirrored_and_the_rotated_box(mo
     np.testing.assert_allclose(rotated[[3, 1, 2]].std(axis=(1, 2, 3)), expected[1:4].std(axis=(1, 2, 3)), rtol=0.02)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gas_on_a_gpu_is_that_of_the_cpu() -> None:
+    boxes = [
+        simulate.simulate_fields(SimulationOptions(grid=24, seed=3, n_steps=20, threads=1, device=device))[1]
+        for device in ("cpu", "cuda")
+    ]
+    assert np.median(np.abs(np.log(boxes[1][[0, 4]] / boxes[0][[0, 4]]))) < 1e-3
+
+
 # --- the file and the command --------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from utils.errors import UserError
 from utils.simulation.fourier import in_order
 
 Result = TypeVar("Result")
@@ -33,7 +34,7 @@ CELLS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 25}  # fewer would keep threads wa
 # of the velocity difference over two cells, and of the total energy, which covers the rounding of float32.
 COMPRESSION_SHARE, ROUNDING_SHARE = 0.02, 1e-3
 SMALLEST_SQUARE = 1e-36
-SMALLEST_SHARE = 0.1  # of a cell's density, pressure and entropy that the values at its faces keep
+SMALLEST_SHARE = 0.1  # of a cell's density, pressure and entropy that remains after half a step, and at its faces
 
 
 @dataclass
@@ -61,7 +62,10 @@ class Gas:
     def advance(self, duration: float) -> None:
         """Integrates over this super-comoving time, in equal steps within the Courant condition."""
         while duration > 0:
-            steps = math.ceil(duration * self._signal_speed() / COURANT)
+            speed = self._signal_speed()
+            if not math.isfinite(speed):
+                raise UserError("the gas dynamics failed, with values that are not finite; give another --seed")
+            steps = math.ceil(duration * speed / COURANT)
             step = duration / max(steps, 1)
             for axis in (0, 1, 2) if self.steps % 2 == 0 else (2, 1, 0):
                 self._for_tiles(functools.partial(_sweep, step=step), axis)
@@ -130,8 +134,11 @@ def _faces(primitive: Tensor, step: float) -> tuple[Tensor, Tensor]:
     middle[0].addcmul_(density, half[3], value=-step)
     middle[1].addcmul_(pressure, half[3], value=-GAMMA * step)
     middle[3].addcdiv_(half[1], density, value=-step)
-    lowest = torch.add(half[:3].abs(), center[:3], alpha=SMALLEST_SHARE)
-    torch.maximum(middle[:3], lowest, out=middle[:3])
+    # Density, pressure and entropy stay positive: the slopes, not the values in the middle, give way, because a larger
+    # middle lets more flow out than a cell has.
+    torch.maximum(middle[:3], SMALLEST_SHARE * center[:3], out=middle[:3])
+    bound = (1 - SMALLEST_SHARE) * middle[:3]
+    half[:3] = torch.minimum(torch.maximum(half[:3], -bound), bound)
     return (middle + half)[:, :-1], (middle - half)[:, 1:]
 
 
