@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
+from utils.errors import UserError
 from utils.simulation import evolution, hydro, linear_theory
 from utils.simulation.evolution import GasPhysics
 from utils.simulation.hydro import GAMMA, Gas
@@ -165,6 +166,15 @@ def test_density_stays_positive_where_fast_gas_meets_a_dense_cell() -> None:
     hydro._sweep((gas.state[0], *gas.state[1:4], gas.state[4]), 0.09)
     assert float(gas.density[:7].min()) > 0
     assert float(gas.state[4].min()) > 0
+
+
+def test_a_value_that_is_not_finite_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last of several tiles, too, which Python's max would pass over."""
+    monkeypatch.setitem(hydro.CELLS_AT_ONCE, "cpu", 1 << 8)
+    gas = turbulence(12, 3.0)
+    gas.state[4, :, -1] = torch.nan
+    with pytest.raises(UserError, match="not finite; give another --seed"):
+        gas.advance(1.0)
 
 
 def test_cold_gas_that_streams_together_stays_positive() -> None:

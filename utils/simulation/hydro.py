@@ -29,11 +29,11 @@ Tile = tuple[Tensor, ...]
 
 GAMMA = 5 / 3
 COURANT = 0.8
-CELLS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 25}  # fewer would keep threads waiting for Python
+CELLS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 25}  # fewer would make threads wait for each other
 # The thermal energy that follows from the total one is used where it exceeds these shares: of density times the square
 # of the velocity difference over two cells, and of the total energy, which covers the rounding of float32.
 COMPRESSION_SHARE, ROUNDING_SHARE = 0.02, 1e-3
-SMALLEST_SQUARE = 1e-36
+SMALLEST_SQUARE = 1e-36  # instead of 0 as a divisor
 SMALLEST_SHARE = 0.1  # of a cell's density, pressure and entropy that remains after half a step, and at its faces
 
 
@@ -60,7 +60,7 @@ class Gas:
             momentum.addcmul_(self.density, component, value=gain)
 
     def advance(self, duration: float) -> None:
-        """Integrates over this super-comoving time, in equal steps within the Courant condition."""
+        """Integrates over this super-comoving time, in steps within the Courant condition."""
         while duration > 0:
             speed = self._signal_speed()
             if not math.isfinite(speed):
@@ -72,8 +72,8 @@ class Gas:
             self.steps, duration = self.steps + 1, duration - step if steps > 1 else 0.0
 
     def _signal_speed(self) -> float:
-        """Largest speed of a wave along an axis."""
-        return max(self._for_tiles(_signal_speed, 0))
+        """Largest speed of a wave along an axis; NaN if any is."""
+        return float(torch.tensor(self._for_tiles(_signal_speed, 0)).max())
 
     def _for_tiles(self, work: Callable[[Tile], Result], axis: int) -> list[Result]:
         """The results of `work` for tiles of complete lines along `axis`.
