@@ -31,13 +31,15 @@ from utils.inference.trained_network import InferenceOptions, TrainedNetwork, bu
 from utils.steps import build
 
 SIGHTLINES = 4096  # along each axis
-FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0, 3.0)  # h/Mpc
-FLUX_LARGEST_K = 0.015  # s/km; half of Nyquist's for cells of 1 Mpc/h
+FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0, 3.0, 5.0, 10.0)  # h/Mpc
+FLUX_LARGEST_K = (0.015, 0.08)  # s/km; about half of Nyquist's for cells of 1 and of 0.16 Mpc/h
 COPYING = "copying density and velocities"
-FLUX_ERROR = f"flux P1D error to {FLUX_LARGEST_K:g} s/km"
+FLUX_ERROR = "flux P1D error to {:g} s/km, {}"
 SHOWN = (
-    *("L1", "R2 gas density", "R2 temperature", "R2 velocity divergence", "P ratio of log density, k = 2 h/Mpc"),
-    *(f"{FLUX_ERROR}, prediction", f"{FLUX_ERROR}, FGPA"),
+    *("L1", "R2 gas density", "R2 temperature", "R2 velocity divergence"),
+    *(f"r of log {field}, k = {k} h/Mpc" for field in ("density", "temperature") for k in (5, 10)),
+    *(f"P ratio of log {field}, k = {k} h/Mpc" for field in ("density", "temperature") for k in (2, 5, 10)),
+    *(FLUX_ERROR.format(k, field) for k in FLUX_LARGEST_K for field in ("prediction", "FGPA")),
 )
 
 
@@ -122,20 +124,21 @@ def copying_error(checkpoint: Path, file: str) -> float:
 
 
 def measures(found: results.Results) -> dict[str, float]:
-    """Errors, and spectra at wavenumbers that all boxes have."""
+    """Errors, and spectra at wavenumbers that the box has."""
     kept = {"L1": float(found.l1.mean())}
     for tag, value in found.scalars().items():
         if " at k = " not in tag:
             kept[tag.removeprefix("Evaluation ").replace("/", " ")] = value
     for field in FIELDS:
         spectrum = found.spectra[field]
-        for k in WAVENUMBERS:
+        for k in (k for k in WAVENUMBERS if k <= spectrum.k[-1]):
             for name, values in (("r", spectrum.correlation), ("P ratio", spectrum.ratio)):
                 kept[f"{name} of {field}, k = {k:g} h/Mpc"] = float(np.interp(k, spectrum.k, values))
     if found.flux:
-        used = found.flux.k <= FLUX_LARGEST_K
-        for name, ratio in found.flux.ratios.items():
-            kept[f"{FLUX_ERROR}, {name}"] = float(np.abs(ratio[used] - 1).mean())
+        for largest in (k for k in FLUX_LARGEST_K if k <= found.flux.k[-1]):
+            used = found.flux.k <= largest
+            for name, ratio in found.flux.ratios.items():
+                kept[FLUX_ERROR.format(largest, name)] = float(np.abs(ratio[used] - 1).mean())
     return kept
 
 
@@ -145,10 +148,13 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per volume and condition."""
+    """A row per volume and condition, without measures that no volume has."""
+    shown = [
+        name for name in SHOWN if any(name in one for by_condition in found.values() for one in by_condition.values())
+    ]
     rows = [
-        [volume, condition, *(common.plus_minus(one.get(name), ".3g") for name in SHOWN)]
+        [volume, condition, *(common.plus_minus(one.get(name), ".3g") for name in shown)]
         for volume, by_condition in found.items()
         for condition, one in by_condition.items()
     ]
-    return common.table(["volume", "condition", *SHOWN], rows, left=2)
+    return common.table(["volume", "condition", *shown], rows, left=2)

@@ -2,9 +2,8 @@
 
 python -m benchmarks.convergence
 
-All boxes start from the same waves, those that the coarsest mesh has; finer meshes have the shorter ones, too. Shows the
-flux power of the Lyman-alpha forest relative to the finest mesh, the relation of temperature and density, hot gas, time
-and memory.
+The meshes start from the same long waves; a finer one has shorter waves, too. Shows the flux power of the Lyman-alpha
+forest relative to the finest mesh, the relation of temperature and density, hot gas, time and memory.
 """
 
 from __future__ import annotations

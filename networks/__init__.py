@@ -14,7 +14,17 @@ from torch import nn
 
 from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
 from networks.init import initialize
-from networks.losses import CrossEntropyLoss, HuberLoss, L1Loss, Loss, Metric, MSELoss, accuracy, top5_accuracy
+from networks.losses import (
+    CrossEntropyLoss,
+    HuberLoss,
+    L1Loss,
+    Loss,
+    Metric,
+    MSELoss,
+    SpectralL1Loss,
+    accuracy,
+    top5_accuracy,
+)
 from networks.smooth_unet import SmoothUNet
 from networks.unet import UNet
 
@@ -33,6 +43,7 @@ LOSSES: dict[str, type[Loss]] = {
     "l1": L1Loss,
     "mse": MSELoss,
     "huber": HuberLoss,
+    "spectral_l1": SpectralL1Loss,
     "cross_entropy": CrossEntropyLoss,
 }
 # All metrics are for classification.

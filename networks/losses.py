@@ -17,6 +17,7 @@ from networks.fused import at_least_float32, l1
 
 LOG_DENSITY_SCALE = 14.0  # density channels hold ln(density / mean) / 14
 HUBER_DELTA = 0.1  # about the mean error of the best constant
+SPECTRUM_WEIGHT = 0.5  # also the norm of the gradient of its term, divided by that of L1
 
 Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -89,6 +90,24 @@ class L1Loss(FieldLoss):
         if self.fused and self.weights is None and self.lambda_rho <= 0 and outputs.shape == targets.shape:
             return l1(outputs, targets)
         return super().forward(outputs, targets)
+
+
+class SpectralL1Loss(L1Loss):
+    """L1, plus SPECTRUM_WEIGHT × mean ||F(outputs)| - |F(targets)|| over channels and Fourier modes of the crops.
+
+    F is orthonormal. The term penalizes missing and excess power regardless of phase: L1 alone smooths what the network
+    cannot predict. It ignores `weights`. Like them, it applies in training mode only.
+    """
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(outputs, targets)
+        if not self.training:
+            return loss
+        amplitudes = (
+            torch.fft.rfftn(at_least_float32(fields), dim=(2, 3, 4), norm="ortho").abs()  # slope 0 at 0
+            for fields in (outputs, targets)
+        )
+        return loss + SPECTRUM_WEIGHT * F.l1_loss(*amplitudes)
 
 
 class MSELoss(FieldLoss):

@@ -1,0 +1,42 @@
+"""The U-Net with a sub-pixel convolution as last layer; a network of the study `networks`.
+
+python train.py --config=demo --set network.name=benchmarks.sub_pixel.SubPixelUNet
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from networks.layers import convolve_to_float32, with_bias
+from networks.unet import UNet
+
+
+class SubPixelConv3d(nn.Conv3d):
+    """A convolution with stride 1 whose channels [C, 2, 2, 2] become C channels of blocks of 2³ cells.
+
+    Shi et al. 2016, arXiv:1609.05158. Under bfloat16 autocast the result is float32, as that of unet's last layer.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        blocks = with_bias(convolve_to_float32(input, self.weight), self.bias).unflatten(1, (-1, 2, 2, 2))
+        # [N, C, 2, 2, 2, D, H, W] -> [N, C, D, 2, H, 2, W, 2] -> [N, C, 2D, 2H, 2W]
+        return blocks.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+class SubPixelUNet(UNet):
+    """A `UNet` in which `last` is a `SubPixelConv3d`: 3³ cells determine each cell, instead of 2³."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        width: int = 64,
+        scales: int = 6,
+        norm: str = "none",
+        crop: int | None = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, width, scales, norm=norm, crop=crop)
+
+    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
+        return SubPixelConv3d(before, 8 * after, 3, padding=1)
