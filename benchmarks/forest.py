@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks import boxes, common, study
+from utils.config.sections import EvaluationConfig
 from utils.errors import one_line_errors
 from utils.evaluation.results import PhaseDiagram, Results
+from utils.evaluation.volume import VolumeFields, config_of_files
 from utils.lyman_alpha.results import FGPA, PREDICTION, TARGET
 
 STUDY = "forest"
@@ -71,11 +74,13 @@ def measures(found: Results) -> dict[str, float]:
     return values
 
 
-def fitted_smoothing(checkpoint: Path, file: str, runs: Path) -> tuple[float, dict[str, float]]:
-    """The length with FGPA's smallest error on a box, and the errors of all lengths."""
-    errors = {}
+def fitted_smoothing(file: str) -> tuple[float, dict[str, float]]:
+    """The length with FGPA's smallest error on a box, and the errors of all lengths; no network is needed."""
+    errors, config = {}, config_of_files(file, file)
     for length in LENGTHS:
-        flux = boxes.evaluation(checkpoint, file, runs, length).flux
+        options = EvaluationConfig(sightlines=boxes.SIGHTLINES, pressure_smoothing=length)
+        with closing(VolumeFields(file, file, config.model_copy(update={"evaluation": options}))) as fields:
+            flux = fields.evaluate(None, "", {}, common.this_machine()).flux
         assert flux is not None
         errors[f"{length:g}"] = band_errors(flux.ratios[FGPA], flux.k)[2]
     return float(min(errors, key=lambda length: errors[length])), errors
@@ -126,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained_on = boxes.box(
         options.runs / "boxes", simulation, *(simulation["train"][key][0] for key in ("grids", "seeds"))
     )
-    smoothing, errors = fitted_smoothing(training_runs[0].checkpoint, trained_on, options.runs)
+    smoothing, errors = fitted_smoothing(trained_on)
     found = [
         boxes.evaluation(run.checkpoint, file, options.runs, smoothing) for run in training_runs for file in held_out
     ]
