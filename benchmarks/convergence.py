@@ -11,6 +11,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ import torch
 from benchmarks import common
 from utils.errors import one_line_errors
 from utils.lyman_alpha.flux import Universe, flux_power, optical_depth, power_sums, published_mean_flux, solve_scale
-from utils.simulation.linear_theory import make_cosmology
-from utils.simulation.simulate import SimulationOptions, initial_modes, simulate_fields
+
+if TYPE_CHECKING:
+    from utils.simulation.simulate import SimulationOptions
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
 LINES = 4096
@@ -38,6 +40,8 @@ def of_waves(modes: np.ndarray, grid: int) -> np.ndarray:
 
 def flux(gas: np.ndarray, options: SimulationOptions) -> np.ndarray:
     """P1D in km/s at WAVENUMBERS, with the observed mean flux, over lines along z."""
+    from utils.simulation.linear_theory import make_cosmology
+
     cosmology, n = make_cosmology(options.cosmology), options.grid
     densities = {"omega_m": cosmology.Om0, "omega_l": cosmology.Ode0, "omega_b": cosmology.Ob0}
     universe = Universe(redshift=options.redshift, h=cosmology.h, **densities)
@@ -65,6 +69,9 @@ def relation(gas: np.ndarray) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    from utils.simulation.linear_theory import make_cosmology
+    from utils.simulation.simulate import SimulationOptions, initial_modes, simulate_fields
+
     parser = common.Parser(__doc__)
     parser.add_argument("--grids", type=int, nargs="+", default=(64, 128, 256), help="cells per side, from few to many")
     parser.add_argument("--box_size", type=float, default=20.0, help="in Mpc/h (%(default)s)")

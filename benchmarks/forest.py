@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from benchmarks import boxes, common, study
 from utils.config.sections import EvaluationConfig
@@ -95,22 +94,18 @@ def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, floa
 
 def draw(k: np.ndarray, ratios: Mapping[str, Sequence[np.ndarray]], pdfs: Mapping[str, Any], path: Path) -> None:
     """Flux power relative to the target's, and PDFs: mean over boxes and networks, and standard deviation."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    power, pdf = figure.subplots(1, 2)
-    for name, color in ((PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
-        every = np.stack(ratios[name])
-        mean, deviation = every.mean(0), every.std(0)
-        power.plot(k, mean, color=color, label=name)
-        power.fill_between(k, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
-    power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
-    power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.7, 1.3), xlabel="k (s/km)", ylabel="P1D / target's")
-    power.legend()
     edges = pdfs["edges"]
-    for name, color in ((TARGET, "black"), (PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
-        pdf.plot((edges[1:] + edges[:-1]) / 2, np.mean(pdfs[name], axis=0), color=color, label=name)
-    pdf.set(xlabel="flux F", ylabel="probability density", yscale="log")
-    pdf.legend()
-    figure.savefig(path, dpi=110)
+    with common.plot(path, (9, 3.6), 2) as (power, pdf):
+        for name, color in ((PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
+            every = np.stack(ratios[name])
+            mean, deviation = every.mean(0), every.std(0)
+            power.plot(k, mean, color=color, label=name)
+            power.fill_between(k, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+        power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
+        power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.8, 1.2), xlabel="k (s/km)", ylabel="P1D / target's")
+        for name, color in ((TARGET, "black"), (PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
+            pdf.plot((edges[1:] + edges[:-1]) / 2, np.mean(pdfs[name], axis=0), color=color, label=name)
+        pdf.set(xlabel="flux F", ylabel="probability density", yscale="log")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
