@@ -70,7 +70,7 @@ def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest
     assert {key: cells[key] for key in same} == {key: [value] * 2 for key, value in same.items()}
     cells = compared(capsys, DEMO, second)
     assert cells["config"] == ["demo", "small"]
-    assert cells["final validation loss"] == ["0.006873", "0.375000"]
+    assert cells["final validation loss"] == ["0.004177", "0.375000"]
     assert cells["time"] == ["1:55", "0:40"]
 
 
