@@ -71,7 +71,7 @@ def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest
     cells = compared(capsys, DEMO, second)
     assert cells["config"] == ["demo", "small"]
     assert cells["final validation loss"] == ["0.004177", "0.375000"]
-    assert cells["time"] == ["1:55", "0:40"]
+    assert cells["time"] == ["2:07", "0:40"]
 
 
 def test_losses_of_other_validation_data_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
