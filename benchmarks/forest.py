@@ -96,14 +96,14 @@ def draw(k: np.ndarray, ratios: Mapping[str, Sequence[np.ndarray]], pdfs: Mappin
     """Flux power relative to the target's, and PDFs: mean over boxes and networks, and standard deviation."""
     edges = pdfs["edges"]
     with common.plot(path, (9, 3.6), 2) as (power, pdf):
-        for name, color in ((PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
+        for name, color in ((PREDICTION, "tab:orange"), (FGPA, "tab:blue")):
             every = np.stack(ratios[name])
             mean, deviation = every.mean(0), every.std(0)
             power.plot(k, mean, color=color, label=name)
             power.fill_between(k, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
         power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
         power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.8, 1.2), xlabel="k (s/km)", ylabel="P1D / target's")
-        for name, color in ((TARGET, "black"), (PREDICTION, "tab:blue"), (FGPA, "tab:orange")):
+        for name, color in ((TARGET, "black"), (PREDICTION, "tab:orange"), (FGPA, "tab:blue")):
             pdf.plot((edges[1:] + edges[:-1]) / 2, np.mean(pdfs[name], axis=0), color=color, label=name)
         pdf.set(xlabel="flux F", ylabel="probability density", yscale="log")
 

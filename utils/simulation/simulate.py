@@ -38,6 +38,8 @@ from utils.simulation.particle_mesh import lpt_particles, mass_and_momentum
 
 FORMAT_VERSION = 2
 DEFAULT_CELL = 0.15625  # Mpc/h
+CELLS = 0.01, 20.0  # Mpc/h, smallest and largest; the gas of smaller ones needs too many steps
+MEMORY = 150  # bytes per cell
 LARGEST_CELL = 0.25  # Mpc/h; in larger cells, which gas is hot depends on the mesh and not on the physics
 START_REDSHIFT = 49.0  # of the initial conditions
 SMALLEST_GRID = 8
@@ -64,12 +66,19 @@ class SimulationOptions:
     def __post_init__(self) -> None:
         if self.grid < SMALLEST_GRID:
             raise UserError(f"grid is {self.grid}; give at least {SMALLEST_GRID}")
-        if self.box_length <= 0:
+        if not self.box_length > 0:
             raise UserError(f"box_size is {self.box_size}; give a positive length in Mpc/h")
+        low, high = (limit * self.grid for limit in CELLS)
+        if not low <= self.box_length <= high:
+            raise UserError(
+                f"box_size is {self.box_size}; for {self.grid} cells per side give {low:g} to {high:g} Mpc/h"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed}; give a number from 0 to 2**63 - 1")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("device is cuda, but PyTorch finds no GPU; give --device cpu")
         if not 0 <= self.redshift < START_REDSHIFT:
-            raise UserError(f"redshift is {self.redshift}; give a redshift from 0 to {START_REDSHIFT:g}")
+            raise UserError(f"redshift is {self.redshift}; give one from 0 to less than {START_REDSHIFT:g}")
 
     @property
     def box_length(self) -> float:
@@ -185,6 +194,7 @@ def write(
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     """Reads the command line; raises UserError if it is wrong."""
+    steps = "time steps, equal in growth factor (%(default)s); fewer than 20 are for tests"
     parser = Parser(__doc__)
     parser.prog = "python -m utils.simulation"
     parser.add_argument("--output", required=True, help="HDF5 file to write")
@@ -193,7 +203,7 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial conditions (%(default)s)")
     parser.add_argument("--cosmology", choices=cosmology_names(), default="planck18", help="%(default)s by default")
     parser.add_argument("--redshift", type=float, default=3.0, help="redshift of the fields (%(default)s)")
-    parser.add_argument("--n_steps", type=positive, default=40, help="time steps, equal in growth factor (%(default)s)")
+    parser.add_argument("--n_steps", type=positive, default=40, help=steps)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the gas dynamics (%(default)s)")
     parser.add_argument("--format", choices=FORMATS, default="volume", help="layout of the file (%(default)s)")
     parser.add_argument("--threads", type=positive, default=CORES, help="they do not change the result (all cores)")
@@ -210,6 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
                 f"temperature depends on them. Give --box_size {LARGEST_CELL * options.grid:g} at most\n"
             )
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if MEMORY * options.grid**3 > memory:
+            needed = f"needs about {MEMORY * options.grid**3 / 1e9:.0f} GB of memory, and this machine has {memory / 1e9:.0f}"
+            raise UserError(f"a grid of {options.grid} {needed} GB; give a smaller --grid")
         target = Path(options.output)
         check_target(target, options.overwrite)
         make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")
