@@ -220,10 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
                 f"temperature depends on them. Give --box_size {LARGEST_CELL * options.grid:g} at most\n"
             )
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if MEMORY * options.grid**3 > memory:
-            needed = f"needs about {MEMORY * options.grid**3 / 1e9:.0f} GB of memory, and this machine has {memory / 1e9:.0f}"
-            raise UserError(f"a grid of {options.grid} {needed} GB; give a smaller --grid")
+        needed, memory = MEMORY * options.grid**3 / 1e9, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        if needed > memory:
+            raise UserError(f"the box needs {needed:.0f} GB of memory, of {memory:.0f} GB; give a smaller --grid")
         target = Path(options.output)
         check_target(target, options.overwrite)
         make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")
