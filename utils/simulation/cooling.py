@@ -37,8 +37,8 @@ MEGAPARSEC = 3.0856775815e19  # km
 SOLAR_DENSITY = 6.7679e-32  # g/cm³ of one solar mass per kpc³
 NEUTRAL_WEIGHT = 4 / (1 + 3 * HYDROGEN_FRACTION)  # mu of neutral gas
 REIONIZATION_TEMPERATURE = 2e4  # K, the least that hydrogen's reionization leaves
-# eV per helium nucleus that is ionized for the second time. Like HELIUM_REDSHIFTS, chosen so that gas has the measured
-# temperatures and slopes of Gaikwad et al. 2021, MNRAS 506, 4389, at 2 <= z <= 3.8.
+# eV per helium nucleus that is ionized for the second time. Like HELIUM_REDSHIFTS, chosen so that gas at the mean
+# density has the temperatures of Gaikwad et al. 2021, MNRAS 506, 4389, within about their errors at 2 <= z <= 3.8.
 HELIUM_HEAT = 32.0
 
 # The table's axes, ln of density and of theta in K; and nodes in ln T, closer where the cooling rate is steep.
