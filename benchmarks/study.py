@@ -26,8 +26,8 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +77,8 @@ class Study:
     measure: str = LOSS
     label: str = "validation loss (mean absolute error)"
     rises: bool = False  # larger is better
-    first_seed: int = 0
     simulation: Mapping[str, Any] = field(default_factory=dict)  # see benchmarks/boxes.py
     evaluate: Mapping[str, Any] = field(default_factory=dict)
-
-
-def expand(listed: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Condition]:
-    """The condition that is listed; if it has a key `vary`, one for each value of each key in it instead."""
-    given = {key: value for key, value in listed.items() if key != "vary"}
-    condition = Condition(**{**given, "changes": {**shared, **given.get("changes", {})}})
-    if "vary" not in listed:
-        yield condition
-    for key, values in listed.get("vary", {}).items():
-        for value in values:
-            name = f"{condition.name}, {key.rpartition('.')[2]} {value}"
-            yield replace(condition, name=name, changes={**condition.changes, key: value})
 
 
 def read_studies(path: Path) -> dict[str, Study]:
@@ -100,7 +87,9 @@ def read_studies(path: Path) -> dict[str, Study]:
     for name, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
         if not name.startswith("."):
             shared = values.pop("changes", {})
-            conditions = [condition for one in values.pop("conditions") for condition in expand(one, shared)]
+            conditions = [
+                Condition(**{**one, "changes": {**shared, **one.get("changes", {})}}) for one in values.pop("conditions")
+            ]
             studies[name] = Study(conditions, **values)
     return studies
 
@@ -180,7 +169,7 @@ def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, An
     """The runs of a study, seed by seed over all conditions, so that drift of the machine affects all conditions."""
     study, training_runs = STUDIES[name], []
     files = [boxes.training_files(study.simulation, study.evaluate, one.boxes, runs) for one in study.conditions]
-    for seed in range(study.first_seed, study.first_seed + seeds):
+    for seed in range(seeds):
         for number, (condition, keys) in enumerate(zip(study.conditions, files, strict=True)):
             training_runs.append(Training(f"{name}-{number}", condition, seed, runs, {**keys, **changes}))
     return training_runs
