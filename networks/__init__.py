@@ -25,13 +25,11 @@ from networks.losses import (
     accuracy,
     top5_accuracy,
 )
-from networks.smooth_unet import SmoothUNet
 from networks.unet import UNet
 
 # A network whose constructor has the option `crop` takes volumes, one that has `classes` is a classifier.
 NETWORKS: dict[str, type[nn.Module]] = {
     "unet": UNet,
-    "smooth_unet": SmoothUNet,
     "mnist_cnn": MnistCnn,
     "lenet": LeNet,
     "reuters_cnn": ReutersCnn,

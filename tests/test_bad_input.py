@@ -87,7 +87,7 @@ def refuse(tmp_path: Path, data_flags: list[str], fails: Callable[[list[str]], A
         (["--set=Nsamples=7"], ("Nsamples 7 is less than global_batch_size 8",)),
         (["--data_loader_config=low_mem"], ("low_mem; known: lowmem, inmem, ", "did you mean lowmem?")),
         (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], ("train_path_npy_data is not set",)),
-        (["--set=network.name=unett"], ("network.name", "unett; known: unet, smooth_unet; did you mean")),
+        (["--set=network.name=unett"], ("network.name", "unett; known: unet; did you mean")),
         (["--set=train_path=data/demo_none.h5"], ("data/demo_none.h5", "run make demo")),
         (["--set=val_path=/no/val.h5"], ("/no/val.h5", "set val_path")),
         (["--set=network.name=my_net"], ("unknown network my_net", "my_module.MyNetwork")),

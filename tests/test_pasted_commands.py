@@ -23,17 +23,18 @@ from processes import TOP
 from test_documentation import COMMANDS, DOCS
 
 SMALLER = {
-    "Makefile": {"--grid 128": "--grid 64", "--grid 96": "--grid 64"},
+    "Makefile": {"--grid 128": "--grid 32", "--grid 96": "--grid 32"},
     "config/UNet.yaml": {
         "{name: 'unet', width: 16, scales: 4}": "{name: 'unet', width: 4, scales: 2}",
-        "box_size: [128, 96]": "box_size: [64, 64]",
+        "box_size: [128, 96]": "box_size: [32, 32]",
+        "data_size: 32": "data_size: 16",
         "Nsamples: 1600": "Nsamples: 64",
         "Nsamples_val: 128": "Nsamples_val: 16",
         "log_interval: 50": "log_interval: 4",
     },
 }
 # In the pages' commands.
-SMALLER_GRIDS = {"--grid 512": "--grid 32", "--grid 256": "--grid 32", "--grid 128": "--grid 64"}
+SMALLER_GRIDS = {"--grid 512": "--grid 32", "--grid 256": "--grid 32", "--grid 128": "--grid 32"}
 
 
 def replace_all(text: str, changes: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from networks import NETWORKS, build_network, initialize
 
-CLASSIFIERS = [name for name in NETWORKS if name not in ("unet", "smooth_unet")]
+CLASSIFIERS = [name for name in NETWORKS if name != "unet"]
 IMAGES = ["mnist_cnn", "lenet", "cifar_cnn"]
 
 
@@ -111,11 +111,11 @@ VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales":
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vgg", VOLUMES, "^network.name: unknown network vgg; known: unet, smooth_unet;"),
+        ("vgg", VOLUMES, "^network.name: unknown network vgg; known: unet;"),
         ("vgg", LABELED, "known: mnist_cnn, lenet, reuters_cnn, cifar_cnn;"),
         ("vgg", TEXTS, "known: reuters_cnn;"),
         ("lenet", TEXTS, "network lenet cannot be used with texts; use reuters_cnn"),
-        ("lenet", VOLUMES, "network lenet cannot be used with volumes; use unet or smooth_unet"),
+        ("lenet", VOLUMES, "network lenet cannot be used with volumes; use unet"),
         ("unet", LABELED, "network unet cannot be used with labeled samples; use mnist_cnn or lenet"),
         ("reuters_cnn", LABELED, "reuters_cnn takes texts, .*use mnist_cnn"),
         ("lenet", {**LABELED, "norm": "group"}, "network lenet has no option norm; remove it"),

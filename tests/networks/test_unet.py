@@ -10,21 +10,19 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import build_loss, build_network, initialize
-from networks.smooth_unet import SmoothUNet
 from networks.unet import UNet
 
 
 def test_the_full_network_has_the_published_size_and_cost() -> None:
-    """116,977,029 parameters, 80 GFLOP per sample forward and backward; less in the other networks."""
+    """116,977,029 parameters, 80 GFLOP per sample forward and backward."""
     with torch.device("meta"):
-        network, shallow, smooth, loss = UNet(), UNet(scales=5), SmoothUNet(), build_loss("l1")
+        network, shallow, loss = UNet(), UNet(scales=5), build_loss("l1")
         inputs, targets = torch.empty(1, 4, 64, 64, 64), torch.empty(1, 5, 64, 64, 64)
     assert sum(parameter.numel() for parameter in network.parameters()) == 116_977_029
     assert sum(parameter.numel() for parameter in shallow.parameters()) == 66_644_357
-    for kind, gigaflops in ((network, 80.46), (smooth, 76.10)):
-        with FlopCounterMode(display=False) as counter:
-            loss(kind(inputs), targets).backward()
-        assert counter.get_total_flops() / 1e9 == pytest.approx(gigaflops, abs=0.01)
+    with FlopCounterMode(display=False) as counter:
+        loss(network(inputs), targets).backward()
+    assert counter.get_total_flops() / 1e9 == pytest.approx(80.46, abs=0.01)
     assert {name: (layer.in_channels, layer.out_channels) for name, layer in network.named_children()} == {
         "down1": (4, 64),
         "down2": (64, 128),
@@ -86,14 +84,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]},
     {"fused": True},
 ]
-SMOOTH = [{"name": "smooth_unet", **options} for options in ({}, {"fused": True}, {"space_to_depth": ["down1"]})]
 NORMS = [{"norm": norm, "space_to_depth": ["down1", "last"]} for norm in ("batch", "sync_batch", "ghost(2)", "group")]
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, *SMOOTH, *NORMS], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, *NORMS], ids=str)
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 def test_options_change_neither_parameters_nor_results(options: dict[str, Any], form: torch.memory_format) -> None:
-    kind = {key: value for key, value in options.items() if key in ("name", "norm")}
+    kind = {key: value for key, value in options.items() if key == "norm"}
     # With norms in float64: they amplify the small activations of the deepest layers, and with them rounding errors.
     dtype, error, shape = (torch.float64, 1e-9, (4, 16)) if "norm" in options else (torch.float32, 1e-5, (2, 8))
     plain, network = small(**kind).to(dtype), small(**options).to(dtype=dtype, memory_format=form)
@@ -108,7 +105,7 @@ def test_options_change_neither_parameters_nor_results(options: dict[str, Any], 
         assert float((ours - theirs).abs().max()) < error * float(theirs.abs().max()) + 1e-9
     buffers = dict(plain.named_buffers())
     assert all(torch.allclose(value, buffers[name]) for name, value in network.named_buffers())
-    for name, value in small(options.get("name", "unet")).state_dict().items():
+    for name, value in small().state_dict().items():
         assert torch.equal(weights[name], value.to(dtype)), "norms take no random numbers"
 
 
@@ -133,10 +130,6 @@ def test_a_network_compiles_to_one_graph(options: dict[str, Any]) -> None:
         ({"scales": 0}, "needs at least one scale, not 0"),
         ({"fused": True, "norm": "group"}, "fused_pointwise cannot be combined with norm group; turn one of them off"),
         ({"norm": "layer"}, "unknown norm layer; known: none, batch"),
-        (
-            {"name": "smooth_unet", "space_to_depth": ["down1", "last", "up2"]},
-            r"^last cannot be .* by space-to-depth in smooth_unet; set network.space_to_depth=\[down1,up2\]$",
-        ),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -110,10 +110,10 @@ class NetworkConfig(Section):
     # a name of NETWORKS in networks, or my_module.MyNetwork, a class that Python finds from the working directory
     name: str = "unet"
     options: dict[str, Any] = {}  # options of the constructor of a network of one's own
-    width: Positive = 64  # unet and smooth_unet: channels at the first scale
-    # unet and smooth_unet: number of downsamplings; None: 6, or 5 if full_scale is false
+    width: Positive = 64  # unet: channels at the first scale
+    # unet: number of downsamplings; None: 6, or 5 if full_scale is false
     scales: Positive | None = None
-    # unet (smooth_unet: all but last): layers computed as dense convolutions; see networks/space_to_depth.py
+    # unet: layers computed as dense convolutions; see networks/space_to_depth.py
     space_to_depth: list[Literal["down1", "last", "down2", "up2", "up3", "up4"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 

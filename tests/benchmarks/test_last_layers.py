@@ -1,14 +1,15 @@
-"""The network with a sub-pixel convolution as last layer."""
+"""The networks with other last layers."""
 
 from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
 from benchmarks import common
-from benchmarks.sub_pixel import SubPixelConv3d, SubPixelUNet
+from benchmarks.last_layers import InterpolatedUNet, SubPixelConv3d, SubPixelUNet
 from utils import config as configs
 from utils.steps import build
 
@@ -32,7 +33,9 @@ def test_a_sub_pixel_convolution_can_compute_the_strided_transposed_one() -> Non
         assert layer(inputs).dtype == torch.float32
 
 
-def test_a_config_names_the_network() -> None:
-    config = configs.load(common.YAML, "test", {"network.name": "benchmarks.sub_pixel.SubPixelUNet"}).for_world(1)
-    assert isinstance(build.network(config), SubPixelUNet)
+@pytest.mark.parametrize("kind", [SubPixelUNet, InterpolatedUNet])
+def test_a_config_names_the_network(kind: type[nn.Module]) -> None:
+    name = f"benchmarks.last_layers.{kind.__name__}"
+    config = configs.load(common.YAML, "test", {"network.name": name}).for_world(1)
+    assert isinstance(build.network(config), kind)
     build.check_output(config)

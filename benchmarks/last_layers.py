@@ -1,12 +1,13 @@
-"""The U-Net with a sub-pixel convolution as last layer; a network of the study `networks`.
+"""U-Nets with other last layers, for the study `networks`.
 
-python train.py --config=demo --set network.name=benchmarks.sub_pixel.SubPixelUNet
+python train.py --config=demo --set network.name=benchmarks.last_layers.SubPixelUNet
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from networks.layers import convolve_to_float32, with_bias
 from networks.unet import UNet
@@ -24,8 +25,19 @@ class SubPixelConv3d(nn.Conv3d):
         return blocks.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
-class SubPixelUNet(UNet):
-    """A `UNet` in which `last` is a `SubPixelConv3d`: 3³ cells determine each cell, instead of 2³."""
+class InterpolatedConv3d(nn.Conv3d):
+    """A convolution with stride 1 whose result is interpolated to twice the cells along each axis, linearly.
+
+    Neighboring cells have the same weights, so the layer leaves no pattern of the grid.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        coarse = with_bias(convolve_to_float32(input, self.weight), self.bias)
+        return F.interpolate(coarse, scale_factor=2.0, mode="trilinear")
+
+
+class _OtherUNet(UNet):
+    """A `UNet` without the options that compute its last layer in other ways."""
 
     def __init__(
         self,
@@ -38,5 +50,16 @@ class SubPixelUNet(UNet):
     ) -> None:
         super().__init__(in_channels, out_channels, width, scales, norm=norm, crop=crop)
 
+
+class SubPixelUNet(_OtherUNet):
+    """`last` is a `SubPixelConv3d`: 3³ cells determine each cell, instead of 2³."""
+
     def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
         return SubPixelConv3d(before, 8 * after, 3, padding=1)
+
+
+class InterpolatedUNet(_OtherUNet):
+    """`last` is an `InterpolatedConv3d`, which computes on the grid of half the size."""
+
+    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
+        return InterpolatedConv3d(before, after, 3, padding=1)
