@@ -87,9 +87,8 @@ def read_studies(path: Path) -> dict[str, Study]:
     for name, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
         if not name.startswith("."):
             shared = values.pop("changes", {})
-            conditions = [
-                Condition(**{**one, "changes": {**shared, **one.get("changes", {})}}) for one in values.pop("conditions")
-            ]
+            listed = values.pop("conditions")
+            conditions = [Condition(**{**one, "changes": {**shared, **one.get("changes", {})}}) for one in listed]
             studies[name] = Study(conditions, **values)
     return studies
 
