@@ -148,7 +148,7 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per volume and condition, without measures that no volume has."""
+    """A row per volume and condition, without measures that no volume has; first the L1 of several volumes alone."""
     shown = [
         name for name in SHOWN if any(name in one for by_condition in found.values() for one in by_condition.values())
     ]
@@ -157,4 +157,11 @@ def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
         for volume, by_condition in found.items()
         for condition, one in by_condition.items()
     ]
-    return common.table(["volume", "condition", *shown], rows, left=2)
+    text = common.table(["volume", "condition", *shown], rows, left=2)
+    if len(found) == 1:
+        return text
+    conditions = list(next(iter(found.values())))
+    rows = [
+        [volume, *(common.plus_minus(one[name]["L1"], ".5f") for name in conditions)] for volume, one in found.items()
+    ]
+    return f"{common.table(['L1', *conditions], rows)}\n\n{text}"

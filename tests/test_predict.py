@@ -469,7 +469,7 @@ def test_an_input_from_another_simulation_than_the_training_data_is_warned_about
     (line,) = [line for line in stderr.splitlines() if "differs from" in line]
     assert line.endswith(
         f"WARNING - {tmp_path / 'other.h5'} differs from the training data: redshift 0.5 instead of 2.0, "
-        f"cosmology WMAP9 instead of planck18, cell size (Mpc/h) 1.0 instead of 0.5; check the prediction"
+        f"cosmology WMAP9 instead of planck18, cell size (Mpc/h) 1.0 instead of 0.5; see docs/generalization.md"
     )
 
 

@@ -54,7 +54,10 @@ def test_weights_and_origins_of_known_grids() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((15, 16, 8), "the box has 15 cells per side, fewer than a window's 16; give a larger box or smaller windows"),
+        (
+            (15, 16, 8),
+            "the box has 15 cells per side, fewer than a window's 16; give a larger box or smaller --window",
+        ),
         ((32, 16, 16), r"overlap 16 must be smaller than the window \(16\); 8 is recommended"),
         ((32, 16, -1), "overlap -1 must be at least 0; 8 is recommended"),
     ],

@@ -45,7 +45,7 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
     """
     if size < window:
         raise UserError(
-            f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or smaller windows"
+            f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or smaller --window"
         )
     if not 0 <= overlap < window:
         limit = f"smaller than the window ({window})" if overlap >= window else "at least 0"

@@ -41,6 +41,7 @@ DEFAULT_CELL = 0.15625  # Mpc/h
 CELLS = 0.01, 20.0  # Mpc/h, smallest and largest; the gas of smaller ones needs too many steps
 MEMORY = 150  # bytes per cell
 LARGEST_CELL = 0.25  # Mpc/h; in larger cells, which gas is hot depends on the mesh and not on the physics
+FEWEST_STEPS = 20  # fewer are for tests
 START_REDSHIFT = 49.0  # of the initial conditions
 SMALLEST_GRID = 8
 FORMATS = ("volume", "nyx")
@@ -160,7 +161,7 @@ def simulate(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     """HDF5 attributes: the options, the cosmology and the constants of the physics, which determine the data."""
     cosmology = make_cosmology(options.cosmology)
-    stored = ("grid", "seed", "cosmology", "redshift", "n_steps")
+    stored = ("grid", "seed", "cosmology", "redshift", "n_steps", "device")
     parameters = ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")
     return {
         "made_by": "utils.simulation: particle-mesh N-body simulation with gas dynamics",
@@ -194,7 +195,7 @@ def write(
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     """Reads the command line; raises UserError if it is wrong."""
-    steps = "time steps, equal in growth factor (%(default)s); fewer than 20 are for tests"
+    steps = f"time steps, equal in growth factor (%(default)s); fewer than {FEWEST_STEPS} are for tests"
     parser = Parser(__doc__)
     parser.prog = "python -m utils.simulation"
     parser.add_argument("--output", required=True, help="HDF5 file to write")
@@ -220,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
                 f"temperature depends on them. Give --box_size {LARGEST_CELL * options.grid:g} at most\n"
             )
+        if options.n_steps < FEWEST_STEPS:
+            sys.stderr.write(f"warning: {options.n_steps} steps are for tests only; give --n_steps 40\n")
         needed, memory = MEMORY * options.grid**3 / 1e9, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
         if needed > memory:
             raise UserError(f"the box needs {needed:.0f} GB of memory, of {memory:.0f} GB; give a smaller --grid")

@@ -82,8 +82,8 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
             if source is not None:
                 raise UserError(f"{fault}, those of {source} with {expected:.8g}; rescale the channels of one file")
             raise UserError(
-                f"{fault}, the config has {expected:.8g}; rescale the file's channels, or remove transform.{key} from "
-                f"the config of a run on such files"
+                f"{fault}, the config has {expected:.8g}; import the file again with --{key} {expected:.8g}, or "
+                f"remove transform.{key} from the config of a run on such files"
             )
     return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
 
@@ -126,7 +126,7 @@ def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulat
         if name in trained and not _is_close(value, trained[name])
     ]
     if differences:
-        log.warning("%s differs from the training data: %s; check the prediction", path, ", ".join(differences))
+        log.warning("%s differs from the training data: %s; see docs/generalization.md", path, ", ".join(differences))
 
 
 def _is_close(first: float | str, second: float | str) -> bool:
