@@ -27,6 +27,7 @@ from utils.training.trainer import Trainer
 
 PICTURES = ["loss_curves.png", "slices.png", "slices_largest_error.png"]
 FAST = "while summary.json is written"
+WITH_PICTURES = "--set=report_pictures=true"
 
 
 class Killed(BaseException):
@@ -34,7 +35,7 @@ class Killed(BaseException):
 
 
 def flags(expdir: Path) -> list[str]:
-    return [f"--yaml_config={YAML}", "--config=test", f"--set=expdir={expdir}", "--set=report_pictures=true"]
+    return [f"--yaml_config={YAML}", "--config=test", f"--set=expdir={expdir}"]
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def die_in_second_epoch(trainer: Trainer) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
     """The directory of a run that was not interrupted."""
     expdir = tmp_path_factory.mktemp("whole")
-    train.main([*flags(expdir), *data_flags, "--run_num=whole"])
+    train.main([*flags(expdir), *data_flags, "--run_num=whole", WITH_PICTURES])
     return expdir / "test" / "1ranks" / "whole"
 
 
@@ -115,12 +116,13 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
 ) -> None:
     """A run killed between its last checkpoint and its end once never got its hparam scalars."""
     script = Path(__file__).with_name("training_that_dies.py")
-    ended = processes.run([script, moment, *flags(tmp_path), *data_flags, "--run_num=killed"], tmp_path / "output")
+    own = [*flags(tmp_path), *data_flags, "--run_num=killed", WITH_PICTURES]
+    ended = processes.run([script, moment, *own], tmp_path / "output")
     assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
     run = tmp_path / "test" / "1ranks" / "killed"
     assert not (run / SUMMARY).exists()
     before = contents(run)
-    _, printed = start("killed")
+    _, printed = start("killed", WITH_PICTURES)
     assert "The summary of this run is missing" in printed
     assert "trained network" in printed, "the table of results"
     assert scalars(run) == scalars(whole), "each value once"
@@ -146,8 +148,7 @@ def test_all_log_lines_are_in_the_log_file_with_those_before_it_was_open(start: 
 
 def test_a_run_that_never_beat_the_untrained_network_warns_at_its_end(start: Any) -> None:
     """Fixed: only predict.py and export.py reported it, as a run that had no best checkpoint yet."""
-    flags = ("--set=lr_schedule.start_lr=1e-30", "--num_epochs=1", "--set=report_pictures=False")
-    run, printed = start("00", *flags)
+    run, printed = start("00", "--set=lr_schedule.start_lr=1e-30", "--num_epochs=1")
     (warning,) = messages(printed, "WARNING")
     assert NO_BEST in warning
     assert f"--checkpoint {run}/checkpoints/step_00000008 uses the last one" in warning
@@ -231,7 +232,7 @@ def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatc
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run, printed = start("00")
+    run, printed = start("00", WITH_PICTURES)
     assert "Cannot draw pictures" in printed
     assert (run / SUMMARY).exists()
     assert not (run / "loss_curves.png").exists()
@@ -241,7 +242,7 @@ def test_a_run_that_stopped_early_is_finished(start: Any, monkeypatch: pytest.Mo
     """The first of two epochs is the last one, and evaluated as such; nothing resumes the run unasked."""
     monkeypatch.setattr(figures, "PICTURES", {})
     common = ["--set=early_stopping.min_delta=9", "--set=evaluation.every_epochs=5"]
-    common += ["--set=report_baselines=false", "--set=report_pictures=false"]
+    common += ["--set=report_baselines=false"]
     run, printed = start("00", *common, "--set=early_stopping.patience=1")
     reason = "the validation loss has not improved by more than 9 for 1 epoch; the best was "
     assert f"Early stopping after epoch 1: {reason}" in printed
