@@ -147,6 +147,20 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return {name: common.over_seeds([one[name] for one in found]) for name in found[0]}
 
 
+def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """L1 of the networks of each condition on each volume, with standard deviations."""
+    volumes, conditions = list(found), [name for name in next(iter(found.values())) if name != COPYING]
+    with common.plot(path, (9, 4.6)) as (panel,):
+        for number, name in enumerate(conditions):
+            errors = [found[volume][name]["L1"] for volume in volumes]
+            places = [place + 0.6 * number / len(conditions) - 0.3 for place in range(len(volumes))]
+            means, spreads_of = ([one[key] for one in errors] for key in ("mean", "stdev"))
+            panel.errorbar(places, means, spreads_of, fmt="o", markersize=4, label=name)
+        panel.set(yscale="log", ylabel="L1", xticks=range(len(volumes)))
+        panel.set_xticklabels(volumes, rotation=20, ha="right")
+        panel.grid(alpha=0.3, which="both")
+
+
 def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
     """A row per volume and condition, without measures that no volume has; first the L1 of several volumes alone."""
     shown = [

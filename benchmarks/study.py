@@ -19,6 +19,7 @@ Spreads are standard deviations over seeds; each seed has its own weights and or
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,6 @@ from utils.training.provenance import read_provenance
 
 FILE = Path(__file__).with_name("studies.yaml")
 LOSS, ACCURACY = "Loss/valid", "training accuracy"
-MOST_CURVES = 8  # in a plot; a study of more conditions has none
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     result["settings"] = common.settings(options)
     study, summaries = STUDIES[options.study], result["conditions"]
     name = f"study_{options.study}"
-    draws = (lambda path: draw(study, summaries, path)) if len(summaries) <= MOST_CURVES else None
-    common.publish(name, result, options.output, text, draws)
+    drawing: Callable[[Path], object] | None = None
+    if len(study.evaluate) > 1:
+        drawing = functools.partial(boxes.draw, result["evaluations"])
+    elif len({training.config.loss for training in training_runs}) == 1:  # others have curves of different scales
+        drawing = functools.partial(draw, study, summaries)
+    common.publish(name, result, options.output, text, drawing)
     for training in training_runs[: len(study.conditions)] if options.logs else []:
         keep_logs(training, options.logs / training.condition.name)
     if failure is not None:

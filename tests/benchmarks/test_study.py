@@ -242,7 +242,9 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     assert found["b"]["both"]["L1"]["mean"] == pytest.approx(statistics.fmean(errors))
     assert found["b"]["both"]["L1"]["n"] == 2
     assert found["a"].keys() == {"near", "both", boxes.COPYING}
-    assert "| b | both |" in (tmp_path / "study_generalization.md").read_text()
+    text = (tmp_path / "study_generalization.md").read_text()
+    assert text.count("| L1 | near | both |") == text.count("| b | both |") == 1
+    assert (tmp_path / "study_generalization.png").exists()
     monkeypatch.setattr(common, "run_group", lambda *_: pytest.fail("made twice"))
     monkeypatch.setattr(results, "save", lambda *_: pytest.fail("evaluated twice"))
     study.main(arguments)
