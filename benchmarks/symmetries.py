@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append([name, *(common.plus_minus(one, ".4g") for one in results[name].values()), *ratio])
     heads = ["measure", *(f"{count} symmetries" for count in SYMMETRIES)]
     heads += [f"{count} / 1" for count in SYMMETRIES[1:]]
-    text = f"n = {len(options.checkpoint)} networks × {len(options.input)} volumes, mean ± standard deviation.\n\n"
+    text = f"n = {len(options.checkpoint)} networks × {len(options.input)} volumes; mean ± standard deviation.\n\n"
     result = {"settings": common.settings(options), "measures": results}
     common.publish("symmetries", result, options.output, text + common.table(heads, rows))
 

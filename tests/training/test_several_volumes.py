@@ -86,6 +86,10 @@ def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(
     assert last(several[1]).weights["config"]["box_size"] == [16, [list(BOXES["a"]), list(BOXES["b"])]]
     (evaluation,) = (several[1] / evaluations.FOLDER).iterdir()
     assert results.load(evaluation).metadata["input"] == str(paths["a"])
-    few = [*flags, f"--set=val_path=[{paths['a']},{paths['b']}]", "--set=Nsamples_val=1"]
-    line = refusal(train.main, [f"--yaml_config={YAML}", "--config=test", *few], capsys)
-    assert "Nsamples_val 1 is less than the 2 volumes of val_path; raise it to 2" in line
+    for second, says in (
+        ("b", "Nsamples_val 1 is less than the 2 volumes of val_path; raise it to 2"),
+        ("a", f"val_path: {paths['a']} is listed twice; remove one"),
+    ):
+        wrong = [f"--set=val_path=[{paths['a']},{paths[second]}]", "--set=Nsamples_val=1"]
+        line = refusal(train.main, [f"--yaml_config={YAML}", "--config=test", *flags, *wrong], capsys)
+        assert says in line
