@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in (name for name in SHOWN if name in results):
         ratio = [common.plus_minus(results[name][str(count)]["ratio"], ".3f") for count in SYMMETRIES[1:]]
         rows.append([name, *(common.plus_minus(one, ".4g") for one in results[name].values()), *ratio])
-    heads = ["measure", *(f"{count} symmetries" for count in SYMMETRIES)]
+    heads = ["measure", *(f"--symmetries={count}" for count in SYMMETRIES)]
     heads += [f"{count} / 1" for count in SYMMETRIES[1:]]
     text = f"n = {len(options.checkpoint)} networks × {len(options.input)} volumes; mean ± standard deviation.\n\n"
     result = {"settings": common.settings(options), "measures": results}
