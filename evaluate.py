@@ -66,7 +66,7 @@ def evaluate(options: Options, world: World) -> None:
     source: dict[str, Any] = {"prediction": options.prediction}
     if trained and predictor:
         source = {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
-        source["loss"] = config.loss
+        source |= {"symmetries": options.symmetries, "loss": config.loss}
     note = {} if fields.periodic and not options.not_periodic else {"note": NOT_PERIODIC}
     metadata = {"input": options.input, **note, **source}
     with closing(fields):

@@ -57,9 +57,16 @@ def reference(volumes: Sequence[Fields], plan: SamplePlan, epoch: int, mode: str
     ]
 
 
-def rank_batches(samples: list[Any], global_batch: int, rank: int, size: int, drop_last: bool) -> list[list[Any]]:
-    """Rank `rank`'s part of each global batch: samples rank, rank + size, …; empty batches are omitted."""
-    batches = [samples[start : start + global_batch] for start in range(0, len(samples), global_batch)]
+def rank_batches(
+    samples: list[Any], global_batch: int, rank: int, size: int, drop_last: bool, volumes: int = 1
+) -> list[list[Any]]:
+    """Rank `rank`'s part of each global batch: samples rank, rank + size, …; empty batches are omitted.
+
+    The samples are those of several volumes, of each equally many, and no batch has samples of two.
+    """
+    each = len(samples) // volumes
+    of_volumes = [samples[start : start + each] for start in range(0, len(samples), each)]
+    batches = [one[start : start + global_batch] for one in of_volumes for start in range(0, each, global_batch)]
     parts = [batch[rank::size] for batch in batches if len(batch) == global_batch or not drop_last]
     return [part for part in parts if part]
 

@@ -131,6 +131,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_r
         assert attributes[f"checkpoint_{key}"] == content[key]
     assert "width: 4" in attributes["config"]
     assert (attributes["window"], attributes["periodic"], attributes["precision"]) == (8, True, "float32")
+    assert attributes["symmetries"] == 1
     assert {"command", "git_commit", "versions"} <= set(json.loads(attributes["provenance"]))
     fields = FieldReader(str(whole), "Hydro", 5, transform)  # a training run or evaluation can read it
     assert (fields.shape, fields.cell) == (BOX, 0.5)
@@ -272,10 +273,10 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
         return command(*flags)
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
-    assert predict_until(1, "--overlap=5", "--precision=bfloat16", "--block=8")[0] == 75
+    assert predict_until(1, "--overlap=5", "--precision=bfloat16", "--symmetries=8", "--block=8")[0] == 75
     code, log = predict_until(2, *BLOCKS)
     assert code == 75, log
-    assert "was started with other windows, precision, physical: starting from scratch" in log
+    assert "was started with other windows, precision, symmetries, physical: starting from scratch" in log
     assert "12 blocks of up to 8³ cells; windows that blocks share: 238 % more" in log
     assert "Stopping after 2 of 12 blocks: SIGTERM; run the same command again to resume" in log
     assert not (tmp_path / "hydro.h5").exists()

@@ -1,4 +1,4 @@
-"""Small runs of the benchmarks of checkpoints, loaders and flux write their results; the gas of the flux's boxes."""
+"""Small runs of some benchmarks write their results; the gas of the boxes of `flux`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checkpoints, common, flux, loaders
+from benchmarks import checkpoints, common, flux, loaders, symmetries
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,18 @@ def test_a_small_run_writes_its_result(
     if benchmark is loaders:
         assert {"lowmem", "inmem", "memory copy (bound)"} <= set(result["results"])
         assert result["starts"]["lowmem"]["first epoch seconds"] > 0
+
+
+def test_symmetries_are_compared_on_each_pair_of_a_network_and_a_volume(
+    trained_run: Path, volume_file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(volume_file(tmp_path / f"{seed}.h5", box=8, seed=seed)) for seed in (3, 4)]
+    symmetries.main([f"--checkpoint={trained_run}", "--input", *files, f"--output={tmp_path}"])
+    error = json.loads((tmp_path / "symmetries.json").read_text())["measures"]["L1"]
+    one, many = error["1"], error["48"]
+    assert (one["n"], one["ratio"]["values"]) == (2, [1, 1])
+    assert many["ratio"]["values"] == pytest.approx([b / a for a, b in zip(one["values"], many["values"], strict=True)])
+    assert "n = 1 networks × 2 volumes" in capsys.readouterr().out
 
 
 def test_gas_is_like_that_of_the_forest() -> None:

@@ -111,7 +111,7 @@ def expected(
         volumes = [read_fields(path) for path in config.paths("train_path" if split == "train" else "val_path")]
         plan = sample_plan(config, split, [each[0].shape[1:] for each in volumes])
         samples = reference(volumes, plan, epoch, mode)
-        batches = rank_batches(samples, GLOBAL_BATCH, rank, size, drop_last=split == "train")
+        batches = rank_batches(samples, GLOBAL_BATCH, rank, size, split == "train", plan.parts)
         found.append(batches[first:][:taken])
     return found
 
@@ -134,6 +134,24 @@ def test_one_rank_gets_the_samples_of_the_plan(paths: Paths, name: str, caplog: 
     assert read(loaders, READINGS) == expected(config, READINGS)
     few = config_for(paths, name, Nsamples_val=3)
     assert read(build_loaders(few), FEW) == expected(few, FEW)
+
+
+@EVERY_LOADER
+def test_a_batch_of_several_validation_volumes_is_of_one_of_them(paths: Paths, name: str) -> None:
+    """Of 23 samples each of the two volumes has 11, which are those that it has alone."""
+    keys = {key.replace("train", "val"): value for key, value in paths.items() if key.startswith("train")}
+    config, readings = config_for(paths, name, **keys, Nsamples_val=23), [Reading("valid", 0), Reading("valid", 1, 3)]
+    with build_loaders(config) as loaders:
+        assert loaders.valid.volumes == ["train", "more"]
+        assert [loaders.valid.volume_of(batch) for batch in range(len(loaders.valid))] == [0, 0, 1, 1]
+        assert (loaders.train.volumes, loaders.train.volume_of(42)) == (["train"], 0)
+    found = read(build_loaders(config), readings)
+    assert found == expected(config, readings)
+    alone = [
+        config_for(paths, name, **{key: files[number] for key, files in keys.items()}, Nsamples_val=11)
+        for number in range(2)
+    ]
+    assert found[0] == [batch for one in alone for batch in read(build_loaders(one), readings[:1])[0]]
 
 
 @EVERY_LOADER

@@ -7,7 +7,7 @@ import pytest
 from reference_samples import cubes
 
 from utils.data import symmetry
-from utils.data.plan import EpochPlan, SamplePlan
+from utils.data.plan import EpochPlan, SamplePlan, rank_batches
 
 # The random stream never changes: a run that resumes under another numpy must continue with the same crops.
 # Samples, box, crop, seed and split; epoch; origins; symmetries.
@@ -76,6 +76,20 @@ def test_validation_is_fixed_and_only_training_with_augmentation_has_symmetries(
     np.testing.assert_array_equal(plain.origins, SamplePlan(samples=50, boxes=cubes(32), crop=8).epoch(2).origins)
     assert not (first.symmetries != symmetry.IDENTITY).any()
     assert not (plain.symmetries != symmetry.IDENTITY).any()
+
+
+def test_validation_has_equally_many_samples_of_each_volume_and_batches_of_one() -> None:
+    """The samples are those of the volume alone. All ranks together take each once, none from two volumes at a time."""
+    boxes, samples = ((32, 9, 12), (8, 8, 40), (20, 20, 20)), 42
+    plan = SamplePlan(samples, boxes, 8, seed=4, split="valid")
+    drawn = plan.epoch(3)
+    for number, box in enumerate(boxes):
+        rows = drawn.rows(drawn.volumes == number)
+        assert np.array_equal(rows.origins, SamplePlan(14, (box,), 8, split="valid").epoch(0).origins)
+    for world in (1, 2, 3, 5):
+        taken = [rows for rank in range(world) for rows in rank_batches(samples, 4, rank, world, False, plan.parts)]
+        assert sorted(row for rows in taken for row in range(samples)[rows]) == list(range(samples))
+        assert all(len(set(drawn.volumes[rows])) == 1 for rows in taken)
 
 
 # --- positions and symmetries --------------------------------------------------------------------------------------

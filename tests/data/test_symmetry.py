@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from utils.data import symmetry
 
@@ -72,4 +73,9 @@ def test_vectors_in_any_channels_and_any_order() -> None:
         assert not np.shares_memory(moved, field)
         grid = symmetry.apply(field, index, vectors, mode="grid")
         np.testing.assert_array_equal(grid, symmetry.apply(field, index, []))
+        on_device = symmetry.apply_on_device(
+            torch.from_numpy(field), index, *map(torch.from_numpy, symmetry.channel_table(7, vectors, "full"))
+        )
+        np.testing.assert_array_equal(on_device, moved)
+        np.testing.assert_array_equal(symmetry.apply(moved, symmetry.inverse(index), vectors), field)
         np.testing.assert_array_equal(grid, [symmetry.apply(channel[None], index, [])[0] for channel in field])

@@ -205,7 +205,7 @@ def test_a_diverged_or_perfect_prediction_has_finite_color_limits(found: Results
 
 def test_loss_curves_show_losses_and_metrics() -> None:
     records = [
-        {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1},
+        {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1, "Loss/valid/valid": 2.2},
         {"step": 5, "Step/loss": 1.5, "Step/learning rate": 0.1},
         {"step": 10, "Loss/train": 1.0, "Loss/valid": 1.1, "Accuracy/valid": 0.5, "Learning Rate": 0.1},
     ]
@@ -218,6 +218,7 @@ def test_loss_curves_show_losses_and_metrics() -> None:
         "training, per interval": ([5], [1.5]),
         "training, per epoch": ([0, 10], [2.0, 1.0]),
         "validation": ([0, 10], [2.1, 1.1]),
+        "validation, valid": ([0], [2.2]),
     }
     assert losses.get_ylabel() == "loss (cross-entropy)"
     assert [(line.get_label(), *line.get_ydata()) for line in metrics.lines] == [("accuracy", 0.5)]

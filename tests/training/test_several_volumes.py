@@ -1,4 +1,4 @@
-"""A training run on two volumes that are not cubes, with evaluations of a third: its results, and how it resumes."""
+"""Training on two volumes that are not cubes, and validation on several: results, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import YAML, directory, last
+from log_lines import refusal
+from processes import run_ranks
+from trainings import YAML, directory, last, metrics
 
 import train
+from utils import config as configs
+from utils.distributed.world import World
+from utils.evaluation import results
 from utils.training import evaluations
 
 BOXES = {"a": (16, 8, 12), "b": (8, 20, 9), "valid": (12, 8, 16)}
@@ -45,3 +50,46 @@ def test_a_training_on_two_volumes_resumes_with_moved_files_but_not_with_others(
         (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
         assert f"was written by a run with box_size [[{shapes['a']}, {shapes['b']}], " in line
     assert last(run).state.epoch == 2
+
+
+def train_on(world: World, flags: list[str]) -> None:
+    options = train.cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
+    config = configs.load(options.yaml_config, options.config, options.overrides)
+    train.run(options, train.resolve_config(config, world), world, train.EagerStep, train.Signals())
+
+
+def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(
+    volume_file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The losses are those of runs that validate on one of them, on any number of ranks; evaluations use the first."""
+    boxes = {"train": (16, 16, 16), **BOXES}
+    paths = {name: volume_file(tmp_path / f"{name}.h5", box, seed) for seed, (name, box) in enumerate(boxes.items())}
+    flags = ["--set=report_pictures=false", "--set=device=cpu", "--num_epochs=1", f"--set=train_path={paths['train']}"]
+
+    def trained(*names: str, samples: int, ranks: int = 1) -> Path:
+        folder = tmp_path / f"{'+'.join(names)}_{ranks}"
+        data = f"--set=val_path=[{','.join(str(paths[name]) for name in names)}]"
+        more = [data, f"--set=Nsamples_val={samples}", f"--set=expdir={folder}", "--set=evaluation.every_epochs=1"]
+        run_ranks(train_on, ranks, [*flags, *more])
+        return directory(folder, ranks)
+
+    several = [trained("a", "b", samples=23, ranks=ranks) for ranks in (1, 2)]
+    alone = {name: metrics(trained(name, samples=11)) for name in ("a", "b")}
+    for record, *of_one in zip(metrics(several[0]), *alone.values(), strict=True):
+        if "Loss/valid" in record:
+            losses = [one["Loss/valid"] for one in of_one]
+            assert [record["Loss/valid/a"], record["Loss/valid/b"]] == losses
+            assert record["Loss/valid"] == pytest.approx(sum(losses) / 2, rel=1e-12)
+            assert not any(name.startswith("Loss/valid/") for one in of_one for name in one)
+    untrained = [metrics(run)[0] for run in several]
+    assert untrained[1] == pytest.approx(untrained[0], rel=1e-5)
+    assert last(several[1]).weights["config"]["box_size"] == [16, [list(BOXES["a"]), list(BOXES["b"])]]
+    (evaluation,) = (several[1] / evaluations.FOLDER).iterdir()
+    assert results.load(evaluation).metadata["input"] == str(paths["a"])
+    for second, says in (
+        ("b", "Nsamples_val 1 is less than the 2 volumes of val_path; raise it to 2"),
+        ("a", f"val_path: {paths['a']} is listed twice; remove one"),
+    ):
+        wrong = [f"--set=val_path=[{paths['a']},{paths[second]}]", "--set=Nsamples_val=1"]
+        line = refusal(train.main, [f"--yaml_config={YAML}", "--config=test", *flags, *wrong], capsys)
+        assert says in line

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from trainings import ALONE, CLOCKS
 
 from utils.config import Config
-from utils.data import Batch, DataSplits
+from utils.data import Batch, DataSplits, Loader
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
@@ -86,12 +86,16 @@ class RecordedStep(EagerStep):
         pass
 
 
-class CountingLoader:
-    def __init__(self, batches: list[Batch]) -> None:
-        self.batches, self.epochs = batches, []
+class CountingLoader(Loader):
+    def __init__(self, batches: list[Batch], volumes: Sequence[str] = ("",)) -> None:
+        """Volume n has the batches from n on, the last volume also the rest."""
+        self.batches, self.epochs, self.volumes = batches, [], volumes
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def volume_of(self, batch: int) -> int:
+        return min(batch, len(self.volumes) - 1)
 
     def epoch(self, epoch: int, first_batch: int = 0):
         self.epochs.append(epoch)
@@ -286,6 +290,21 @@ def test_memory_for_losses_is_that_of_an_epoch_whatever_the_logging_interval() -
     assert len(trainer._recorder._values) == STEPS + 1, "and a row of times"
     trainer.fit()
     assert len(logger.curve("Step/loss")) == EPOCHS
+
+
+def test_the_validation_loss_of_several_volumes_is_the_mean_of_theirs() -> None:
+    """Regardless of their numbers of samples; of one volume only the loss is recorded, as the tests above show."""
+    trainer, logger, checkpointer, loaders = make(
+        RecordedStep(), validation=[batch(1.0, 2), batch(4.0, 1), batch(5.0, 3)]
+    )
+    loaders.valid.volumes = ["a", "b"]
+    trainer.fit()
+    steps = (0, 5, 10, 15)
+    assert logger.curve("Loss/valid/a") == dict.fromkeys(steps, 1.0)
+    assert logger.curve("Loss/valid/b") == dict.fromkeys(steps, 4.75)
+    assert logger.curve("Loss/valid") == dict.fromkeys(steps, 2.875)
+    assert checkpointer.states[-1].final_loss == 2.875
+    assert logger.lines.count("  Val loss by volume: a=1.000000, b=4.750000") == len(steps)
 
 
 def validated(*losses: float, state: TrainState | None = None, **settings: Any) -> tuple[Trainer, RecordedCheckpointer]:

@@ -58,11 +58,12 @@ class NeutralKeys(Section):
     data_loader_config: str = "lowmem"  # a name of LOADERS in utils/data
     num_data_workers: Count = 2  # loader threads per rank, at least one
     train_path: PathTexts = "/data/train.h5"  # one file, or a list of files
-    val_path: PathText = "/data/val.h5"  # the file of the validation volume
+    # One file, or a list of files: the validation loss is the mean of the losses of their volumes.
+    val_path: PathTexts = "/data/val.h5"
     train_path_npy_data: PathTexts | None = None  # .npy copies of the inputs of train_path, (X, Y, Z, C), for DALI
     train_path_npy_label: PathTexts | None = None  # .npy copies of the targets of train_path
-    val_path_npy_data: PathText | None = None  # .npy copy of the inputs of val_path
-    val_path_npy_label: PathText | None = None  # .npy copy of the targets of val_path
+    val_path_npy_data: PathTexts | None = None  # .npy copies of the inputs of val_path
+    val_path_npy_label: PathTexts | None = None  # .npy copies of the targets of val_path
     use_cache: PathText | None = None  # node-local directory that the data files are copied to
     local_batch_size: Positive | None = None  # samples per step and rank; sets global_batch_size
     enable_manual_profiling: bool = False  # profile some steps; see profile
@@ -96,7 +97,8 @@ class Config(NeutralKeys):
     global_batch_size: Positive = 64  # samples per step, over all ranks
     base_batch_size: Positive = 64  # global batch size at which start_lr holds
     Nsamples: Positive = 65536  # training samples per epoch
-    Nsamples_val: Positive = 8192  # validation samples per epoch
+    # Validation samples per epoch; several volumes share them equally, so that each has a loss, and the rest is unused.
+    Nsamples_val: Positive = 8192
     num_epochs: Positive = 10  # epochs of the whole run
     enable_amp: bool = False  # mixed precision
     enable_jit: bool = False  # compile the network and the loss with torch.compile
@@ -241,7 +243,10 @@ class Config(NeutralKeys):
                 self.fused_tail and not (tail and self.lambda_rho == 0 and self.channel_weights is None)
             ),
         }
-        vectors = self.vector_channels
+        volumes, vectors = len(self.paths("val_path")), self.vector_channels
+        faults[
+            f"Nsamples_val {self.Nsamples_val} is less than the {volumes} volumes of val_path; raise it to {volumes}"
+        ] = self.Nsamples_val < volumes
         for name, triples, key in (("inputs", vectors.inputs, "N_in"), ("targets", vectors.targets, "N_out")):
             last, channels = max(itertools.chain(*triples), default=0), getattr(self, f"{key}_channels")
             faults[

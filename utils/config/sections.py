@@ -59,13 +59,22 @@ def _write(path: str, info: SerializationInfo) -> str:
     return path.replace("$", "$$") if info.mode == FOR_A_FILE else path
 
 
+def _distinct(paths: list[str]) -> list[str]:
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"{path} is listed twice; remove one")
+    return paths
+
+
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_read), PlainSerializer(_write)]
 
 # Tags of the two types of a value that may also be a list; error messages omit them.
 ONE, LIST = "=one", "=list"
 one_or_list = Discriminator(lambda value: LIST if isinstance(value, list) else ONE)
 PathTexts = Annotated[
-    Annotated[PathText, Tag(ONE)] | Annotated[list[PathText], Field(min_length=1), Tag(LIST)], one_or_list
+    Annotated[PathText, Tag(ONE)]
+    | Annotated[list[PathText], Field(min_length=1), AfterValidator(_distinct), Tag(LIST)],
+    one_or_list,
 ]
 
 
@@ -164,7 +173,7 @@ class TransformConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation of the whole validation volume during training; see utils/evaluation."""
+    """Evaluation of the whole validation volume, the first of several, during training; see utils/evaluation."""
 
     every_epochs: Count = 0  # epochs between two evaluations, and after the last one; 0: never
     window: Positive | None = None  # cells per side of the network's input; None: data_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,7 +38,8 @@ class EpochPlan:
 class SamplePlan:
     """`samples` (Nsamples or Nsamples_val) crops of `crop`³ cells in volumes of the shapes `boxes`.
 
-    All positions that fit are equally likely, so a volume's share of the samples is its share of the positions.
+    In training all positions that fit are equally likely, so a volume's share of the samples is its share of the
+    positions. Validation has an equal number of samples of each volume, one volume after the other.
     """
 
     samples: int
@@ -47,6 +48,11 @@ class SamplePlan:
     seed: int = 0
     split: str = "train"
     augment: bool = True
+
+    @property
+    def parts(self) -> int:
+        """Number of equal parts of an epoch that no batch crosses: the volumes of validation, as each has a loss."""
+        return len(self.boxes) if self.split == "valid" else 1
 
     @property
     def is_augmented(self) -> bool:
@@ -58,6 +64,8 @@ class SamplePlan:
 
         Validation uses the same crops in every epoch and for every seed, without augmentation.
         """
+        if self.parts > 1:
+            return self._volume_by_volume()
         fixed = self.split == "valid"
         words = _random_words(0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch)
         grids = [tuple(side - self.crop + 1 for side in box) for box in self.boxes]  # positions along each axis
@@ -75,6 +83,13 @@ class SamplePlan:
         else:
             symmetries = _below(words, symmetry.COUNT, self.samples)
         return EpochPlan(volumes, origins, symmetries)
+
+    def _volume_by_volume(self) -> EpochPlan:
+        """The samples of each volume, which are those of a plan of this volume alone."""
+        plans = [replace(self, samples=self.samples // self.parts, boxes=(box,)).epoch(0) for box in self.boxes]
+        volumes = np.repeat(np.arange(self.parts), self.samples // self.parts)
+        origins = np.concatenate([plan.origins for plan in plans])
+        return EpochPlan(volumes, origins, np.full(len(volumes), symmetry.IDENTITY, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -127,14 +142,16 @@ def _sample_without_replacement(words: np.random.Philox, count: int, bound: int)
         drawn[repeated] = _below(words, bound, len(repeated))
 
 
-def rank_batches(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> list[slice]:
+def rank_batches(samples: int, batch: int, rank: int, world: int, drop_last: bool, parts: int = 1) -> list[slice]:
     """The rows of an epoch's plan that rank `rank` takes, one slice per batch of `batch` samples.
 
     In step s all ranks together take rows s·batch·world … (s+1)·batch·world, for any number of ranks. Training drops
     the samples of an incomplete global batch. Validation keeps them: its last batch may be smaller, or missing on some
-    ranks.
+    ranks. With several equal `parts` of the rows, this holds for each of them.
     """
-    span = batch * world
-    starts = range(0, (samples // span) * span if drop_last else samples, span)
-    slices = [slice(start + rank, min(start + span, samples), world) for start in starts]
+    span, size = batch * world, samples // parts
+    slices = []
+    for end in range(size, samples + 1, size):
+        starts = range(end - size, end - size % span if drop_last else end, span)
+        slices += [slice(start + rank, min(start + span, end), world) for start in starts]
     return [rows for rows in slices if rows.start < rows.stop]

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 Vectors = Sequence[Sequence[int]]  # channel triples (x, y, z components) that are vectors
 
-# Index 0 is the identity.
+# Index 0 is the identity; the first REFLECTIONS only reverse axes, and are a group, too.
 PERMUTATIONS = np.array([p for p in itertools.permutations(range(3)) for _ in range(8)])  # [48, 3]
 SIGNS = np.array([s for _ in range(6) for s in itertools.product((1, -1), repeat=3)])  # [48, 3]
-COUNT = len(PERMUTATIONS)
+COUNT, REFLECTIONS = len(PERMUTATIONS), 8
 IDENTITY = 0
 
 
@@ -50,3 +51,19 @@ def apply(field: np.ndarray, symmetry: int, vectors: Vectors, mode: str = "full"
     sources, signs = channel_table(len(field), vectors, mode)
     moved = move_axes(field, symmetry)[sources[symmetry]]
     return np.ascontiguousarray(moved * signs[symmetry].astype(field.dtype)[:, None, None, None])
+
+
+def inverse(symmetry: int) -> int:
+    """The symmetry that undoes another one."""
+    axes = np.argsort(PERMUTATIONS[symmetry])
+    found = (axes == PERMUTATIONS).all(axis=1) & (SIGNS[symmetry, axes] == SIGNS).all(axis=1)
+    return int(np.flatnonzero(found)[0])
+
+
+def apply_on_device(fields: torch.Tensor, symmetry: int, sources: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """`apply` for fields [..., C, D, D, D], with the tables of `channel_table` on their device."""
+    lead = fields.ndim - 3
+    axes = (*range(lead), *(lead + int(axis) for axis in PERMUTATIONS[symmetry]))
+    flipped = [lead + axis for axis in range(3) if SIGNS[symmetry, axis] < 0]
+    moved = fields.permute(axes).flip(flipped)
+    return moved.index_select(-4, sources[symmetry]) * signs[symmetry, :, None, None, None]

@@ -53,6 +53,12 @@ def split_settings(config: Config, name: str) -> Split:
     return Split(config.Nsamples_val, config.box_size[1], "val_path")
 
 
+def volume_names(config: Config, split: str) -> list[str]:
+    """The names of a split's files without folder and ending; equal ones get their number in the list."""
+    stems = [Path(path).stem for path in config.paths(split_settings(config, split).key)]
+    return [stem if stems.count(stem) == 1 else f"{stem}[{number}]" for number, stem in enumerate(stems)]
+
+
 def channel_counts(config: Config) -> tuple[int, int]:
     """Numbers of input and target channels."""
     return config.N_in_channels, config.N_out_channels

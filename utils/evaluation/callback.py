@@ -112,14 +112,14 @@ def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
 
 
 def evaluation_volume(config: Config, world: World) -> Volume | None:
-    """The validation volume that evaluation.every_epochs asks for; UserError if it cannot be evaluated.
+    """The first validation volume, if evaluation.every_epochs asks for it; UserError if it cannot be evaluated.
 
     Called before anything is written: a run must not begin if its evaluations are bound to fail.
     """
     if not config.evaluation.every_epochs:
         return None
     with world.raise_together():
-        (volume,) = open_boxes(config, "valid", get_loader(config.data_loader_config).reads)
+        volume, *_ = open_boxes(config, "valid", get_loader(config.data_loader_config).reads)
         evaluation_grid(config, volume)
     return volume
 

@@ -32,11 +32,13 @@ def loss_curves(records: Records, loss: str, run: str) -> Figure:
 
     `loss` is the config's; `run` is the first part of the title.
     """
-    metrics = sorted({name for record in records for name in record if name.endswith(tags.VALID_SUFFIX)} - {*LOSSES})
+    names, begin = {name for record in records for name in record}, tags.volume_loss("")
+    volumes = {name: f"validation, {name.removeprefix(begin)}" for name in sorted(names) if name.startswith(begin)}
+    metrics = sorted({name for name in names if name.endswith(tags.VALID_SUFFIX)} - {*LOSSES, *volumes})
     heights = [3.0, *([2.0] if metrics else []), 1.0]
     figure = new_figure(7, 1.5 * sum(heights))
     panels = figure.subplots(len(heights), sharex=True, height_ratios=heights)
-    _draw(panels[0], records, LOSSES)
+    _draw(panels[0], records, LOSSES | volumes)
     panels[0].set(ylabel=f"loss ({MEASURES.get(loss, loss.replace('_', '-'))})", yscale="log")
     if metrics:
         labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower().replace("$", r"\$") for name in metrics}

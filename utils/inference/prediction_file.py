@@ -104,6 +104,7 @@ class PredictionFile:
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": options.precision,
+            "symmetries": options.symmetries,
             "periodic": self.source.periodic and not options.not_periodic,
             **self.trained.attributes(),
             "provenance": json.dumps(record),
@@ -116,6 +117,7 @@ class PredictionFile:
             "input's size and time": [status.st_size, status.st_mtime_ns],
             "windows": [grid.x.window, *origins],
             "precision": options.precision,
+            "symmetries": options.symmetries,
             **layout.identity,
         }
         path = Path(options.output)

@@ -17,6 +17,7 @@ import torch
 
 from utils.data.files.page_cache import memory_limit
 from utils.data.slabs import Slabs
+from utils.data.symmetry import Vectors, apply_on_device, channel_table, inverse
 from utils.distributed.world import World
 from utils.inference.window_grid import (
     AxisPart,
@@ -212,3 +213,30 @@ def forward_pass(network: torch.nn.Module, precision: str, device: torch.device)
             return network(windows)
 
     return predict
+
+
+def symmetry_mean(
+    predict: Predict, count: int, channels: tuple[int, int], vectors: tuple[Vectors, Vectors], world: World
+) -> Predict:
+    """The mean of the predictions under the first `count` symmetries of the cube, mapped back, in float32.
+
+    If these are a group, the mean is equivariant under it, regardless of the network. `channels` and `vectors` are
+    those of inputs and targets.
+    """
+    if count == 1:
+        return predict
+    before, after = (
+        tuple(torch.from_numpy(table).to(world.device) for table in channel_table(number, triples, "full"))
+        for number, triples in zip(channels, vectors, strict=True)
+    )
+
+    @torch.inference_mode()
+    def mean(windows: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), device=windows.device)
+        for index in range(count):
+            outputs = predict(apply_on_device(windows, index, *before)).float()
+            total = total + apply_on_device(outputs, inverse(index), *after)
+            world.heartbeat.progress("prediction")
+        return total / count
+
+    return mean

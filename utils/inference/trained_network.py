@@ -15,12 +15,13 @@ from networks.norms import ghost_batch
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
+from utils.data import symmetry
 from utils.data.channels import Channel, volume_channels
 from utils.data.files.attributes import Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
+from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass, symmetry_mean
 from utils.inference.window_grid import build_window_grid
 from utils.steps import build
 from utils.steps.eager import load_network
@@ -28,6 +29,7 @@ from utils.training.checkpoint import read_weights
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
 PRECISIONS = ("float32", "tf32", "bfloat16")
+SYMMETRIES = (1, symmetry.REFLECTIONS, symmetry.COUNT)  # each is a group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class InferenceOptions:
     overlap: int | None = None
     batch_size: int | None = None
     precision: str = "float32"
+    symmetries: int = 1
     device: str = "auto"
     not_periodic: bool = False
 
@@ -49,6 +52,8 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--overlap", type=int, help="cells by which neighboring windows overlap (half a window)")
     group.add_argument("--batch_size", type=positive, help="windows per rank and forward pass (4; on a GPU 32)")
     group.add_argument("--precision", choices=PRECISIONS, default="float32", help="arithmetic precision (%(default)s)")
+    text = "average over 8 reflections or all 48 rotations and reflections of each window (%(default)s)"
+    group.add_argument("--symmetries", type=int, choices=SYMMETRIES, default=1, help=text)
     group.add_argument("--device", choices=devices, default="auto", help="device to run on (%(default)s)")
     group.add_argument("--not_periodic", action="store_true", help="do not wrap around the faces of the box")
 
@@ -125,4 +130,6 @@ def build_predictor(
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channel_counts = (config.N_in_channels, config.N_out_channels)
     predict = forward_pass(trained.network, options.precision, world.device)
+    vectors = config.vector_channels.inputs, config.vector_channels.targets
+    predict = symmetry_mean(predict, options.symmetries, channel_counts, vectors, world)
     return SlidingWindowPredictor(predict, volume.box, grid, channel_counts, batch_size, world)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from utils.distributed.world import World
+from utils.training import tags
 
 
 class StepRecord(NamedTuple):
@@ -184,3 +186,24 @@ class WeightedMean:
         """The means over all ranks, on every rank; waits for the device."""
         *totals, samples = self._world.sum(self._sums).tolist()
         return [total / samples for total in totals]
+
+
+class Validation(NamedTuple):
+    """Mean loss and metrics over the validation volumes, and the loss of each if there are several."""
+
+    loss: float
+    metrics: dict[str, float]
+    seconds: float
+    volumes: dict[str, float]
+
+    @classmethod
+    def of(cls, results: Mapping[str, Sequence[float]], metrics: Sequence[str], seconds: float) -> Validation:
+        """From each volume's loss and metrics, by its name; each volume counts equally."""
+        loss, *means = (statistics.fmean(values) for values in zip(*results.values(), strict=True))
+        volumes = {name: values[0] for name, values in results.items()} if len(results) > 1 else {}
+        return cls(loss, dict(zip(metrics, means, strict=True)), seconds, volumes)
+
+    def scalars(self) -> dict[str, float]:
+        volumes = {tags.volume_loss(name): loss for name, loss in self.volumes.items()}
+        metrics = {tags.valid_metric(name): value for name, value in self.metrics.items()}
+        return {tags.VALID_LOSS: self.loss, **volumes, **metrics}

@@ -33,6 +33,11 @@ def ends_epoch(record: Collection[str]) -> bool:
     return STEP_LEARNING_RATE not in record
 
 
+def volume_loss(name: str) -> str:
+    """Tag of the validation loss of one of several volumes."""
+    return f"{VALID_LOSS}/{name}"
+
+
 def valid_metric(name: str) -> str:
     """Tag of a validation metric: 'top5_accuracy' -> 'Top5 accuracy/valid'."""
     return f"{name.capitalize().replace('_', ' ')}{VALID_SUFFIX}"

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
 from utils.config import Config
 from utils.data import Batch, DataSplits
@@ -21,7 +20,7 @@ from utils.steps.flops import training_flops
 from utils.training import tags
 from utils.training.callbacks import Evaluation, Profiler
 from utils.training.checkpoint_writer import SaveTimer
-from utils.training.metrics import LossRecorder, SlowestRank, StepRecord, StepTimer, Stopwatch, WeightedMean
+from utils.training.metrics import LossRecorder, SlowestRank, StepRecord, StepTimer, Stopwatch, Validation, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_states
 from utils.training.run import Run
@@ -32,17 +31,6 @@ log = logging.getLogger(__name__)
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
 START_REMEDY = "check the data with --preflight, and the initial weights (weight_init, --init_from)"
 SLOW = 1.1  # ratio of the time of the slowest rank to the median from which on it is logged
-
-
-class Validation(NamedTuple):
-    """Mean loss and metrics over the validation set."""
-
-    loss: float
-    metrics: dict[str, float]
-    seconds: float
-
-    def scalars(self) -> dict[str, float]:
-        return {tags.VALID_LOSS: self.loss, **{tags.valid_metric(name): x for name, x in self.metrics.items()}}
 
 
 class Trainer:
@@ -179,24 +167,25 @@ class Trainer:
         interval.steps += 1
 
     def _validate(self) -> Validation:
-        """Mean loss and metrics over all validation samples; each counts once, regardless of the number of ranks.
+        """Loss and metrics: means over a volume's samples, each counted once on any number of ranks, then over volumes.
 
         Logs nothing, since a training run that is stopped here validates again when it resumes.
         """
         started = time.perf_counter()
-        mean = WeightedMean(self.world, 1 + len(self.config.metrics))
         self.step.broadcast_buffers()
         valid = self.loaders.valid
+        means = [WeightedMean(self.world, 1 + len(self.config.metrics)) for _ in valid.volumes]
         with closing(valid.epoch(0)) as batches:
-            for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have one batch less
+            for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have fewer batches
                 self.world.heartbeat.progress("validation", self.state.step)
                 if index < len(valid):
                     inputs, targets = next(batches)
-                    mean.add(self.step.evaluate(inputs, targets), len(inputs))
+                    means[valid.volume_of(index)].add(self.step.evaluate(inputs, targets), len(inputs))
                 self.stop_if_requested()
-        loss, *metrics = mean.results()
-        self.state.metrics = dict(zip(self.config.metrics, metrics, strict=True))
-        return Validation(loss, self.state.metrics, time.perf_counter() - started)
+        results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
+        validation = Validation.of(results, self.config.metrics, time.perf_counter() - started)
+        self.state.metrics = validation.metrics
+        return validation
 
     def _finish_epoch(self, ended: TrainState) -> None:
         """Advances to the state of the next epoch."""
@@ -235,6 +224,8 @@ class Trainer:
         metrics = "".join(f"  Avg val {name.replace('_', ' ')}={x:.4f}" for name, x in validation.metrics.items())
         seconds = f"Total validation time: {validation.seconds:.3f} sec"
         log.info(f"  Avg val loss={validation.loss:.6f}{metrics}  {seconds}")
+        if validation.volumes:
+            log.info(f"  Val loss by volume: {', '.join(f'{name}={x:.6f}' for name, x in validation.volumes.items())}")
         if not math.isfinite(validation.loss):
             step = self.state.step
             rate = f", learning rate {self.schedule(step - 1):.3e}" if step else ", the untrained network"

@@ -52,7 +52,7 @@ def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
 
     Batches of volumes that are stored as float16 are those of the rounded volumes.
     """
-    plan = SamplePlan(11, BOXES, CROP, seed=3, split=split)
+    plan = SamplePlan(12, BOXES, CROP, seed=3, split=split)
     assert set(plan.epoch(0).volumes) == {0, 1}
     paths = [volume_file(tmp_path / f"{seed}.h5", box=box, seed=seed) for seed, box in enumerate(BOXES)]
     volumes = load_resident([open_volume(path, (4, 5)) for path in paths], CPU, stored)
@@ -62,7 +62,7 @@ def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
     for rank in range(size):
         loader = loader_of(GpuResidentLoader, volumes, plan, rank, size, **keys)
         for epoch, first, taken in ((0, 0, 1), (1, 0, None), (0, 1, None)):
-            expected = rank_batches(reference(both, plan, epoch, mode), 4, rank, size, split == "train")
+            expected = rank_batches(reference(both, plan, epoch, mode), 4, rank, size, split == "train", plan.parts)
             assert len(loader) == len(expected)
             with closing(loader.epoch(epoch, first)) as batches:
                 found = [digest(batch) for batch in itertools.islice(batches, taken)]

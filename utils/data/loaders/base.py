@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import Volume
 from utils.data.files.page_cache import warm_page_cache
 from utils.data.plan import SPLITS, Box, SamplePlan, rank_batches
-from utils.data.volumes import channel_counts, of_both_splits, split_settings
+from utils.data.volumes import channel_counts, of_both_splits, split_settings, volume_names
 from utils.distributed.world import World
 
 
@@ -31,8 +31,14 @@ class Loader(Protocol):
     A batch is valid until the next one is requested, because its memory is reused.
     """
 
+    volumes: Sequence[str] = ("",)  # names of the volumes that have a validation loss each
+
     def __len__(self) -> int:
         """Number of batches per epoch on this rank."""
+
+    def volume_of(self, batch: int) -> int:
+        """The index in `volumes` of the volume of a batch."""
+        return 0
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         """Yields the batches of one epoch, starting with `first_batch`."""
@@ -55,12 +61,16 @@ class CropLoader(Loader):
         assert config.local_batch_size is not None
         size, drop_last = config.local_batch_size, plan.split == "train"
         self.plan, self.config, self.world = plan, config, world
-        self.batches = rank_batches(plan.samples, size, world.rank, world.size, drop_last)
+        self.batches = rank_batches(plan.samples, size, world.rank, world.size, drop_last, plan.parts)
+        self.volumes = volume_names(config, plan.split)[: plan.parts]
         self.shapes = [(size, channels, *(plan.crop,) * 3) for channels in channel_counts(config)]
         self.vectors = config.vector_channels.inputs, config.vector_channels.targets
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def volume_of(self, batch: int) -> int:
+        return self.batches[batch].start * self.plan.parts // self.plan.samples
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,8 @@ def meta_batch(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor
 def sample_plan(config: Config, split: str, boxes: Iterable[Box]) -> SamplePlan:
     """The plan of one split, 'train' or 'valid', for volumes of these shapes."""
     samples, augment = split_settings(config, split).samples, config.symmetries != "none"
-    return SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, augment)
+    plan = SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, augment)
+    return replace(plan, samples=samples - samples % plan.parts)
 
 
 def build_splits(build: Callable[[str], Loader], world: World) -> DataSplits:

@@ -107,9 +107,7 @@ class DaliLoader(CropLoader):
                 samples.copy_(crops[: len(samples)].movedim(-1, 1), non_blocking=True)
                 continue
             for crop, sample, index in zip(crops, samples, symmetries.tolist(), strict=False):
-                flipped = [1 + axis for axis in range(3) if symmetry.SIGNS[index, axis] < 0]
-                moved = crop.permute(3, *symmetry.PERMUTATIONS[index].tolist()).flip(flipped)
-                sample.copy_(moved.index_select(0, sources[index]) * signs[index, :, None, None, None])
+                sample.copy_(symmetry.apply_on_device(crop.movedim(-1, 0), index, sources, signs))
 
     def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
         """Copies a crop to its place in the buffers."""
