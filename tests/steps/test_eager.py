@@ -310,23 +310,6 @@ def test_a_bad_loss_on_one_rank_skips_the_update_on_all(ranks) -> None:
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", SETTINGS)
-def test_a_step_resumes_from_its_state_bit_for_bit(optimizer: str, tmp_path) -> None:
-    for options in MODES:
-        first, second = (make_step(SETTINGS[optimizer], **options) for _ in range(2))
-        for number in range(2):
-            first(*batch(number), LR)
-        torch.save(first.state(), tmp_path / "state.pt")
-        second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
-        for number in range(2, 4):
-            first(*batch(number), LR)
-            second.evaluate(*batch(0))
-            second.warm_up(*batch(0))
-            second(*batch(number), LR)
-        assert differing(snapshot(first), snapshot(second)) == [], options
-        assert torch.equal(first.gradient_norm, second.gradient_norm), options
-
-
 def test_state_that_does_not_fit_is_refused() -> None:
     step, other = make_step("adam"), make_step("sgd")
     state = make_step("adam").state()
