@@ -103,6 +103,18 @@ def test_progress_of_any_rank_or_no_limit_is_no_hang() -> None:
             assert reports.diagnosis_after(25 * number) is None
 
 
+def test_a_late_report_of_earlier_progress_is_no_step_back() -> None:
+    """A rank among many reports seconds after its progress, when another one has made more."""
+    reports = Reports(2)
+    reports.write(0)
+    reports.diagnosis_after(50)
+    reports.write(1, idle=40.0)
+    for seconds, hangs in ((60, False), (100, False), (115, True)):
+        for rank in (0, 1):
+            reports.write(rank)
+        assert (reports.diagnosis_after(seconds) is not None) == hangs
+
+
 def test_a_progress_bar_that_advances_is_progress() -> None:
     """A long read or prediction reports nothing else."""
     heartbeat = Heartbeat(60.0)

@@ -228,7 +228,14 @@ SKIP_CASES: list[tuple[dict[str, Any], str]] = [
 
 
 def on_ranks(world: World) -> dict[str, list[Any]]:
-    answers: dict[str, list[Any]] = {name: [] for name in ("described", "warm-up", "skipped")}
+    answers: dict[str, list[Any]] = {name: [] for name in ("start", "described", "warm-up", "skipped")}
+    for ddp in ("torch", "manual"):
+        network = small_network("batch")
+        for tensor in network.state_dict().values():
+            tensor.fill_(world.rank + 7)
+        make_step(world=world, network=network, ddp=ddp)
+        answers["start"] += [float(tensor.double().mean()) for tensor in network.state_dict().values()]
+
     for options in ({"bucket_cap_mb": 0.005}, {"gradient_compression": "bfloat16"}, {"noddp": True}):
         step = make_step(world=world, **options)
         for number in range(3):
@@ -266,6 +273,10 @@ def on_ranks(world: World) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, list[Any]]]:
     return run_ranks(on_ranks, 2)
+
+
+def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0(ranks) -> None:
+    assert set(ranks[0]["start"] + ranks[1]["start"]) == {7.0}
 
 
 def test_the_log_describes_the_gradient_buckets(ranks) -> None:
