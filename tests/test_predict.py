@@ -473,11 +473,18 @@ def test_an_input_from_another_simulation_than_the_training_data_is_warned_about
     )
 
 
-def test_a_non_finite_value_is_located(refuse: Any, tmp_path: Path) -> None:
-    with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
+def test_a_non_finite_value_is_located(refuse: Any, command: Any, tmp_path: Path) -> None:
+    """In the fixed file the prediction starts from scratch, because other values may have changed, too."""
+    path = tmp_path / "bad.h5"
+    with h5py.File(box_file(path), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
     hidden = (".hydro.h5.blocks", ".hydro.h5.journal", ".hydro.h5.partial")
-    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=tmp_path / "bad.h5", left=hidden)
+    refuse(f"{path}: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=path, left=hidden)
+    with h5py.File(path, "r+") as file:
+        file["Nbody"][2, 21, 3, 4] = 0
+    code, log = command(f"--input={path}", f"--output={tmp_path / 'out' / 'hydro.h5'}")
+    assert code == 0, log
+    assert "was started with other input's size and time: starting from scratch" in log
 
 
 def test_an_output_that_exists_or_is_the_input_is_a_one_line_error_and_kept(
