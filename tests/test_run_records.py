@@ -1,4 +1,4 @@
-"""What a run writes: log lines, curves, config, provenance, weights and pictures."""
+"""What a run writes: log lines, curves, config and provenance."""
 
 from __future__ import annotations
 
