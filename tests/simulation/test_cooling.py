@@ -87,6 +87,13 @@ def test_a_step_across_reionization_is_one_before_and_one_after_it(gas: Primordi
     torch.testing.assert_close(at_once, after, rtol=0.01, atol=0)
 
 
+def test_outside_the_table_the_nearest_edge_is_used(gas: PrimordialGas) -> None:
+    table = gas.change(3.1, 3.0)
+    edges = torch.tensor([[1e-3, 1e5, 1.0, 1.0], [1e4, 1e4, 1e-2, 1e9]])
+    outside = torch.tensor([[1e-6, 1e8, 1.0, 1.0], [1e4, 1e4, 1e-5, 1e12]])
+    torch.testing.assert_close(table.factor(*outside), table.factor(*edges), rtol=1e-4, atol=0)
+
+
 def test_flow_of_a_linear_rate_is_an_exponential() -> None:
     nodes = torch.linspace(-2, 3, 40, dtype=torch.float64).sinh()[None]
     start = torch.linspace(-3, 9, 50, dtype=torch.float64)[None]

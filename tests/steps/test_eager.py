@@ -250,6 +250,8 @@ def on_ranks(world: World) -> dict[str, list[Any]]:
     with step.no_sync():
         step(*batch(world.rank), LR)
     answers["apart"] = flat_parameters(step).tolist()
+    step(*batch(world.rank), LR)
+    answers["exchanged again"] = float(step.gradient_norm)
 
     for options in WARM_UP_CASES:
         steps = [make_changeable("sgd", world, bucket_cap_mb=0.001, **options) for _ in range(2)]
@@ -302,6 +304,7 @@ def test_the_log_describes_the_gradient_buckets(ranks) -> None:
 def test_ranks_have_the_same_average_and_running_statistics_and_diverge_under_no_sync(ranks) -> None:
     assert ranks[0]["same"] == ranks[1]["same"]
     assert ranks[0]["apart"] != ranks[1]["apart"]
+    assert ranks[0]["exchanged again"] == ranks[1]["exchanged again"]
 
 
 def test_a_warm_up_changes_no_bit_of_the_training_on_ranks(ranks) -> None:
