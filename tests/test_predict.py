@@ -162,11 +162,26 @@ def predict_on(world: World, flags: list[str]) -> None:
     predict.predict(predict.parse(flags), world, Signals())
 
 
+def blocks_of_rank(world: World, flags: list[str]) -> list[int]:
+    """Predicts; returns the numbers of the blocks that this rank has written."""
+    write, numbers = BlockWriter.write, list[int]()
+
+    def noted_write(self: BlockWriter, number: int, *block: Any) -> None:
+        numbers.append(number)
+        write(self, number, *block)
+
+    BlockWriter.write = noted_write  # type: ignore[method-assign]
+    predict_on(world, flags)
+    return numbers
+
+
 @pytest.mark.parametrize(("ranks", "flags"), [(2, []), (3, ["--block=8", "--batch_size=3"])])
 def test_any_ranks_and_blocks_give_the_same_bits(
     ranks: int, flags: list[str], trained_run: Path, nbody: Path, whole: Path, tmp_path: Path
 ) -> None:
-    run_ranks(predict_on, ranks, command_line(trained_run, nbody, tmp_path / "hydro.h5", "--physical", *flags))
+    arguments = command_line(trained_run, nbody, tmp_path / "hydro.h5", "--physical", *flags)
+    written = [number for numbers in run_ranks(blocks_of_rank, ranks, arguments) for number in numbers]
+    assert sorted(written) == [*range(len(written))], "each block once"
     assert_complete(tmp_path / "hydro.h5", whole)
 
 

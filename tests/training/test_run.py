@@ -409,7 +409,9 @@ def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp
     weights = str(tmp_path / "source" / FOLDER / "step_00000016")
     begin(first, init_from=weights, jobs=("slurm 7",))
     save(first, TEST, 8)
+    (first / "summary.json").touch()
     begin(first, resume="auto", jobs=("slurm 8",))
+    assert not (first / "summary.json").exists(), "a run that resumes is not finished"
     begin(first, resume="auto", jobs=("slurm 9",))
     assert chosen(first, init_from=weights)[0] == "00"
     assert chosen(first)[0] == "00-2"
