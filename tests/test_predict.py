@@ -163,11 +163,26 @@ def predict_on(world: World, flags: list[str]) -> None:
     predict.predict(predict.parse(flags), world, Signals())
 
 
+def blocks_of_rank(world: World, flags: list[str]) -> list[int]:
+    """Predicts; returns the numbers of the blocks that this rank has written."""
+    write, numbers = BlockWriter.write, list[int]()
+
+    def noted_write(self: BlockWriter, number: int, *block: Any) -> None:
+        numbers.append(number)
+        write(self, number, *block)
+
+    BlockWriter.write = noted_write  # type: ignore[method-assign]
+    predict_on(world, flags)
+    return numbers
+
+
 @pytest.mark.parametrize(("ranks", "flags"), [(2, []), (3, ["--block=8", "--batch_size=3"])])
 def test_any_ranks_and_blocks_give_the_same_bits(
     ranks: int, flags: list[str], trained_run: Path, nbody: Path, whole: Path, tmp_path: Path
 ) -> None:
-    run_ranks(predict_on, ranks, command_line(trained_run, nbody, tmp_path / "hydro.h5", "--physical", *flags))
+    arguments = command_line(trained_run, nbody, tmp_path / "hydro.h5", "--physical", *flags)
+    written = [number for numbers in run_ranks(blocks_of_rank, ranks, arguments) for number in numbers]
+    assert sorted(written) == [*range(len(written))], "each block once"
     assert_complete(tmp_path / "hydro.h5", whole)
 
 
@@ -474,11 +489,18 @@ def test_an_input_from_another_simulation_than_the_training_data_is_warned_about
     )
 
 
-def test_a_non_finite_value_is_located(refuse: Any, tmp_path: Path) -> None:
-    with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
+def test_a_non_finite_value_is_located(refuse: Any, command: Any, tmp_path: Path) -> None:
+    """In the fixed file the prediction starts from scratch, because other values may have changed, too."""
+    path = tmp_path / "bad.h5"
+    with h5py.File(box_file(path), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
     hidden = (".hydro.h5.blocks", ".hydro.h5.journal", ".hydro.h5.partial")
-    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=tmp_path / "bad.h5", left=hidden)
+    refuse(f"{path}: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=path, left=hidden)
+    with h5py.File(path, "r+") as file:
+        file["Nbody"][2, 21, 3, 4] = 0
+    code, log = command(f"--input={path}", f"--output={tmp_path / 'out' / 'hydro.h5'}")
+    assert code == 0, log
+    assert "was started with other input's size and time: starting from scratch" in log
 
 
 def test_an_output_that_exists_or_is_the_input_is_a_one_line_error_and_kept(

@@ -1,11 +1,10 @@
-"""What a run writes: log lines, curves, config, provenance, weights and pictures."""
+"""What a run writes: log lines, curves, config and provenance."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import os
 import re
 import socket
 import sys
@@ -19,11 +18,9 @@ from log_lines import messages
 from processes import TOP
 
 import train
-from networks import build_network
 from utils import cli
 from utils.config import load
 from utils.optim.schedules import build_schedule
-from utils.training.checkpoint import read_weights
 
 SHIPPED = str(TOP / "config" / "UNet.yaml")
 
@@ -112,22 +109,3 @@ def test_training_records_its_config_and_provenance(trained: Trained) -> None:
     assert record["world_size"] == 1
     assert record["versions"]["torch"] == torch.__version__
     assert re.fullmatch(r"unknown|[0-9a-f]{40}(-dirty)?", record["git_commit"])
-
-
-def test_training_writes_weights_and_pictures(trained: Trained) -> None:
-    directory = trained.directory
-    assert sorted(os.listdir(directory / "checkpoints")) == ["best", "step_00000008", "step_00000016"]
-    content = read_weights(directory / "checkpoints" / "step_00000016")
-    assert (content["epoch"], content["step"]) == (2, 16)
-    network = build_network("unet", 8, width=4, scales=2)
-    network.load_state_dict(content["network"])
-    assert all(torch.isfinite(parameter).all() for parameter in network.parameters())
-    for name in ("loss_curves.png", "slices.png"):
-        data = (directory / name).read_bytes()
-        assert data.startswith(b"\x89PNG\r\n")
-        assert len(data) > 5000
-    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert content["final_loss"] == metrics[-1]["Loss/valid"]
-    losses = {record["step"]: record["Loss/valid"] for record in metrics if "Loss/valid" in record}
-    best = min((8, 16), key=lambda step: losses[step])
-    assert read_weights(directory / "checkpoints" / "best")["step"] == best

@@ -56,18 +56,6 @@ def test_golden_plans(key: tuple, epoch: int, origins: list[list[int]], symmetri
     assert drawn.symmetries.tolist() == symmetries
 
 
-def test_a_plan_depends_only_on_seed_split_and_epoch() -> None:
-    """It keeps no state between epochs."""
-    plan = SamplePlan(samples=100, boxes=cubes(32), crop=8, seed=5)
-    original = plan.epoch(3)
-    plan.epoch(0)
-    assert same(plan.epoch(3), original)
-    for seed, split, epoch in ((6, "train", 3), (5, "train", 4), (5, "valid", 3), (3, "train", 5)):
-        other = SamplePlan(samples=100, boxes=cubes(32), crop=8, seed=seed, split=split).epoch(epoch)
-        assert not np.array_equal(other.origins, original.origins), (seed, split, epoch)
-        assert not np.array_equal(other.symmetries, original.symmetries), (seed, split, epoch)
-
-
 def test_validation_is_fixed_and_only_training_with_augmentation_has_symmetries() -> None:
     first = SamplePlan(samples=60, boxes=cubes(32), crop=8, seed=0, split="valid").epoch(0)
     for seed, epoch in ((0, 1), (0, 9), (7, 0), (7, 9)):

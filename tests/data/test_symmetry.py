@@ -23,11 +23,6 @@ def positions(size: int) -> np.ndarray:
     return (2 * np.indices((size,) * 3) - (size - 1)).astype(np.float32)
 
 
-def gradient(field: np.ndarray) -> np.ndarray:
-    """Periodic central differences of a scalar field [D, D, D] -> [3, D, D, D]."""
-    return np.stack([np.roll(field, -1, axis) - np.roll(field, 1, axis) for axis in range(3)])
-
-
 def test_the_order_of_the_symmetries_is_fixed() -> None:
     """Plans draw an index: with another order, a resumed training run would continue with other samples."""
     assert len(np.unique(MATRICES, axis=0)) == symmetry.COUNT == 48, "all signed permutations, each once"
@@ -48,14 +43,6 @@ def test_values_and_vectors_move_by_the_matrix(size: int) -> None:
         x, y, z = ((MATRICES[index] @ places + size - 1) // 2).astype(int)
         np.testing.assert_array_equal(moved[0, x, y, z], field[0].reshape(-1))
         np.testing.assert_array_equal(symmetry.apply(positions(size), index, VECTOR), positions(size))
-
-
-def test_every_symmetry_commutes_with_the_gradient() -> None:
-    field = random_field(1, 6)
-    for index in ALL:
-        moved_first = gradient(symmetry.apply(field, index, [])[0])
-        moved_last = symmetry.apply(gradient(field[0]), index, VECTOR)
-        np.testing.assert_array_equal(moved_first, moved_last)
 
 
 def test_vectors_in_any_channels_and_any_order() -> None:

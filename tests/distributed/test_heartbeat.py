@@ -28,6 +28,7 @@ from utils.distributed.heartbeat import Diagnosis, Heartbeat, Phase, Report
 from utils.distributed.launch import Launch, run_script
 from utils.distributed.world import World, connect
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
+from utils.progress import Progress
 
 HANG = 10.0  # seconds; for the scenarios in which a rank hangs or is suspended
 NEVER = 2 * GENEROUS  # so that no rank seems to hang on a busy machine
@@ -100,6 +101,29 @@ def test_progress_of_any_rank_or_no_limit_is_no_hang() -> None:
             reports.write(0)
             reports.write(1, "prediction", calls=call)
             assert reports.diagnosis_after(25 * number) is None
+
+
+def test_a_late_report_of_earlier_progress_is_no_step_back() -> None:
+    """A rank among many reports seconds after its progress, when another one has made more."""
+    reports = Reports(2)
+    reports.write(0)
+    reports.diagnosis_after(50)
+    reports.write(1, idle=40.0)
+    for seconds, hangs in ((60, False), (100, False), (115, True)):
+        for rank in (0, 1):
+            reports.write(rank)
+        assert (reports.diagnosis_after(seconds) is not None) == hangs
+
+
+def test_a_progress_bar_that_advances_is_progress() -> None:
+    """A long read or prediction reports nothing else."""
+    heartbeat = Heartbeat(60.0)
+    with Progress("reading", 2, live_only=True) as bar:
+        for seconds in (30.0, 80.0):
+            bar.advance()
+            heartbeat._now = seconds
+            heartbeat._note_progress()
+            assert heartbeat._own[1] == seconds
 
 
 def test_the_start_has_a_limit_of_its_own() -> None:
@@ -196,14 +220,6 @@ def hang(phase: Phase, step: int, world: World, exception: int = 0) -> None:
 def all_have_the_same_error(world: World) -> None:
     user_errors.GRACE_SECONDS = 1.0
     fail(UserError("the loss is nan"))
-
-
-def suspend_rank_0_in_its_end_phase(world: World) -> None:
-    """After the last save, while it draws pictures or writes the summary."""
-    world.heartbeat.progress("end", 17)
-    if world.is_root:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    world.barrier()
 
 
 def rank_1_hangs(world: World) -> None:
@@ -314,9 +330,6 @@ def fails(error: Exception) -> Callable[[World], None]:
 SCENARIOS = {
     # Those that take until a time limit first: they run at the same time.
     "rank_0_is_suspended": Expected(signals(0, signal.SIGSTOP), [None, 76, 76], GONE.format(0, NO_ANSWER)),
-    "rank_0_is_suspended_in_its_end_phase": Expected(
-        suspend_rank_0_in_its_end_phase, [None, 76, 76], GONE.format(0, NO_ANSWER)
-    ),
     "rank_1_is_suspended": Expected(signals(1, signal.SIGSTOP), [76, None, 76], GONE.format(1, SILENT)),
     "rank_0_hangs_in_its_end_phase": Expected(  # all ranks waited without end
         lambda world: hang("end", 17, world),

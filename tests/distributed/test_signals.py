@@ -68,8 +68,8 @@ def two_ranks(start: Start, flags: list[str]) -> list[Program]:
     return ranks
 
 
-def checkpoints(tmp_path: Path, ranks: int = 1, run_num: str = "00") -> Path:
-    return tmp_path / "test" / f"{ranks}ranks" / run_num / FOLDER
+def checkpoints(tmp_path: Path, ranks: int = 1) -> Path:
+    return tmp_path / "test" / f"{ranks}ranks" / "00" / FOLDER
 
 
 def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
@@ -186,7 +186,8 @@ def test_all_ranks_have_the_same_answer_one_exchange_later() -> None:
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
-def test_after_a_signal_the_same_command_resumes_to_the_same_weights(train: Start, tmp_path: Path) -> None:
+def test_after_a_signal_the_same_command_resumes(train: Start, tmp_path: Path) -> None:
+    """tests/training/test_resume.py compares the weights."""
     settings = ["--set=stop_signal=SIGUSR2", f"--num_epochs={EPOCHS}", "--set=log_interval=3"]
     stopped = train(*settings)
     stopped.wait_for("epoch 3/")
@@ -195,14 +196,10 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_weights(train: Star
     saved = saved_at_the_stop(stopped.text, checkpoints(tmp_path))
     assert 0 < saved.state.step < 8 * EPOCHS
     assert f"step_{saved.state.step:08d} written in" in stopped.text
-    resumed, undisturbed = train(*settings), train(*settings, "--run_num=undisturbed")
+    resumed = train(*settings)
     assert resumed.end().returncode == 0, resumed.text
-    assert undisturbed.end().returncode == 0, undisturbed.text
     assert re.search(rf"Resuming from .*, after step {saved.state.step}$", resumed.text, re.MULTILINE)
-    ends = [checkpoint.load_newest(checkpoints(tmp_path, 1, name)) for name in ("00", "undisturbed")]
-    assert [end.state.step for end in ends if end] == [8 * EPOCHS] * 2
-    one, other = (end.weights["network"] for end in ends if end)
-    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert checkpoint.saved_steps(checkpoints(tmp_path))[0] == 8 * EPOCHS
 
 
 def test_repeated_signals_still_save(patient: Program, tmp_path: Path) -> None:

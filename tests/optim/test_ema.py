@@ -107,24 +107,6 @@ def test_a_warm_up_and_a_skipped_update_leave_the_average_unchanged() -> None:
     assert int(step.state()["average"]["updates"]) == 3
 
 
-@pytest.mark.parametrize("decay", [0.9, None], ids=["averaging on", "no longer averaging"])
-def test_a_step_resumes_with_the_trained_weights(decay: float | None, tmp_path: Path) -> None:
-    """Bit for bit, also if averaging is switched off: the weights are then the trained ones."""
-    first = make()
-    for number in range(3):
-        first(*batch(number), LR)
-    torch.save(first.state(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert differing(state["network"], first.network.state_dict()) == []
-    second = make(decay)
-    second.load_state(state)
-    for number in range(3, 6):
-        assert torch.equal(first(*batch(number), LR), second(*batch(number), LR))
-    assert differing(second._trained.network.state_dict(), first._trained.network.state_dict()) == []
-    expected = first if decay else first._trained
-    assert differing(second.network.state_dict(), expected.network.state_dict()) == []
-
-
 def test_an_average_starts_at_the_loaded_weights() -> None:
     """Weights of a run without an average, loaded at the start or later."""
     source, resumed, fresh, trained = make(None), make(), make(), make()

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from utils.profiling.timing import matmul_tflops, peak_caveat, repeat
+from utils.profiling.timing import peak_caveat, repeat
 
 CPU = torch.device("cpu")
-
-
-def test_matmul_throughput_of_a_cpu_is_between_a_megaflop_and_a_petaflop_per_second() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        values = matmul_tflops(CPU, dtype, seconds=0.0, size=128)
-        assert len(values) == 3
-        assert all(1e-6 < value < 1e3 for value in values)
 
 
 def test_number_of_calls_fits_into_the_given_time_within_its_limits() -> None:

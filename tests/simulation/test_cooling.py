@@ -78,6 +78,22 @@ def test_reionization_heats_cold_gas_to_its_temperature_and_keeps_hot_gas(gas: P
     assert 1.5e6 < temperature[3] < 1.8e6
 
 
+def test_a_step_across_reionization_is_one_before_and_one_after_it(gas: PrimordialGas) -> None:
+    """The gas cools as soon as it is ionized, not at the end of the step."""
+    density, theta = torch.tensor([0.1, 1.0, 10.0]), torch.tensor([0.1, 2.0, 100.0])
+    at_once = theta * gas.change(7.7, 7.2).factor(density, theta)
+    ionized = theta * gas.change(7.7, 7.5).factor(density, theta) * (8.5 / 8.7) ** 2
+    after = ionized * gas.change(7.5, 7.2).factor(density, ionized) * (8.7 / 8.5) ** 2
+    torch.testing.assert_close(at_once, after, rtol=0.01, atol=0)
+
+
+def test_outside_the_table_the_nearest_edge_is_used(gas: PrimordialGas) -> None:
+    table = gas.change(3.1, 3.0)
+    edges = torch.tensor([[1e-3, 1e5, 1.0, 1.0], [1e4, 1e4, 1e-2, 1e9]])
+    outside = torch.tensor([[1e-6, 1e8, 1.0, 1.0], [1e4, 1e4, 1e-5, 1e12]])
+    torch.testing.assert_close(table.factor(*outside), table.factor(*edges), rtol=1e-4, atol=0)
+
+
 def test_flow_of_a_linear_rate_is_an_exponential() -> None:
     nodes = torch.linspace(-2, 3, 40, dtype=torch.float64).sinh()[None]
     start = torch.linspace(-3, 9, 50, dtype=torch.float64)[None]

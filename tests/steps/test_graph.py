@@ -20,7 +20,6 @@ from processes import run
 from small_steps import LR, differing, make_step, refusing_to_wait, small_network, snapshot, weights, world_on
 from torch import nn
 
-import train
 from utils.config import Config
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim import soap
@@ -99,13 +98,6 @@ def test_exchanges_that_a_graph_cannot_hold_are_refused(monkeypatch, ranks, opti
     monkeypatch.setattr(graph.dist, "get_backend_config", lambda: backends)
     with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
         GraphStep.check(Config(**options), world_on("cuda", ranks))
-
-
-def test_the_preflight_refuses_what_the_graph_step_refuses(data_flags, capsys) -> None:
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--config=test", *data_flags, "--preflight"], step_class=GraphStep)
-    assert stop.value.code == 2
-    assert "only CUDA devices have graphs" in capsys.readouterr().err
 
 
 # --- a fake device ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -518,6 +519,16 @@ def test_a_link_or_removal_that_fails_costs_no_checkpoint(
     saves.check()
     save(saves, 4, best_step=4)
     assert saved_steps(tmp_path) == [4]
+
+
+def test_checkpoints_that_a_new_run_removes_are_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that resumes removes none of them before it has written the next one."""
+    folder, config = folder_of(tmp_path), Config()
+    free = checkpoint_writer.checkpoint_bytes(config) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    checkpoint_writer.check_space(folder, config, resumes=False)
+    with pytest.raises(UserError, match="a checkpoint needs about"):
+        checkpoint_writer.check_space(folder, config, resumes=True)
 
 
 def test_a_save_that_hangs_is_reported_and_the_next_succeeds(

@@ -121,21 +121,6 @@ def test_ranks_that_see_different_data_at_one_path_are_refused(tmp_path: Path, v
     assert not (tmp_path / "run").exists()
 
 
-def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume_file: Any, start: Any) -> None:
-    paths = volumes(tmp_path / "data", volume_file)
-    start(configs.load(YAML, "test", paths))
-    before = recorded(tmp_path)["data"]
-    os.utime(paths["train_path"], (1e9, 1e9))
-    moved = {**paths, "val_path": shutil.move(paths["val_path"], tmp_path / "moved.h5")}
-    assert start(configs.load(YAML, "test", {**moved, "val_path": str(moved["val_path"])}), resumed=8) == []
-    after = recorded(tmp_path)["data"]
-    assert after["val_path"]["path"] == str(tmp_path / "moved.h5")
-    assert before["train_path"]["modified"] != after["train_path"]["modified"]
-    for key in paths:
-        assert before[key]["sha256_of_samples"] == after[key]["sha256_of_samples"]
-        assert before[key]["bytes"] == after[key]["bytes"] > 0
-
-
 def test_each_file_of_a_list_is_recorded_and_another_order_gets_a_warning(
     tmp_path: Path, volume_file: Any, start: Any
 ) -> None:

@@ -409,7 +409,9 @@ def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp
     weights = str(tmp_path / "source" / FOLDER / "step_00000016")
     begin(first, init_from=weights, jobs=("slurm 7",))
     save(first, TEST, 8)
+    (first / "summary.json").touch()
     begin(first, resume="auto", jobs=("slurm 8",))
+    assert not (first / "summary.json").exists(), "a run that resumes is not finished"
     begin(first, resume="auto", jobs=("slurm 9",))
     assert chosen(first, init_from=weights)[0] == "00"
     assert chosen(first)[0] == "00-2"
@@ -421,12 +423,20 @@ def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp
 
 
 def test_a_kill_before_the_link_to_the_best_checkpoint_moves_loses_nothing(first: Path) -> None:
-    """A fixed bug: the link stayed behind, and the best checkpoint was removed."""
-    save(first, TEST, 8)
-    save(first, TEST, 16)
+    """A fixed bug: the link stayed behind, and the best checkpoint was removed.
+
+    The kill came while a checkpoint was replaced. Evaluations of later epochs go.
+    """
+    for step in (8, 16):
+        save(first, TEST, step)
+    (first / "evaluation").mkdir()
+    for step in (16, 24):
+        (first / "evaluation" / f"step_{step:08d}.npz").touch()
     (first / FOLDER / "best").symlink_to("step_00000008")
+    step_directory(first / FOLDER, 16).rename(first / FOLDER / ".step_00000016.replaced")
     begin(first, resume="auto")
     assert os.readlink(first / FOLDER / "best") == "step_00000016"
+    assert names(first / "evaluation") == ["step_00000016.npz"]
 
 
 def test_saved_config_keeps_the_global_batch_for_another_number_of_ranks(first: Path) -> None:

@@ -20,12 +20,12 @@ import pytest
 from utils.data.files.writer import BlockWriter, ResumableHDF5File
 from utils.errors import UserError
 
-SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5), "group/scalar": (10, 3, 5)}
-# Blocks of rows, of planes, and of whole fields.
+SHAPES = {"one": (2, 10, 7, 5), "other": (1, 10, 7, 5), "group/scalar": (10, 7, 5)}
+# Blocks of rows, of planes (some with equal sides that are not those of the field), and of whole fields.
 CUTS = {
-    "rows": ((0, 4, 10), (0, 1, 3), (0, 2, 5)),
-    "planes": ((0, 4, 5, 10), (0, 2, 3), (0, 5)),
-    "one": ((0, 10), (0, 3), (0, 5)),
+    "rows": ((0, 4, 10), (0, 1, 7), (0, 2, 5)),
+    "planes": ((0, 4, 5, 10), (0, 5, 7), (0, 5)),
+    "one": ((0, 10), (0, 7), (0, 5)),
 }
 BLOCKS = {
     name: [tuple(slice(*pair) for pair in block) for block in itertools.product(*map(itertools.pairwise, cuts))]
