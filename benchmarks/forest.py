@@ -50,7 +50,8 @@ def measures(found: Results) -> dict[str, float]:
     """What is compared, of one network on one box."""
     assert found.flux is not None
     assert found.phase_diagram is not None
-    values, fields = {}, found.flux.fields
+    values: dict[str, float] = {}
+    fields = found.flux.fields
     for name in (PREDICTION, FGPA):
         for quantity, errors in (("P1D", found.flux.band_errors(name)), ("P3D", found.flux.p3d_errors(name))):
             values |= {f"{quantity} error, {band}, {name}": error for band, error in errors.items()}
