@@ -96,7 +96,7 @@ class Bispectrum:
     @property
     def reference_ratios(self) -> dict[float, float]:
         """The ratio at large, middle and small scales, by k."""
-        shells = reference_shells(self.k) if np.isfinite(self.k).any() else []
+        shells = sorted({*reference_shells(self.k)}) if np.isfinite(self.k).any() else []
         return {float(self.k[shell]): float(self.ratio[shell]) for shell in shells}
 
 
