@@ -30,7 +30,7 @@ from utils.evaluation.volume import VolumeFields
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from utils.steps import build
 
-SIGHTLINES = 4096  # along each axis
+SIGHTLINES = 0  # all: P3D needs them
 FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0, 3.0, 5.0, 10.0)  # h/Mpc
 FLUX_LARGEST_K = (0.015, 0.08)  # s/km; about half of Nyquist's for cells of 1 and of 0.16 Mpc/h
 COPYING = "copying density and velocities"
@@ -143,8 +143,10 @@ def measures(found: results.Results) -> dict[str, float]:
 
 
 def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Mean, standard deviation and values of each measure."""
-    return {name: common.over_seeds([one[name] for one in found]) for name in found[0]}
+    """Mean, standard deviation and values of each measure that all have: not every network reaches a scale."""
+    return {
+        name: common.over_seeds([one[name] for one in found]) for name in found[0] if all(name in one for one in found)
+    }
 
 
 def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:

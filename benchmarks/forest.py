@@ -24,18 +24,13 @@ from utils.config.sections import EvaluationConfig
 from utils.errors import one_line_errors
 from utils.evaluation.results import PhaseDiagram, Results
 from utils.evaluation.volume import VolumeFields, config_of_files
-from utils.lyman_alpha.results import FGPA, PREDICTION, TARGET
+from utils.lyman_alpha.results import BANDS, FGPA, PREDICTION, TARGET, band_name
 
 STUDY = "forest"
-BANDS = ((0.003, 0.01), (0.01, 0.03), (0.003, 0.03), (0.03, 0.1))  # s/km
+BAND = BANDS[2]  # of the fit of the smoothing and of the scatter between boxes
 LENGTHS = (0.0, 0.1, 0.15, 0.2, 0.3)  # Mpc/h
 FIT = (-0.5, 0.5)  # log10 of density / mean
 HOT = 1e5  # K
-
-
-def band_errors(ratio: np.ndarray, k: np.ndarray) -> list[float]:
-    """Rms of the ratio - 1 in each band."""
-    return [float(np.sqrt(np.mean((ratio[(low <= k) & (k <= high)] - 1) ** 2))) for low, high in BANDS]
 
 
 def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float]:
@@ -55,13 +50,16 @@ def measures(found: Results) -> dict[str, float]:
     """What is compared, of one network on one box."""
     assert found.flux is not None
     assert found.phase_diagram is not None
-    values, fields = {}, found.flux.fields
+    values: dict[str, float] = {}
+    fields = found.flux.fields
     for name in (PREDICTION, FGPA):
-        for (low, high), error in zip(BANDS, band_errors(found.flux.ratios[name], found.flux.k), strict=True):
-            values[f"P1D error, {low:g} to {high:g} s/km, {name}"] = error
+        for quantity, errors in (("P1D", found.flux.band_errors(name)), ("P3D", found.flux.p3d_errors(name))):
+            values |= {f"{quantity} error, {band}, {name}": error for band, error in errors.items()}
+        values[f"correlation of the flux, {name}"] = fields[name].correlation
         values[f"PDF distance, {name}"] = found.flux.pdf_distance(name)
         mean = fields[name].unscaled_mean / fields[TARGET].unscaled_mean
         values[f"mean flux / target's, before rescaling, {name}"] = mean
+    values["mean gas density / target's"] = found.mass_ratio
     spectrum = found.spectra["log density"]
     for k in (2.0, 5.0, 10.0):
         values[f"r of log density, k = {k:g} h/Mpc, {PREDICTION}"] = float(
@@ -81,13 +79,13 @@ def fitted_smoothing(file: str) -> tuple[float, dict[str, float]]:
         with closing(VolumeFields(file, file, config.model_copy(update={"evaluation": options}))) as fields:
             flux = fields.evaluate(None, "", {}, common.this_machine()).flux
         assert flux is not None
-        errors[f"{length:g}"] = band_errors(flux.ratios[FGPA], flux.k)[2]
+        errors[f"{length:g}"] = flux.band_errors(FGPA)[band_name(BAND)]
     return float(min(errors, key=lambda length: errors[length])), errors
 
 
 def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, float]:
-    """Rms error of BANDS[2], and the share of its square that is scatter between boxes."""
-    used = np.stack(ratios)[:, (BANDS[2][0] <= k) & (k <= BANDS[2][1])] - 1
+    """Rms error in BAND, and the share of its square that is scatter between boxes."""
+    used = np.stack(ratios)[:, (BAND[0] <= k) & (k <= BAND[1])] - 1
     total, bias = np.mean(used**2), np.mean(used.mean(0) ** 2)
     return {"rms": float(np.sqrt(total)), "bias": float(np.sqrt(bias)), "share of scatter": float(1 - bias / total)}
 

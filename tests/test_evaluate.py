@@ -72,9 +72,15 @@ def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
     assert summary["metadata"]["checkpoint"].startswith(str(trained_run.resolve()))
     assert summary["provenance"]["git_commit"]
     assert summary["spectra"].keys() == found.spectra.keys()
-    stored, spectrum = summary["spectra"]["velocity"].values(), found.spectra["velocity"]
+    (*stored, _, _, _, _), spectrum = summary["spectra"]["velocity"].values(), found.spectra["velocity"]
     for values, measured in zip(stored, (spectrum.k, spectrum.ratio, spectrum.correlation), strict=True):
         np.testing.assert_allclose(values, measured, rtol=1e-5)
+    assert (
+        spectrum.resolutions.items()
+        <= {name.removeprefix("k at "): k for name, k in summary["spectra"]["velocity"].items()}.items()
+    )
+    assert found.bispectrum is not None
+    np.testing.assert_allclose(summary["bispectrum"]["B ratio"], found.bispectrum.ratio, rtol=1e-5)
     assert "gas velocity x" in (written / "report.html").read_text()
 
 
@@ -97,6 +103,7 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "Lyman-alpha flux" in (Path(output) / "report.html").read_text()
     summary = json.loads((Path(output) / "evaluation.json").read_text())["flux"]
     np.testing.assert_allclose(summary["fields"]["FGPA"]["P1D (km/s)"], flux.fields["FGPA"].power, rtol=1e-5)
+    assert (flux.p3d_k.size, flux.fields["prediction"].correlation) == (0, pytest.approx(1)), "64 of 144 sight-lines"
     capfd.readouterr()
     without_page(monkeypatch)
     evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux"])

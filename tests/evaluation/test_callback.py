@@ -28,8 +28,7 @@ from utils.evaluation import figures
 from utils.evaluation.results import Results, load
 from utils.evaluation.statistics import VolumeStatistics
 from utils.evaluation.volume import evaluate_fields
-from utils.lyman_alpha.forest import FluxStatistics
-from utils.lyman_alpha.results import Flux
+from utils.lyman_alpha.forest import FluxStatistics, KnownFlux
 from utils.training.checkpoint import read_weights
 from utils.training.evaluations import FILES, FOLDER
 from utils.training.loggers.base import read_records
@@ -72,8 +71,8 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, kno
     """
     begin = FluxStatistics.__init__
 
-    def record(self: FluxStatistics, setup: Any, slabs: Slabs, earlier: Flux | None) -> None:
-        known.append([*earlier.fields] if earlier else [])
+    def record(self: FluxStatistics, setup: Any, slabs: Slabs, earlier: KnownFlux) -> None:
+        known.append([*earlier.fields])
         begin(self, setup, slabs, earlier)
 
     folder = tmp_path_factory.mktemp("runs")
@@ -90,7 +89,7 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, kno
 
 def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, known: list[list[str]]) -> None:
     """The flux of target and baseline is computed once: tests/lyman_alpha/test_forest.py tests what is known."""
-    assert known == [[], ["target", "prediction", "FGPA"]]
+    assert known == [[], ["target", "FGPA"]]
     found = history(trained)
     assert [(each.metadata["epoch"], each.metadata["step"]) for each in found] == [(1, 8), (2, 16)]
     records = [record for record in read_records(trained / "metrics.jsonl") if "Evaluation L1/all channels" in record]
@@ -105,13 +104,13 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, known
         assert first[name].scale == second[name].scale
     assert first["prediction"].scale != second["prediction"].scale
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
-    for name in ("slices", "spectra", "distributions", "phase_diagram", "flux"):
+    for name in ("slices", "spectra", "distributions", "phase_diagram", "flux", "flux_3d"):
         assert f"Evaluation/{name}".encode() in events
     report = (trained / "report.html").read_text()
     assert report.startswith("<!DOCTYPE html>")
     assert "Evaluation: test/1ranks/00, epoch 2, step 16" in report
     assert f"(l1, {next(r['Loss/valid'] for r in records if r['step'] == 16):.5f})" in report
-    assert report.count("data:image/png;base64,") == 6
+    assert report.count("data:image/png;base64,") == 7
     assert "gas density" in (trained / "out.log").read_text()
 
 

@@ -158,14 +158,22 @@ def test_flux_shows_power_ratio_distribution_and_a_sight_line(monkeypatch: pytes
         if name != "target":
             np.testing.assert_allclose(ratio.lines[number - 1].get_ydata(), flux.ratios[name])
     assert (ratio.get_xlabel(), line.get_xlabel()) == ("wavenumber k (s/km)", "velocity along z (km/s)")
-    monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux})
-    assert list(figures.draw_all(results)) == ["flux"]
+    by_direction = figures.flux_3d(results).axes
+    assert [axes.get_title() for axes in by_direction] == ["prediction", "FGPA"]
+    for axes, ratio in zip(by_direction, flux.p3d_ratios.values(), strict=True):
+        for line, k, values in zip(axes.lines[1:], flux.p3d_k, ratio, strict=True):
+            np.testing.assert_array_equal(line.get_xdata(), k[np.isfinite(k)])
+            np.testing.assert_array_equal(line.get_ydata(), values[np.isfinite(k)])
+    monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux, "flux_3d": figures.flux_3d})
+    assert list(figures.draw_all(results)) == ["flux", "flux_3d"]
+    assert list(figures.draw_all(replace(results, flux=replace(flux, p3d_k=np.empty((4, 0)))))) == ["flux"]
     assert not figures.draw_all(replace(results, flux=None))
     nan = replace(
         flux.fields["prediction"], **{key: value * np.nan for key, value in vars(flux.fields["target"]).items()}
     )
     diverged = replace(results, flux=replace(flux, fields={**flux.fields, "prediction": nan}))
     assert len(figures.encode_png(figures.flux(diverged))) > 10000
+    assert len(figures.encode_png(figures.flux_3d(diverged))) > 10000
 
 
 def test_slices_have_y_to_the_right_and_z_upwards(found: Results) -> None:
@@ -275,7 +283,7 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
 @pytest.mark.parametrize("name", figures.PICTURES)
 def test_every_figure_becomes_a_png(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "DOTS_PER_INCH", 50)
-    found = sample_results(8, cell=CELL, flux=name == "flux")
+    found = sample_results(8, cell=CELL, flux=name.startswith("flux"))
     picture = Image.open(io.BytesIO(figures.encode_png(figures.PICTURES[name](found))))
     assert picture.format == "PNG"
     assert len(np.unique(np.asarray(picture.convert("L")))) > 10, "an empty picture"

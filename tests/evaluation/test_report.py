@@ -85,8 +85,11 @@ def test_the_field_table_gives_the_scale_where_the_correlation_is_lost(found: Re
         name: replace(spectrum, cross=r * np.sqrt(spectrum.predicted * spectrum.target))
         for name, r in (("kept", correlation), ("lost", lost), ("gap", gap))
     }
-    limits = [row[-1] for row in tables.field_table(replace(found, spectra=spectra))]
-    assert limits == ["r below 0.9 from k", "none", f"{spectrum.k[3]:.2g}", f"{spectrum.k[5]:.2g}"]
+    rows = {row[0]: row[1:] for row in tables.field_table(replace(found, spectra=spectra))}
+    below = [f"{k:.2g}" for k in (spectra["lost"].resolutions["r = 0.9"], spectrum.k[5])]
+    assert rows["k at r = 0.9"] == ["not reached", *below]
+    assert spectrum.k[2] < float(below[0]) < spectrum.k[3]
+    assert rows["k at r = 0.5"] == ["not reached", "not reached", below[1]]
 
 
 def test_the_summary_says_which_scales_are_right(found: Results) -> None:
@@ -129,6 +132,25 @@ def test_the_conclusion_names_fields_that_are_no_better_than_copying_or_a_consta
     assert np.isnan(found.copied_l1).tolist() == [False] * 4 + [True], "the input has no temperature"
 
 
+def test_the_conclusion_says_if_a_baseline_has_a_smaller_error() -> None:
+    """Newcomers missed it in the table."""
+    found = sample_results(16, cell=0.5, flux=True)
+    flux = found.flux
+    assert flux is not None
+    for error, sentence in (
+        (0.05, " But FGPA, which needs no network, has a smaller P1D error: 5.0%, the prediction 8.0% (mean to"),
+        (0.5, ""),
+    ):
+        target = flux.fields["target"]
+        fields = {
+            name: replace(target, power=(1 + excess) * target.power)
+            for name, excess in (("target", 0), ("prediction", 0.08), ("FGPA", error))
+        }
+        text = tables.conclusion(replace(found, flux=replace(flux, fields=fields)))
+        assert text.startswith("The prediction of each channel is better")
+        assert (sentence in text) if sentence else ("FGPA" not in text)
+
+
 def test_the_page_shows_the_losses_of_the_training_run(found: Results, tmp_path: Path) -> None:
     """Of a checkpoint's run; the page stays one file of bounded size."""
     run = tmp_path / "demo/2ranks/00"
@@ -158,7 +180,8 @@ def test_tables_have_physical_errors_and_spectra(found: Results) -> None:
     for name, unit in (("gas density", "mean density"), ("temperature", "K")):
         assert rows[name][2:] == [unit, f"{dex[name]:.3f} dex"]
     assert rows["velocity divergence"][1] == f"{found.divergence_r2:.4f}"
-    rows = {row[0]: row[1:7] for row in tables.field_table(found)}
+    assert rows["mean gas density / target's"][3] == f"{found.mass_ratio:.4f}"
+    rows = {row[0]: [*row[1:7]] for row in zip(*tables.field_table(found), strict=True)}
     for name, spectrum in found.spectra.items():
         shells = spectrum.reference_shells
         assert rows[name] == [f"{value:.3f}" for value in (*spectrum.correlation[shells], *spectrum.ratio[shells])]
@@ -169,17 +192,19 @@ def test_the_flux_has_a_table_and_a_picture() -> None:
     lines = tables.lines(found)[:-1]
     assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
     assert all(any(line.startswith(row[0]) for line in lines) for row in tables.channel_table(found))
-    assert all(any(line.startswith(name) for line in lines) for name in tables.field_table(found)[0])
+    assert all(any(line.startswith(row[0]) for line in lines) for row in tables.field_table(found))
     flux = found.flux
     assert flux is not None
-    rows = {row[0]: row[1:] for row in tables.flux_table(flux)}
+    rows = {row[0]: [*row[1:]] for row in zip(*tables.flux_table(flux), strict=True)}
     target, fgpa = flux.fields["target"], flux.fields["FGPA"]
-    assert rows["target"] == [f"{target.unscaled_mean:.3f}", f"{target.scale:.3f}", *[""] * 5]
-    values = [*flux.ratios["FGPA"][flux.reference_modes], flux.power_error("FGPA"), flux.pdf_distance("FGPA")]
+    values = [*flux.ratios["FGPA"][flux.reference_modes], flux.power_error("FGPA")]
+    values += [*flux.band_errors("FGPA").values(), *flux.p3d_errors("FGPA").values()]
+    values += [fgpa.correlation, flux.pdf_distance("FGPA")]
+    assert rows["target"] == [f"{target.unscaled_mean:.3f}", f"{target.scale:.3f}", *[""] * len(values)]
     assert rows["FGPA"] == [f"{value:.3f}" for value in (fgpa.unscaled_mean, fgpa.scale, *values)]
-    parsed = Parsed(report.page(found, {**PICTURES, "flux": b"PNG"}, {}))
-    assert len(parsed.images()) == 4
-    assert all([name, *row] in parsed.rows for name, row in rows.items())
+    parsed = Parsed(report.page(found, {**PICTURES, "flux": b"PNG", "flux_3d": b"PNG"}, {}))
+    assert len(parsed.images()) == 5
+    assert all(row in parsed.rows for row in tables.flux_table(flux))
     assert f"{flux.mean_flux:.4g} at redshift {flux.redshift:g}" in parsed.text
     assert "computed from the dark matter, not smoothed: the cells are too large." in parsed.text
     without = {name: field for name, field in flux.fields.items() if name != "FGPA"}

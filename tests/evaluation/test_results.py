@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sample_results import sample_results
 
-from utils.evaluation.results import Distribution, PhaseDiagram, Results, Spectrum, load, save
+from utils.evaluation.results import Bispectrum, Distribution, PhaseDiagram, Results, Spectrum, load, save
 from utils.lyman_alpha.results import Flux, FluxField
 
 
@@ -24,7 +24,7 @@ def same(one: Any, other: Any) -> None:
     if isinstance(one, np.ndarray):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
-    elif isinstance(one, Results | Spectrum | Distribution | PhaseDiagram | Flux | FluxField):
+    elif isinstance(one, Results | Spectrum | Bispectrum | Distribution | PhaseDiagram | Flux | FluxField):
         same(vars(one), vars(other))
     elif isinstance(one, dict):
         assert list(one) == list(other)
@@ -80,6 +80,7 @@ def test_scalars_cover_three_scales_of_the_flux() -> None:
         assert scalars[f"Evaluation flux/P1D error, {name}"] == pytest.approx(np.abs(used - 1).mean())
         difference = np.abs(flux.fields[name].pdf - flux.fields["target"].pdf)
         assert scalars[f"Evaluation flux/PDF distance, {name}"] == pytest.approx(difference.sum() * 0.05 / 2)
+        assert scalars[f"Evaluation flux/correlation, {name}"] == flux.fields[name].correlation
     assert scalars["Evaluation flux/mean before rescaling, target"] == flux.fields["target"].unscaled_mean
     assert scalars.items() <= example().scalars().items()
 
@@ -103,3 +104,37 @@ def test_the_reference_shells_are_large_middle_and_small_scales() -> None:
     assert [k[shell] for shell in Spectrum(k, k, k, k, k).reference_shells] == [2.0, 8.0, 16.0]
     single = np.ones(1)
     assert Spectrum(single, single, single, single, single).reference_shells == [0, 0, 0]
+
+
+def test_the_resolution_is_where_a_curve_first_falls_below_a_level() -> None:
+    k, one = np.arange(1.0, 6.0), np.ones(5)
+    correlation = np.array([1.0, 0.98, 0.82, 0.42, 0.95])
+    found = Spectrum(k, one, predicted=np.array([1.0, 1.1, 0.9025, 0.64, 0.36]), target=one, cross=one)
+    found = dataclasses.replace(found, cross=correlation * np.sqrt(found.predicted))
+    expected = {"r = 0.9": 2.5, "r = 0.5": 3.8, "T = 0.9": 3 + 1 / 3, "T = 0.5": None}
+    assert found.resolutions == {name: k and pytest.approx(k) for name, k in expected.items()}
+    assert found.resolution(np.array([0.8, 1, 1, 1, 1]), 0.9) == 1, "the first k"
+    assert found.resolution(np.array([1, 1, np.nan, 1, 1]), 0.9) == 3, "not finite"
+
+
+def test_errors_of_flux_power_in_bands_and_bins() -> None:
+    """A band without a mode is absent; bins of k and mu without a mode, and small scales, are not used."""
+    flux = example().flux
+    assert flux is not None
+    k = np.array([0.004, 0.008, 0.02])
+    p3d_k = np.array([[0.5, 1.0, 3.9], [np.nan, 1.5, 4.0]])
+    ratios = {"power": np.array([1.1, 0.7, 1.2]), "p3d": np.array([[1.1, 0.9, 5.0], [np.nan, 1.2, 7.0]])}
+    fields = {
+        name: dataclasses.replace(flux.fields[name], **{key: factor**is_other for key, factor in ratios.items()})
+        for is_other, name in enumerate(("target", "prediction"))
+    }
+    modes = np.isfinite(p3d_k).astype(float)
+    found = dataclasses.replace(flux, k=k, p3d_k=p3d_k, p3d_modes=modes, fields=fields)
+    assert found.band_errors("prediction") == {
+        "0.003 to 0.01 s/km": pytest.approx(np.sqrt((0.1**2 + 0.3**2) / 2)),
+        "0.01 to 0.03 s/km": pytest.approx(0.2),
+        "0.003 to 0.03 s/km": pytest.approx(np.sqrt((0.1**2 + 0.3**2 + 0.2**2) / 3)),
+    }
+    assert found.p3d_errors("prediction") == {"to 2 h/Mpc": pytest.approx(np.sqrt((0.1**2 + 0.1**2 + 0.2**2) / 3))}
+    none = np.empty((4, 0))
+    assert dataclasses.replace(found, p3d_k=none, p3d_modes=none).p3d_errors("prediction") == {}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from utils.data import modes
 from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation import spectra
 from utils.evaluation.results import Spectrum
 from utils.evaluation.spectra import KShells
 
@@ -76,7 +76,7 @@ def test_no_shell_is_empty_for_any_shape() -> None:
 def test_results_do_not_depend_on_the_number_of_columns_processed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = related((13, 10, 8))
     whole = measured(*fields)
-    monkeypatch.setattr(spectra, "MODES_AT_ONCE", 200)  # three columns at a time, one in the last batch
+    monkeypatch.setattr(modes, "MODES_AT_ONCE", 200)  # three columns at a time, one in the last batch
     parts = measured(*fields)
     for name in ("k", "modes", "predicted", "target", "cross"):
         np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12)

@@ -81,13 +81,17 @@ def numpy_divergence(velocity: Sequence[np.ndarray], cell: float) -> np.ndarray:
 
 def agree(one: Results, other: Results, tolerance: float = 1e-6) -> None:
     """Spectra and errors within a relative tolerance; counts and slices exactly."""
-    for name in ("l1", "r2", "divergence_r2"):
+    for name in ("l1", "r2", "divergence_r2", "mass_ratio"):
         np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=tolerance, atol=tolerance)
     assert list(one.spectra) == list(other.spectra)
     for name, spectrum in one.spectra.items():
         for part, values in vars(spectrum).items():
             theirs = getattr(other.spectra[name], part)
             np.testing.assert_allclose(values, theirs, rtol=tolerance, atol=tolerance * np.abs(theirs).max())
+    if one.bispectrum and other.bispectrum:
+        for part, values in vars(one.bispectrum).items():
+            theirs = getattr(other.bispectrum, part)
+            np.testing.assert_allclose(values, theirs, rtol=tolerance, atol=tolerance * np.nanmax(np.abs(theirs)))
     counts = [{**each.distributions, "phase diagram": each.phase_diagram} for each in (one, other)]
     assert list(counts[0]) == list(counts[1])
     for name, histogram in counts[0].items():
@@ -122,6 +126,7 @@ def test_errors_slices_and_histograms_agree_with_numpy(found: Results) -> None:
         for counts, values in zip((distribution.predicted, distribution.target), decimal, strict=True):
             np.testing.assert_array_equal(counts, np.histogram(values[number], distribution.edges)[0])
             assert counts.sum() == target[0].size
+    assert found.mass_ratio == pytest.approx(physical(predicted)[0].mean() / physical(target)[0].mean(), rel=1e-6)
     edges = found.distributions["gas velocity y"].edges
     assert (edges[0], edges[-1]) == pytest.approx((-1350, 1350))
     phase = found.phase_diagram
@@ -258,6 +263,7 @@ def test_one_unknown_transform_does_not_affect_the_other_channels() -> None:
         assert list(found.spectra) == spectra
         assert (found.phase_diagram is None) == (unknown == "density_log_scale")
         assert np.isnan(found.divergence_r2) == ("divergence" not in spectra)
+        assert (found.bispectrum is None) == np.isnan(found.mass_ratio) == (unknown == "density_log_scale")
         assert ("velocity divergence" in found.distributions) == ("divergence" in spectra)
 
 

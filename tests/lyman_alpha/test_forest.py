@@ -21,8 +21,8 @@ from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
-from utils.lyman_alpha.forest import FluxStatistics, Sightlines, smooth
-from utils.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux
+from utils.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
+from utils.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux, FluxField
 from utils.lyman_alpha.setup import FluxSetup
 
 ONE = World(Launch("test"), torch.device("cpu"))
@@ -54,7 +54,9 @@ def fields(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> tuple[np.ndarr
     return 1.1 * target[:4], predicted, target
 
 
-def measured(volumes: tuple[np.ndarray, ...], world: World = ONE, known: Flux | None = None, **options: Any) -> Flux:
+def measured(
+    volumes: tuple[np.ndarray, ...], world: World = ONE, known: KnownFlux | None = None, **options: Any
+) -> Flux:
     slabs = Slabs(volumes[0].shape[1:], world)  # type: ignore[arg-type]
     prepared = setup(**{"shape": slabs.shape, "mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
     assert prepared is not None
@@ -89,6 +91,23 @@ def physical(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         channel.to_physical(part.astype(np.float64)) for channel, part in zip(GAS, values, strict=True)
     )
     return density, np.stack(velocity), temperature
+
+
+def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
+    """P(k, mu) of all modes along x, y and z, in shells of one fundamental: the bins of a small box."""
+    sums, modes = np.zeros((2, 4, max(SHAPE) // 2))
+    waves = np.stack(np.meshgrid(*(np.fft.fftfreq(side) * max(SHAPE) for side in SHAPE), indexing="ij"))
+    k = np.sqrt((waves**2).sum(0))
+    for axis, tau in enumerate(taus):
+        others = [side for other, side in enumerate(SHAPE) if other != axis]
+        flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
+        power = np.abs(np.fft.fftn(flux / field.mean - 1) / flux.size) ** 2 * flux.size * CELL**3
+        used = (k >= 0.5) & (k < max(SHAPE) // 2 + 0.5)
+        mu = np.minimum(4 * np.abs(waves[axis][used]) / k[used], 3).astype(int)
+        place = mu, np.floor(k[used] + 0.5).astype(int) - 1
+        np.add.at(sums, place, power[used])
+        np.add.at(modes, place, 1)
+    return np.where(modes > 0, sums / np.maximum(modes, 1), np.nan)
 
 
 # --- numpy -----------------------------------------------------------------------------------------------------------
@@ -126,6 +145,9 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
             weighted[bins] += lines * power
             modes[bins] += lines
         np.testing.assert_allclose(field.power, weighted / modes, rtol=1e-4)
+        np.testing.assert_allclose(field.p3d, power_by_direction(taus, field), rtol=1e-4)
+        theirs = np.concatenate([tau.ravel() for tau in expected[TARGET]]) * found.fields[TARGET].scale
+        assert field.correlation == pytest.approx(np.corrcoef(flux, np.exp(-theirs))[0, 1], rel=1e-5)
         middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
         np.testing.assert_allclose(field.sightline, middle, rtol=1e-4)
     np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
@@ -244,8 +266,9 @@ def test_sight_lines_are_evenly_spaced_and_shared() -> None:
 
 def test_later_evaluations_compute_the_prediction_alone(found: Flux) -> None:
     inputs, predicted, target = fields()
-    first = measured((inputs, target, target))
-    agree(measured((0 * inputs, predicted, 0 * target), known=first), found)
+    known = KnownFlux()
+    measured((inputs, target, target), known=known)
+    agree(measured((0 * inputs, predicted, 0 * target), known=known), found)
 
 
 # --- what may be missing or wrong ------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from utils.evaluation.results import Results
 from utils.evaluation.volume import NOT_PERIODIC, evaluate_fields
 from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
+from utils.lyman_alpha.forest import KnownFlux
 from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
 from utils.training.callbacks import Evaluation
@@ -49,7 +50,7 @@ class VolumeEvaluation(Evaluation):
         read = functools.partial(self._read, volume.inputs, slice(None))
         self._predictor = SlidingWindowPredictor(step.predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
-        self._last: Results | None = None
+        self._known = KnownFlux()
         self._folder = run.directory / evaluations.FOLDER
         self._metadata = {"input": volume.path, "run": str(run.directory), "loss": config.loss}
         if not volume.periodic:
@@ -65,7 +66,6 @@ class VolumeEvaluation(Evaluation):
         windows = self._predictor.grid.describe()
         log.info(f"  Evaluating the validation volume, {windows}")
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
-        known = self._last.flux if self._last else None
         with out_of_memory_for_users(MEMORY_REMEDY):
             slabs = Slabs(self._volume.shape, self._world)
             predicted = slabs.stored(self._predictor.predict_planes(slabs, pause=stop_if_requested))
@@ -74,8 +74,9 @@ class VolumeEvaluation(Evaluation):
                 for field in (self._volume.inputs, self._volume.targets)
             )
             fields = SlabFields(inputs, predicted, target)
-            evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, stop_if_requested, known)
-        self._last = evaluation
+            evaluation = evaluate_fields(
+                self._config, self._volume, fields, slabs, metadata, stop_if_requested, self._known
+            )
         if self._world.is_root:
             self._save_and_draw(evaluation, step)
         seconds = time.perf_counter() - started

@@ -31,6 +31,7 @@ DOTS_PER_INCH = 110
 def draw_all(results: Results) -> dict[str, Figure]:
     """A figure for each entry of PICTURES that the results have data for."""
     missing = {name for name in ("phase_diagram", "flux") if getattr(results, name) is None}
+    missing |= set() if results.flux and results.flux.p3d_k.size else {"flux_3d"}
     drawn = {name: draw(results) for name, draw in PICTURES.items() if name not in missing}
     for figure in drawn.values():
         figure.suptitle(results.title)
@@ -188,6 +189,28 @@ def _draw_axes_of_target(axes: Axes, flux: Flux) -> None:
     axes.axvline(flux.largest_k, color="0.3", linewidth=0.8, linestyle=":")
 
 
+def flux_3d(results: Results) -> Figure:
+    """P(k, mu) of the flux relative to that of the target, by direction; one panel per field."""
+    flux_results = results.flux
+    assert flux_results is not None, "the flux was not computed"
+    figure, ratios = new_figure(10, 4.3), flux_results.p3d_ratios
+    panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
+    edges, k = flux_results.mu_edges, flux_results.p3d_k
+    for axes, (name, ratio) in zip(panels, ratios.items(), strict=True):
+        axes.axhline(1, color="0.3", linewidth=0.8)
+        for number, color in enumerate(PALETTE[: len(k)]):
+            shown = np.isfinite(k[number])  # a line across bins without a mode
+            label = f"$\\mu$ = {edges[number]:g} to {edges[number + 1]:g}" if axes is panels[0] else None
+            axes.plot(k[number, shown], ratio[number, shown], color=color, label=label, marker=".")
+        axes.set(xscale="log", xlabel="wavenumber k (h/Mpc)", title=name, ylim=NEAR_ONE)
+        axes.set_xlim(np.nanmin(k) / 1.1, np.nanmax(k) * 1.1)
+        axes.grid(alpha=0.25)
+        _label_logarithmic(axes.xaxis)
+    panels[0].set_ylabel(r"$P_\mathrm{3D}(k, \mu)$ relative to the target")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
 # --- slices ----------------------------------------------------------------------------------------------------------
 
 
@@ -280,4 +303,5 @@ PICTURES: dict[str, Callable[[Results], Figure]] = {
     "distributions": distributions,
     "phase_diagram": phase_diagram,
     "flux": flux,
+    "flux_3d": flux_3d,
 }

@@ -109,13 +109,23 @@ def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, An
                 f"k ({evaluation.wavenumber_unit})": _rounded(spectrum.k),
                 "P ratio": _rounded(spectrum.ratio),
                 "r": _rounded(spectrum.correlation),
+                **{f"k at {level}": k for level, k in spectrum.resolutions.items()},
             }
             for name, spectrum in evaluation.spectra.items()
         },
+        **({"bispectrum": _bispectrum_summary(evaluation)} if evaluation.bispectrum else {}),
         **({"flux": _flux_summary(evaluation.flux)} if evaluation.flux else {}),
         "metadata": {**evaluation.metadata, "cell": evaluation.cell},
         "provenance": dict(provenance),
     }
+
+
+def _bispectrum_summary(evaluation: Results) -> dict[str, Any]:
+    """The equilateral bispectrum of log density in evaluation.json."""
+    found = evaluation.bispectrum
+    assert found is not None
+    ratio = {f"k ({evaluation.wavenumber_unit})": _rounded(found.k), "B ratio": _rounded(found.ratio)}
+    return {**ratio, "B of the target": _rounded(found.target)}
 
 
 def _flux_summary(flux: Flux) -> dict[str, Any]:
@@ -128,6 +138,8 @@ def _flux_summary(flux: Flux) -> dict[str, Any]:
         "k (s/km)": _rounded(flux.k),
         **{f"k along {axis} (s/km)": _rounded(k) for axis, k in zip("xyz", flux.axis_k, strict=True)},
         "PDF bin edges": _rounded(flux.edges),
+        "mu bin edges": _rounded(flux.mu_edges),
+        "k of P3D, by mu (h/Mpc)": [*map(_rounded, flux.p3d_k)],
         "fields": {
             name: {
                 "scale": _rounded(np.array([field.scale]))[0],
@@ -136,6 +148,7 @@ def _flux_summary(flux: Flux) -> dict[str, Any]:
                     f"P1D along {axis} (km/s)": _rounded(power)
                     for axis, power in zip("xyz", field.axis_power, strict=True)
                 },
+                "P3D, by mu ((Mpc/h)³)": [*map(_rounded, field.p3d)],
                 "PDF": _rounded(field.pdf),
             }
             for name, field in flux.fields.items()

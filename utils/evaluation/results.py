@@ -17,6 +17,8 @@ from utils.training import tags
 from utils.training.checkpoint import FOLDER
 from utils.training.loggers.base import run_name
 
+LOG_DENSITY = "log density"
+LEVELS = (0.9, 0.5)  # of r and T, whose wavenumbers are the effective resolution
 ARRAY = "stored array"  # key of a JSON object that refers to an array
 
 
@@ -47,10 +49,61 @@ class Spectrum:
             return self.cross / np.sqrt(self.predicted * self.target)
 
     @property
+    def transfer(self) -> np.ndarray:
+        """T(k) = √(P_predicted / P_target)."""
+        return np.sqrt(self.ratio)
+
+    def resolution(self, curve: np.ndarray, level: float) -> float | None:
+        """The k at which r or T falls below a level first, interpolated; None if it does not.
+
+        The first k if the curve begins below, and that of a shell whose value is NaN.
+        """
+        low = np.flatnonzero(~(curve >= level))
+        if not low.size:
+            return None
+        shell = int(low[0])
+        if shell == 0 or np.isnan(curve[shell]):
+            return float(self.k[shell])
+        pair = slice(shell - 1, shell + 1)
+        return float(np.interp(-level, -curve[pair], self.k[pair]))
+
+    @property
+    def resolutions(self) -> dict[str, float | None]:
+        """`resolution` of r and T at each of LEVELS, by name."""
+        curves = {"r": self.correlation, "T": self.transfer}
+        return {
+            f"{name} = {level}": self.resolution(curve, level) for name, curve in curves.items() for level in LEVELS
+        }
+
+    @property
     def reference_shells(self) -> list[int]:
-        """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k."""
-        first, last = self.k[[0, -1]]
-        return [int(np.abs(self.k - k).argmin()) for k in (min(2 * first, last), last / 4, last / 2)]
+        return reference_shells(self.k)
+
+
+@dataclass(frozen=True)
+class Bispectrum:
+    """Equilateral bispectrum of prediction and target, arrays [shells]; in the unit of length to the power of six."""
+
+    k: np.ndarray
+    predicted: np.ndarray
+    target: np.ndarray
+
+    @property
+    def ratio(self) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.predicted / self.target
+
+    @property
+    def reference_ratios(self) -> dict[float, float]:
+        """The ratio at large, middle and small scales, by k."""
+        shells = sorted({*reference_shells(self.k)}) if np.isfinite(self.k).any() else []
+        return {float(self.k[shell]): float(self.ratio[shell]) for shell in shells}
+
+
+def reference_shells(k: np.ndarray) -> list[int]:
+    """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k."""
+    first, last = k[np.isfinite(k)][[0, -1]]
+    return [int(np.nanargmin(np.abs(k - wanted))) for wanted in (min(2 * first, last), last / 4, last / 2)]
 
 
 @dataclass(frozen=True)
@@ -91,6 +144,8 @@ class Results:
     distributions: dict[str, Distribution]  # by channel name, and "velocity divergence"
     phase_diagram: PhaseDiagram | None  # None if density or temperature have no physical units
     divergence_r2: float  # R² of the velocity divergence; NaN if there is no velocity
+    mass_ratio: float  # mean gas density of the prediction relative to the target's; NaN if its unit is unknown
+    bispectrum: Bispectrum | None  # of the log density; None if its unit is unknown
     slices: dict[str, np.ndarray]  # the middle plane: "input" [C_in, Y, Z], "target" and "predicted" [C, Y, Z]
     metadata: Mapping[str, Any]  # epoch, step, checkpoint, input, …: plain values
     flux: Flux | None = None  # None if it was not computed
@@ -123,11 +178,18 @@ class Results:
             scalars[tags.evaluation("R2", channel.name)] = float(r2)
         if np.isfinite(self.divergence_r2):
             scalars[tags.evaluation("R2", "velocity divergence")] = self.divergence_r2
+        if np.isfinite(self.mass_ratio):
+            scalars[tags.evaluation("mass", "mean density / target's")] = self.mass_ratio
         for name, spectrum in self.spectra.items():
+            for level, k in spectrum.resolutions.items():
+                if k is not None:
+                    scalars[tags.evaluation("resolution", f"{name}, {level}")] = k
             for shell in spectrum.reference_shells:
                 curve = f"{name} at k = {spectrum.k[shell]:.3g}"
                 scalars[tags.evaluation("r", curve)] = float(spectrum.correlation[shell])
                 scalars[tags.evaluation("P ratio", curve)] = float(spectrum.ratio[shell])
+        for k, ratio in self.bispectrum.reference_ratios.items() if self.bispectrum else ():
+            scalars[tags.evaluation("B ratio", f"log density at k = {k:.3g}")] = ratio
         return scalars | (self.flux.scalars() if self.flux else {})
 
 
@@ -161,6 +223,8 @@ def load(path: Path) -> Results:
         values[name] = {key: kind(**parts) for key, parts in values[name].items()}
     if values["phase_diagram"] is not None:
         values["phase_diagram"] = PhaseDiagram(**values["phase_diagram"])
+    if values["bispectrum"] is not None:
+        values["bispectrum"] = Bispectrum(**values["bispectrum"])
     if values["flux"] is not None:
         fields = {name: FluxField(**parts) for name, parts in values["flux"]["fields"].items()}
         values["flux"] = Flux(**{**values["flux"], "fields": fields})

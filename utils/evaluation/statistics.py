@@ -17,7 +17,8 @@ from torch import Tensor
 
 from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, common_channels
 from utils.data.slabs import ReadPlanes, SlabFields, Slabs
-from utils.evaluation.results import Distribution, PhaseDiagram, Results
+from utils.evaluation.bispectrum import equilateral_bispectrum
+from utils.evaluation.results import LOG_DENSITY, Bispectrum, Distribution, PhaseDiagram, Results
 from utils.evaluation.spectra import KShells
 
 # The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
@@ -28,7 +29,7 @@ OTHER_BINS = 150
 DIVERGENCE = "divergence"
 DIVERGENCE_BINS = 160
 DIVERGENCE_SIGMAS = 8.0  # standard deviations of the target on either side
-SPECTRA = ("density", "log density", "velocity", DIVERGENCE, "log temperature")  # in this order, then all others
+SPECTRA = ("density", LOG_DENSITY, "velocity", DIVERGENCE, "log temperature")  # in this order, then all others
 
 
 class _Field(NamedTuple):
@@ -49,6 +50,15 @@ class _Bins(NamedTuple):
     @property
     def number(self) -> int:
         return len(self.edges) - 1
+
+
+class _Transformed(NamedTuple):
+    """What needs complete fields."""
+
+    sums: dict[str, Tensor]  # this rank's share of each spectrum
+    divergence: Tensor  # its R² and histograms
+    mass_ratio: float
+    bispectrum: Bispectrum | None
 
 
 class VolumeStatistics:
@@ -107,7 +117,7 @@ class VolumeStatistics:
         self._count_cells(fields)
         pause()
         shells = KShells(self._slabs, self._cell or 1.0)
-        spectra, divergence = self._transform(fields, shells, pause)
+        spectra, divergence, mass_ratio, bispectrum = self._transform(fields, shells, pause)
         total, cells = self._world.sum, math.prod(self._slabs.shape)
         absolute, square, shifted, shifted_square = total(self._errors).cpu().numpy()
         copied = np.full(len(self._channels), np.nan)
@@ -139,6 +149,8 @@ class VolumeStatistics:
             distributions=distributions,
             phase_diagram=phase_diagram,
             divergence_r2=divergence_r2,
+            mass_ratio=mass_ratio,
+            bispectrum=bispectrum,
             slices=self._middle(fields),
             metadata=dict(metadata),
         )
@@ -194,24 +206,27 @@ class VolumeStatistics:
             bins += self._begins
             self._counts[side] += torch.bincount(bins.flatten(), minlength=self._counts.shape[1])
 
-    def _transform(
-        self, fields: SlabFields, shells: KShells, pause: Callable[[], object]
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """This rank's share of the sums of each spectrum, and the divergence's R² and histograms."""
+    def _transform(self, fields: SlabFields, shells: KShells, pause: Callable[[], object]) -> _Transformed:
         needed = _fields(self._channels)
         present = [field.spectrum for field in needed]
         names = sorted({*present}, key=[*SPECTRA, *present].index)
         sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=self._world.device) for name in names}
         divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64)
+        mass_ratio, bispectrum = math.nan, None
         for field in needed:
             store = self._stored_divergence if field.spectrum == DIVERGENCE else self._stored
             stored = [store(read, field) for read in (fields.predicted, fields.target)]
             if field.spectrum == DIVERGENCE:
                 divergence = self._divergence_statistics(*stored)
+            elif field.spectrum == LOG_DENSITY:
+                bispectrum = equilateral_bispectrum(stored, self._slabs, self._cell or 1.0)
+            elif field.is_exponential:
+                masses = torch.stack([values.sum(dtype=torch.float64) for values in stored])
+                mass_ratio = float(torch.divide(*self._world.sum(masses)))
             self._world.heartbeat.progress("prediction")  # the transforms of a large volume take long
             sums[field.spectrum] += shells.sums(stored)
             pause()
-        return sums, divergence
+        return _Transformed(sums, divergence, mass_ratio, bispectrum)
 
     def _stored(self, read: ReadPlanes, field: _Field) -> Tensor:
         """The own planes [n, Y, Z] of a channel's physical values, or of their natural logarithms."""
@@ -279,7 +294,7 @@ def _fields(channels: Sequence[Channel]) -> list[_Field]:
     fields = [_Field(DIVERGENCE, velocity)] if velocity else []
     for number, channel in enumerate(channels):
         if channel.unit == DENSITY_UNIT:
-            fields += [_Field("log density", (number,)), _Field("density", (number,), is_exponential=True)]
+            fields += [_Field(LOG_DENSITY, (number,)), _Field("density", (number,), is_exponential=True)]
         elif channel.unit == TEMPERATURE_UNIT:
             fields.append(_Field("log temperature", (number,)))
         else:

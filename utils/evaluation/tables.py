@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
-from utils.evaluation.results import Results, Spectrum
-from utils.lyman_alpha.results import Flux
+from utils.evaluation.results import LOG_DENSITY, Results, Spectrum
+from utils.lyman_alpha.results import PREDICTION, Flux
 
 GOOD_CORRELATION = 0.9
 POWER_TOLERANCE = 0.1
@@ -17,23 +17,35 @@ Table = list[list[str]]  # rows; the first one is the header
 
 
 def lines(evaluation: Results) -> list[str]:
-    """All tables as lines of a log, and the conclusion; the wide ones have a column per field."""
-    wide = [field_table(evaluation), *([flux_table(evaluation.flux)] if evaluation.flux else [])]
-    tables = [channel_table(evaluation), *([list(row) for row in zip(*table, strict=True)] for table in wide)]
+    """All tables as lines of a log, and the conclusion."""
+    tables = [channel_table(evaluation), field_table(evaluation)]
+    tables += [flux_table(evaluation.flux)] if evaluation.flux else []
     return [*(line for table in tables for line in _aligned(table)), conclusion(evaluation)]
 
 
 def conclusion(evaluation: Results) -> str:
-    """A sentence that compares the prediction with copying the input and with a constant."""
+    """Sentences that compare the prediction with copying the input, with a constant and with the flux's baseline."""
     beaten = (evaluation.l1 < evaluation.copied_l1) | np.isnan(evaluation.copied_l1)
     beaten &= evaluation.r2 > 0  # 0: the mean, everywhere
     worse = [channel.name for channel, is_beaten in zip(evaluation.channels, beaten, strict=True) if not is_beaten]
+    baseline = _better_baseline(evaluation.flux) if evaluation.flux else ""
     if not worse:
-        return "The prediction of each channel is better than copying the input and than a constant."
+        return f"The prediction of each channel is better than copying the input and than a constant.{baseline}"
     names = "each channel" if len(worse) == len(beaten) else ", ".join(worse)
     return (
         f"The prediction of {names} is no better than copying the input or than a constant: train longer, or check "
-        "the data and the learning rate."
+        f"the data and the learning rate.{baseline}"
+    )
+
+
+def _better_baseline(flux: Flux) -> str:
+    """A sentence if a baseline without a network has a smaller P1D error than the prediction."""
+    errors = {name: flux.power_error(name) for name in flux.ratios}
+    better = [name for name in errors if errors[name] < errors[PREDICTION]]
+    return "".join(
+        f" But {name}, which needs no network, has a smaller P1D error: {errors[name]:.1%}, "
+        f"the prediction {errors[PREDICTION]:.1%} (mean to k = {flux.largest_k:.2g} s/km)."
+        for name in better
     )
 
 
@@ -51,7 +63,7 @@ def summary_table(evaluation: Results) -> Table:
 
 def _spectrum(channel: Channel, evaluation: Results) -> Spectrum:
     """The spectrum of the field that a channel belongs to: of its logarithm, or of the whole velocity."""
-    fields = {DENSITY_UNIT: "log density", TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
+    fields = {DENSITY_UNIT: LOG_DENSITY, TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
     spectra = evaluation.spectra
     return spectra[channel.name] if channel.name in spectra else spectra[fields[str(channel.unit)]]
 
@@ -105,40 +117,53 @@ def channel_table(evaluation: Results) -> Table:
     rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
     if math.isfinite(evaluation.divergence_r2):
         rows.append(["velocity divergence", "", _number(evaluation.divergence_r2, 4), "", ""])
+    if math.isfinite(evaluation.mass_ratio):
+        rows.append(["mean gas density / target's", "", "", "", _number(evaluation.mass_ratio, 4)])
     return rows
 
 
 def field_table(evaluation: Results) -> Table:
-    """Correlation and power ratio of each field at the reference wavenumbers, and the first k of poor correlation."""
+    """A column per field: correlation and power ratio at the reference wavenumbers, the k at which r and T = √(power
+    ratio) fall below some levels, and the ratio of the equilateral bispectrum.
+    """
     first = next(iter(evaluation.spectra.values()))
     ks = [f"{k:.2g}" for k in first.k[first.reference_shells]]
+    ratios = evaluation.bispectrum.reference_ratios if evaluation.bispectrum else {}
     header = [f"field (k in {evaluation.wavenumber_unit})", *(f"r at k = {k}" for k in ks)]
-    rows = [[*header, *(f"power ratio at {k}" for k in ks), f"r below {GOOD_CORRELATION} from k"]]
+    header += [*(f"power ratio at {k}" for k in ks), *(f"k at {level}" for level in first.resolutions)]
+    rows = [[*header, *(f"bispectrum ratio at {k:.2g}" for k in ratios)]]
     for name, spectrum in evaluation.spectra.items():
         shells = spectrum.reference_shells
-        values = [*spectrum.correlation[shells], *spectrum.ratio[shells]]
-        bad = first_poor_shell(spectrum)
-        rows.append([name, *map(_number, values), "none" if bad is None else f"{spectrum.k[bad]:.2g}"])
-    return rows
+        row = [name, *map(_number, (*spectrum.correlation[shells], *spectrum.ratio[shells]))]
+        row += ["not reached" if k is None else f"{k:.2g}" for k in spectrum.resolutions.values()]
+        rows.append(row + [_number(ratio) if name == LOG_DENSITY else "" for ratio in ratios.values()])
+    return _transposed(rows)
 
 
 def flux_table(flux: Flux) -> Table:
-    """Mean flux before rescaling, and deviations of P1D and PDF from those of the target."""
+    """A column per field: mean flux before rescaling, and deviations from the target."""
     ks = [f"{flux.k[mode]:.2g}" for mode in flux.reference_modes]
+    bands, bands_3d = flux.band_errors(PREDICTION), flux.p3d_errors(PREDICTION)
     header = ["flux (k in s/km)", "mean before rescaling", "factor of τ", *(f"P1D ratio at k = {k}" for k in ks)]
-    rows = [[*header, f"mean |P1D ratio − 1| to {flux.largest_k:.2g}", "PDF distance"]]
+    header += [f"mean |P1D ratio − 1| to {flux.largest_k:.2g}", *(f"P1D error, {band}" for band in bands)]
+    rows = [[*header, *(f"P3D error {band}" for band in bands_3d), "correlation", "PDF distance"]]
     for name, field in flux.fields.items():
         row = [name, _number(field.unscaled_mean), _number(field.scale)]
         if name in flux.ratios:
-            comparisons = flux.ratios[name][flux.reference_modes], flux.power_error(name), flux.pdf_distance(name)
-            row += map(_number, np.hstack(comparisons))
+            errors = [*flux.band_errors(name).values(), *flux.p3d_errors(name).values()]
+            values = [*flux.ratios[name][flux.reference_modes], flux.power_error(name), *errors]
+            row += map(_number, (*values, field.correlation, flux.pdf_distance(name)))
         rows.append(row + [""] * (len(rows[0]) - len(row)))
-    return rows
+    return _transposed(rows)
 
 
 def residual_unit(channel: Channel) -> str:
     """Unit of a difference of physical values, or of their decimal logarithms."""
     return "dex" if channel.is_log else channel.unit or "channel value"
+
+
+def _transposed(table: Table) -> Table:
+    return [list(row) for row in zip(*table, strict=True)]
 
 
 def _aligned(table: Table) -> list[str]:

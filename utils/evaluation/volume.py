@@ -17,8 +17,7 @@ from utils.errors import UserError
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.sliding_window import SlidingWindowPredictor
-from utils.lyman_alpha.forest import FluxStatistics
-from utils.lyman_alpha.results import Flux
+from utils.lyman_alpha.forest import FluxStatistics, KnownFlux
 from utils.lyman_alpha.setup import FluxSetup
 from utils.progress import Progress
 
@@ -33,11 +32,11 @@ def evaluate_fields(
     slabs: Slabs,
     metadata: Mapping[str, Any],
     pause: Callable[[], object] = lambda: None,
-    known: Flux | None = None,
+    known: KnownFlux | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
-    The flux is included if all that it needs is known; `known` is that of an earlier evaluation of the volume.
+    The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume.
     `pause` is called on every rank at the same points, and may raise.
     """
     inputs, targets = volume_channels(config)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from utils.data.slabs import ReadPlanes, SlabFields, Slabs
 from utils.errors import UserError
 from utils.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
+from utils.lyman_alpha.power import MU_BINS, AnisotropicPower
 from utils.lyman_alpha.results import PREDICTION, TARGET, Flux, FluxField
 from utils.lyman_alpha.setup import FluxSetup
 
@@ -53,24 +55,33 @@ class Sightlines:
         return torch.empty((len(self.rows), len(self.columns), self.cells), device=self.columns.device)
 
 
+@dataclass
+class KnownFlux:
+    """The parts of an evaluation that later ones of the same volume use again; empty before the first one."""
+
+    fields: dict[str, FluxField] = field(default_factory=dict)  # target and baseline
+    target: list[Tensor] = field(default_factory=list)  # flux along this rank's lines of each axis, float16, on the CPU
+
+
 class FluxStatistics:
     """The flux of a predicted volume, its target and the baseline. Every rank makes the same calls."""
 
-    def __init__(self, setup: FluxSetup, slabs: Slabs, known: Flux | None = None) -> None:
-        """`known`: results of an earlier evaluation of this volume, of which all but the prediction is used again."""
-        self._setup, self._slabs, self._world, self._known = setup, slabs, slabs.world, known
+    def __init__(self, setup: FluxSetup, slabs: Slabs, known: KnownFlux | None = None) -> None:
+        """`known` is that of earlier evaluations of this volume, and is filled by the first one."""
+        self._setup, self._slabs, self._world, self._known = setup, slabs, slabs.world, known or KnownFlux()
         self._lines = [Sightlines(axis, slabs, setup.options.sightlines) for axis in range(3)]
+        is_complete = all(lines.count * lines.cells == math.prod(slabs.shape) for lines in self._lines)
+        self._power = AnisotropicPower(slabs, setup.cell) if is_complete else None
 
     @torch.no_grad()
     def results(self, fields: SlabFields, pause: Callable[[], object] = lambda: None) -> Flux:
         """The results, equal on every rank; to be called once. Calls `pause` between the parts, on every rank."""
-        setup, last = self._setup, self._lines[-1]
-        known = {} if self._known is None else {**self._known.fields}
-        measured = {PREDICTION: self._measure(self._gas_depths(fields.predicted, pause))}
+        setup, last, known = self._setup, self._lines[-1], self._known.fields
         if not known:
-            measured = {TARGET: self._measure(self._gas_depths(fields.target, pause)), **measured}
-            if setup.dark:
-                measured[setup.baseline] = self._measure(self._baseline_depths(fields.inputs, pause))
+            known[TARGET] = self._measure(self._gas_depths(fields.target, pause))
+        prediction = self._measure(self._gas_depths(fields.predicted, pause))
+        if setup.dark and setup.baseline not in known:
+            known[setup.baseline] = self._measure(self._baseline_depths(fields.inputs, pause))
         width = setup.universe.pixel_width(setup.cell)
         wavenumbers = [
             2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
@@ -85,7 +96,10 @@ class FluxStatistics:
             k=k,
             axis_k=axis_k,
             velocity=width * np.arange(last.cells),
-            fields={**known, **measured},
+            mu_edges=np.linspace(0, 1, MU_BINS + 1),
+            p3d_k=self._power.k if self._power else np.empty((MU_BINS, 0)),
+            p3d_modes=self._power.modes if self._power else np.empty((MU_BINS, 0)),
+            fields={TARGET: known[TARGET], PREDICTION: prediction} | known,
         )
 
     # --- optical depth ---
@@ -189,28 +203,55 @@ class FluxStatistics:
             scale = solve_scale(mean_and_slope, self._setup.mean_flux)
         except UserError:  # a diverged network may predict gas that does not absorb at all
             scale = math.nan
-        mean = mean_and_slope(scale)[0]
+        mean, width = mean_and_slope(scale)[0], self._setup.universe.pixel_width(self._setup.cell)
+        self._known.target = self._known.target or [self._flux(depth, scale) for depth in depths]
         histogram = torch.zeros(PDF_BINS, dtype=torch.float64, device=world.device)
+        moments = torch.zeros(3, dtype=torch.float64, device=world.device)
         powers = []
-        for lines, depth in zip(self._lines, depths, strict=True):
+        for lines, depth, target in zip(self._lines, depths, self._known.target, strict=True):
             sums = torch.zeros(lines.cells // 2 + 1, dtype=torch.float64, device=world.device)
-            for part in _parts(depth):
+            for part, true in zip(_parts(depth), _parts(target), strict=True):
                 flux = torch.exp(-scale * part)
                 bins = (flux * PDF_BINS).nan_to_num_(nan=0.0).long().clamp_(0, PDF_BINS - 1)
                 histogram += torch.bincount(bins.flatten(), minlength=PDF_BINS)
                 sums += power_sums(flux / mean - 1)
-            width = self._setup.universe.pixel_width(self._setup.cell)
+                moments += _moments(flux, true.to(flux), self._setup.mean_flux)
             powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width)[1].cpu().numpy())
         axis_power, power = self._average(powers)
+        product, square, true_square = world.sum(moments).tolist()
         return FluxField(
             scale=scale,
             unscaled_mean=mean_and_slope(1.0)[0],
             mean=mean,
+            correlation=product / math.sqrt(square * true_square) if square * true_square else math.nan,
             pdf=world.sum(histogram).cpu().numpy() * (PDF_BINS / pixels if math.isfinite(mean) else math.nan),
             power=power,
             axis_power=axis_power,
+            p3d=self._power_3d(depths, scale, mean),
             sightline=self._middle_line(depths[-1], scale),
         )
+
+    def _flux(self, depth: Tensor, scale: float) -> Tensor:
+        """The flux along this rank's lines of one axis, in half the memory of its optical depth, on the CPU."""
+        flux = torch.empty(depth.shape, dtype=torch.float16)
+        for part, out in zip(_parts(depth), _parts(flux), strict=True):
+            out.copy_(torch.exp(-scale * part))
+        return flux
+
+    def _power_3d(self, depths: list[Tensor], scale: float, mean: float) -> np.ndarray:
+        """P(k, mu) in (Mpc/h)³, the mean over the modes of all three axes; no bins unless all sight-lines are there."""
+        if self._power is None:
+            return np.empty((MU_BINS, 0))
+        sums = torch.zeros(self._power.modes.shape, dtype=torch.float64, device=self._world.device)
+        for axis, depth in enumerate(depths):
+            contrast = torch.empty_like(depth)
+            for part, out in zip(_parts(depth), _parts(contrast), strict=True):
+                out.copy_(torch.exp(-scale * part) / mean - 1)
+            if axis == 0:  # [own y, z, x]
+                contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
+            sums += self._power.sums(contrast.transpose(1, 2) if axis == 1 else contrast, axis)  # axis 1: [x, z, y]
+            self._progress()
+        return self._power.power(sums)
 
     def _middle_line(self, depth: Tensor, scale: float) -> np.ndarray:
         lines = self._lines[-1]
@@ -271,6 +312,12 @@ def _parts(depth: Tensor) -> Iterator[Tensor]:
     lines = depth.flatten(0, 1)
     step = max(1, VALUES_AT_ONCE // lines.shape[1])
     return (lines[start : start + step] for start in range(0, len(lines), step))
+
+
+def _moments(flux: Tensor, target: Tensor, mean: float) -> Tensor:
+    """Sums of the product and the squares of deviations from the common mean, [3], float64."""
+    deviation, true = flux.double() - mean, target.double() - mean
+    return torch.stack([(one * other).sum() for one, other in ((deviation, true), (deviation,) * 2, (true,) * 2)])
 
 
 def _line_counts(first: int, second: int, limit: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from utils.training import tags
 
 TARGET, PREDICTION = "target", "prediction"  # names of fields, and of the baseline:
 FGPA, REAL_FGPA = "FGPA", "FGPA in real space"  # with the dark matter's peculiar velocities, and without
+BANDS = ((0.003, 0.01), (0.01, 0.03), (0.003, 0.03), (0.03, 0.1))  # s/km, of the errors of P1D
 FLUX_LARGEST_K = 0.1  # s/km; beyond it, metal lines and thermal broadening dominate measured spectra
 
 
@@ -20,9 +21,11 @@ class FluxField:
     scale: float  # gives the field the common mean flux
     unscaled_mean: float  # mean flux with the published photo-ionization rate
     mean: float
+    correlation: float  # Pearson's r of F with that of the target, over all pixels
     pdf: np.ndarray  # [bins] probability density of F
     power: np.ndarray  # [bins of k] P1D in km/s, the mean over the sight-lines along x, y and z
     axis_power: np.ndarray  # [3, bins of k] that of the sight-lines along each axis, at Flux.axis_k
+    p3d: np.ndarray  # [bins of mu, bins of k] P(k, mu) in (Mpc/h)³, at Flux.p3d_k; NaN without a mode
     sightline: np.ndarray  # [cells] F along one sight-line through the middle of the box
 
 
@@ -38,14 +41,24 @@ class Flux:
     k: np.ndarray  # [bins of k] in s/km, the mean over the sight-lines along x, y and z
     axis_k: np.ndarray  # [3, bins of k] that of the mode of each axis; NaN where an axis shorter than others has none
     velocity: np.ndarray  # [cells] of the sight-line, Hubble flow in km/s
+    mu_edges: np.ndarray  # [bins of mu + 1] of |mu|, the cosine of the angle between wave and sight-line
+    p3d_k: np.ndarray  # [bins of mu, bins of k] in h/Mpc, the mean over a bin's modes; no bins without all sight-lines
+    p3d_modes: np.ndarray  # [bins of mu, bins of k] number of modes, of sight-lines along x, y and z
     fields: dict[str, FluxField]  # "target", "prediction" and, if the units of the input are known, FGPA or REAL_FGPA
 
     @property
     def ratios(self) -> dict[str, np.ndarray]:
         """P1D of each field but the target, relative to that of the target."""
-        target = self.fields[TARGET].power
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return {name: field.power / target for name, field in self.fields.items() if name != TARGET}
+        return {name: _ratio(field.power, self.fields[TARGET].power) for name, field in self._others}
+
+    @property
+    def p3d_ratios(self) -> dict[str, np.ndarray]:
+        """P(k, mu) of each field but the target, relative to that of the target."""
+        return {name: _ratio(field.p3d, self.fields[TARGET].p3d) for name, field in self._others}
+
+    @property
+    def _others(self) -> list[tuple[str, FluxField]]:
+        return [(name, field) for name, field in self.fields.items() if name != TARGET]
 
     @property
     def largest_k(self) -> float:
@@ -62,6 +75,23 @@ class Flux:
         """Mean |P1D / that of the target − 1| up to `largest_k`."""
         return float(np.abs(self.ratios[name][self.k <= self.largest_k] - 1).mean())
 
+    def band_errors(self, name: str) -> dict[str, float]:
+        """Rms of P1D / that of the target − 1 in each of BANDS that has a mode, by `band_name`."""
+        errors = {}
+        for low, high in BANDS:
+            inside = (low <= self.k) & (self.k <= high)
+            if inside.any():
+                errors[band_name((low, high))] = float(np.sqrt(np.mean((self.ratios[name][inside] - 1) ** 2)))
+        return errors
+
+    def p3d_errors(self, name: str) -> dict[str, float]:
+        """Rms of P(k, mu) / that of the target − 1 up to half of the largest k; none without P(k, mu)."""
+        if not self.p3d_k.size:
+            return {}
+        largest = float(np.nanmax(self.p3d_k)) / 2
+        used = (self.p3d_modes > 0) & (self.p3d_k <= largest)
+        return {f"to {largest:.2g} h/Mpc": float(np.sqrt(np.mean((self.p3d_ratios[name][used] - 1) ** 2)))}
+
     def pdf_distance(self, name: str) -> float:
         """Half the integral of |PDF − that of the target|: the share of pixels in the wrong bin, from 0 to 1."""
         return float(np.abs(self.fields[name].pdf - self.fields[TARGET].pdf) @ np.diff(self.edges)) / 2
@@ -73,7 +103,21 @@ class Flux:
             for mode in self.reference_modes:
                 scalars[tags.evaluation("flux", f"P1D ratio at k = {self.k[mode]:.3g}, {name}")] = float(ratio[mode])
             scalars[tags.evaluation("flux", f"P1D error, {name}")] = self.power_error(name)
+            for quantity, errors in (("P1D", self.band_errors(name)), ("P3D", self.p3d_errors(name))):
+                for band, error in errors.items():
+                    scalars[tags.evaluation("flux", f"{quantity} error, {band}, {name}")] = error
+            scalars[tags.evaluation("flux", f"correlation, {name}")] = self.fields[name].correlation
             scalars[tags.evaluation("flux", f"PDF distance, {name}")] = self.pdf_distance(name)
         for name, field in self.fields.items():
             scalars[tags.evaluation("flux", f"mean before rescaling, {name}")] = field.unscaled_mean
         return scalars
+
+
+def band_name(band: tuple[float, float]) -> str:
+    """The text "0.003 to 0.01 s/km"."""
+    return f"{band[0]:g} to {band[1]:g} s/km"
+
+
+def _ratio(values: np.ndarray, target: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return values / target
