@@ -34,6 +34,7 @@ SIGHTLINES = 0  # all: P3D needs them
 FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0, 3.0, 5.0, 10.0)  # h/Mpc
 FLUX_LARGEST_K = (0.015, 0.08)  # s/km; about half of Nyquist's for cells of 1 and of 0.16 Mpc/h
 COPYING = "copying density and velocities"
+SPECIALIST = "trained on it alone"
 FLUX_ERROR = "flux P1D error to {:g} s/km, {}"
 SHOWN = (
     *("L1", "R2 gas density", "R2 temperature", "R2 velocity divergence"),
@@ -71,22 +72,33 @@ def training_files(
 
 
 def evaluations(
-    simulation: Mapping[str, Any], volumes: Mapping[str, Any], checkpoints: Mapping[str, Sequence[Path]], runs: Path
+    simulation: Mapping[str, Any],
+    volumes: Mapping[str, Any],
+    checkpoints: Mapping[str, Sequence[Path]],
+    specialists: Mapping[str, str],
+    runs: Path,
 ) -> dict[str, dict[str, Any]]:
-    """Mean and standard deviation of each measure over pairs of a network and a box, by volume and condition."""
+    """Mean and standard deviation of each measure over pairs of a network and a box, by volume and condition.
+
+    specialists: by volume, the condition that trains on a box like it alone. Except for the first condition, its
+    networks are evaluated on that volume only.
+    """
     found: dict[str, dict[str, Any]] = {}
+    first, *remaining = checkpoints
+    general = [first, *(condition for condition in remaining if condition not in specialists.values())]
     for name, given in volumes.items():
         if isinstance(given, str):
             files = [given]
         else:
             held_out, one = simulation["held_out"], {**simulation, **given}
             files = [box(runs / "boxes", one, held_out["grid"], seed) for seed in held_out["seeds"]]
+        used = {condition: condition for condition in general}
+        used |= {SPECIALIST: specialists[name]} if specialists.get(name) in checkpoints else {}
         found[name] = {
-            condition: spreads([measures(evaluation(path, file, runs)) for path in paths for file in files])
-            for condition, paths in checkpoints.items()
+            shown: spreads([measures(evaluation(path, file, runs)) for path in checkpoints[one] for file in files])
+            for shown, one in used.items()
         }
-        first = next(iter(checkpoints.values()))[0]
-        found[name][COPYING] = spreads([{"L1": copying_error(first, file)} for file in files])
+        found[name][COPYING] = spreads([{"L1": copying_error(checkpoints[first][0], file)} for file in files])
     return found
 
 
@@ -151,16 +163,20 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """L1 of the networks of each condition on each volume, with standard deviations."""
-    volumes, conditions = list(found), [name for name in next(iter(found.values())) if name != COPYING]
     with common.plot(path, (9, 4.6)) as (panel,):
-        for number, name in enumerate(conditions):
-            errors = [found[volume][name]["L1"] for volume in volumes]
-            places = [place + 0.6 * number / len(conditions) - 0.3 for place in range(len(volumes))]
-            means, spreads_of = ([one[key] for one in errors] for key in ("mean", "stdev"))
-            panel.errorbar(places, means, spreads_of, fmt="o", markersize=4, label=name)
-        panel.set(yscale="log", ylabel="L1", xticks=range(len(volumes)))
-        panel.set_xticklabels(volumes, rotation=20, ha="right")
+        for number, name in enumerate(_conditions(found)):
+            errors = {place: one[name]["L1"] for place, one in enumerate(found.values()) if name in one}
+            means, deviations = ([error[key] for error in errors.values()] for key in ("mean", "stdev"))
+            places = [place + 0.12 * number - 0.24 for place in errors]
+            panel.errorbar(places, means, deviations, fmt="o", markersize=4, label=name)
+        panel.set(yscale="log", ylabel="L1", xticks=range(len(found)))
+        panel.set_xticklabels(found, rotation=20, ha="right")
         panel.grid(alpha=0.3, which="both")
+
+
+def _conditions(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of all conditions; not every volume has all of them."""
+    return list(dict.fromkeys(name for by_condition in found.values() for name in by_condition))
 
 
 def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -176,8 +192,9 @@ def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
     text = common.table(["volume", "condition", *shown], rows, left=2)
     if len(found) == 1:
         return text
-    conditions = list(next(iter(found.values())))
+    conditions, nothing = _conditions(found), {"L1": None}
     rows = [
-        [volume, *(common.plus_minus(one[name]["L1"], ".5f") for name in conditions)] for volume, one in found.items()
+        [volume, *(common.plus_minus(one.get(name, nothing)["L1"], ".5f") for name in conditions)]
+        for volume, one in found.items()
     ]
     return f"{common.table(['L1', *conditions], rows)}\n\n{text}"

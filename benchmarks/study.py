@@ -308,7 +308,8 @@ def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[di
     result: dict[str, Any] = {"study": name, "missing": missing, "conditions": summaries}
     if study.evaluate:
         checkpoints = {name: [training.checkpoint for training in trained] for name, trained in finished.items()}
-        result["evaluations"] = boxes.evaluations(study.simulation, study.evaluate, checkpoints, runs)
+        specialists = {one.boxes[0]: one.name for one in study.conditions if len(one.boxes) == 1}
+        result["evaluations"] = boxes.evaluations(study.simulation, study.evaluate, checkpoints, specialists, runs)
         text += f"\n\n{boxes.markdown(result['evaluations'])}"
     return result, text + (f"\n\nMissing: {'; '.join(missing)}." if missing else "")
 

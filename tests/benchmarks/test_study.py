@@ -219,7 +219,11 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
 
     changes = {"num_epochs": 1, "report_baselines": False, "report_pictures": False, "log_noise_scale": False}
     toy = Study(
-        [Condition("near", "test", 1, changes, ["a"]), Condition("both", "test", 1, changes, ["a", "b"])],
+        [
+            Condition("near", "test", 1, changes, ["a"]),
+            Condition("both", "test", 1, changes, ["a", "b"]),
+            Condition("far", "test", 1, changes, ["b"]),
+        ],
         simulation={
             **{"redshift": 2.0, "cosmology": "planck18", "cell": 0.5},
             **{"train": {"grids": [16, 16], "seeds": [1, 2]}, "held_out": {"grid": 16, "seeds": [11, 12]}},
@@ -241,7 +245,9 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     errors = [float(results.load(one).l1.mean()) for one in kept]
     assert found["b"]["both"]["L1"]["mean"] == pytest.approx(statistics.fmean(errors))
     assert found["b"]["both"]["L1"]["n"] == 2
-    assert found["a"].keys() == {"near", "both", boxes.COPYING}
+    assert found["a"].keys() == found["b"].keys() == {"near", "both", boxes.SPECIALIST, boxes.COPYING}
+    assert found["a"][boxes.SPECIALIST] == found["a"]["near"]
+    assert not list((tmp_path / "evaluations/generalization-2-seed0").glob("*redshift=2.0*")), "far is evaluated on b"
     text = (tmp_path / "study_generalization.md").read_text()
     assert text.count("| L1 | near | both |") == text.count("| b | both |") == 1
     assert (tmp_path / "study_generalization.png").exists()
