@@ -14,6 +14,7 @@ from networks import build_loss, build_network, initialize
 from networks.film import Film, modulate
 from networks.init import KINDS
 from networks.losses import NetworkWithLoss
+from networks.tail import NetworkWithFusedTail
 
 RANGES = [[2.0, 4.0], [0.1, 0.3], [70.0, 70.0]]  # the last one is constant
 CONDITIONS = torch.tensor([[2.0, 0.3, 70.0], [3.5, 0.15, 60.0]])
@@ -95,6 +96,16 @@ def test_a_fused_conditioned_network_trains_like_the_plain_one(
     assert interpreter == ["bias_activation"] * 4 + ["l1", "l1_backward"] + ["activation_backward"] * 4
     assert len(got) == 1 + len(list(fused.parameters()))
     assert_trains_like(got, plain, x, targets, dtype)
+
+
+def test_the_fused_tail_gets_the_conditions_too() -> None:
+    network = build_network("unet", width=4, scales=2, space_to_depth=["last"], conditions=RANGES)
+    initialize(modulated(network), torch.Generator().manual_seed(0), scale=0.2)
+    x, targets = batch(size=8)
+    losses = [kind(network, build_loss("l1")) for kind in (NetworkWithLoss, NetworkWithFusedTail)]
+    expected, found = (loss(x, targets, CONDITIONS) for loss in losses)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, losses[1](x, targets, CONDITIONS.flip(0)))
 
 
 def test_modulations_are_computed_in_float32_under_autocast() -> None:

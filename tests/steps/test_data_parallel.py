@@ -24,25 +24,30 @@ DETERMINISTIC = functools.partial(
 )
 
 
-def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> EagerStep:
+def build_step(world: World, optimizer: str, dtype: torch.dtype, conditioned: bool = False, **options) -> EagerStep:
     # Longer sides have fewer gradients than cells; rounding then decides on a part of the eigenbasis.
     settings = {"name": optimizer, "momentum": 0.9, "max_precondition_dim": 16}
     # A bucket cap far below the network's size, so that there are several buckets.
     options = {"bucket_cap_mb": 0.005, **options}
     loss = build_loss("l1", lambda_rho=0.01)
-    return make_step(settings, world=world, network=small_network().to(dtype), loss=loss, **options)
+    network = small_network()
+    if conditioned:
+        torch.manual_seed(1)  # of the embedding
+        network.condition_on([[0.0, 8.0]])
+    return make_step(settings, world=world, network=network.to(dtype), loss=loss, **options)
 
 
-def train(world: World, optimizer: str, dtype: torch.dtype, **options) -> dict:
+def train(world: World, optimizer: str, dtype: torch.dtype, conditioned: bool = False, **options) -> dict:
     """Trains twenty steps, each rank on its part of the batch; returns losses, parameters and SOAP's statistics."""
-    step = build_step(world, optimizer, dtype, **options)
+    step = build_step(world, optimizer, dtype, conditioned, **options)
     losses = []
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)
         inputs = torch.rand(GLOBAL_BATCH, 4, 8, 8, 8, generator=generator) - 0.5
         targets = 0.2 * torch.cat([inputs, inputs[:, :1] ** 2], 1)
-        part = [tensor[world.rank :: world.size].to(world.device, dtype) for tensor in (inputs, targets)]
-        loss = step(*part, 0.02 if optimizer == "sgd" else 1e-3)
+        batch = (inputs, targets, torch.arange(8.0)[:, None]) if conditioned else (inputs, targets)
+        part = [tensor[world.rank :: world.size].to(world.device, dtype) for tensor in batch]
+        loss = step(*part[:2], 0.02 if optimizer == "sgd" else 1e-3, *part[2:])
         losses.append(float(world.sum(loss)) / world.size)
     state = step.state()["optimizer"]["state"].values()
     statistics = [entry[key].cpu().numpy() for entry in state for key in entry if key.startswith("statistics")]
@@ -59,6 +64,19 @@ CASES: dict[str, dict] = {
     "sgd float64, manual": {"optimizer": "sgd", "dtype": torch.float64, "ddp": "manual"},
     "manual, 2 micro-batches": {"optimizer": "sgd", "dtype": torch.float32, "ddp": "manual", "accumulation_steps": 2},
     "sgd float32, noise scale": {"optimizer": "sgd", "dtype": torch.float32, "log_noise_scale": True},
+    "conditions, static graph": {
+        "optimizer": "sgd",
+        "dtype": torch.float64,
+        "conditioned": True,
+        "static_graph": True,
+    },
+    "conditions, manual, 2 micro-batches": {
+        "optimizer": "sgd",
+        "dtype": torch.float64,
+        "conditioned": True,
+        "ddp": "manual",
+        "accumulation_steps": 2,
+    },
     "soap float64": {"optimizer": "soap", "dtype": torch.float64},
     "adam float32": {"optimizer": "adam", "dtype": torch.float32},
 }
@@ -97,7 +115,8 @@ def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
             assert np.array_equal(rank[case]["parameters"], first), case
         if case == "adam float32":
             continue  # see test_adam_losses_agree
-        before = flat_parameters(build_step(world_on("cpu"), "sgd", settings["dtype"])).numpy()
+        start = build_step(world_on("cpu"), "sgd", settings["dtype"], settings.get("conditioned", False))
+        before = flat_parameters(start).numpy()
         assert distance(alone[case]["parameters"], before) > 1e-2, f"{case}: training must have changed the parameters"
         tolerance = 1e-10 if settings["dtype"] is torch.float64 else 1e-5
         assert distance(first, alone[case]["parameters"]) <= tolerance, case
