@@ -7,7 +7,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import h5py
 import numpy as np
@@ -22,13 +22,16 @@ import evaluate
 import export
 import predict
 import train
+from utils.config.sections import Condition
+from utils.data.files.attributes import CONDITIONS, simulation_of
 from utils.evaluation import figures
 from utils.inference.trained_network import TrainedNetwork
+from utils.simulation.simulate import SimulationOptions, file_attributes
 from utils.steps.eager import EagerStep
 from utils.training.evaluations import FOLDER
 
 REDSHIFTS, SIDES = {"first": 2.0, "second": 4.0, "valid": 2.0, "late": 5.0, "silent": None}, {"second": 24.0}
-CONDITIONS = "--set=network.conditions=[redshift,cell]"
+CONDITIONED = "--set=network.conditions=[redshift,cell]"
 QUIET = ["--set=report_pictures=false", "--set=report_baselines=false"]
 
 
@@ -64,7 +67,7 @@ def training(folder: Path) -> Callable[..., Path]:
     def go(expdir: str, *flags: str, step: type[EagerStep] = EagerStep) -> Path:
         data = [f"--set=train_path=[{folder}/first.h5,{folder}/second.h5]", f"--set=val_path={folder}/valid.h5"]
         common = [f"--yaml_config={YAML}", "--config=test", "--set=device=cpu", f"--set=expdir={folder / expdir}"]
-        train.main([*common, *QUIET, *data, CONDITIONS, *flags], step_class=step)
+        train.main([*common, *QUIET, *data, CONDITIONED, *flags], step_class=step)
         return directory(folder / expdir)
 
     return go
@@ -145,6 +148,7 @@ def test_predict_and_evaluate_use_the_conditions_of_their_input(
         (["network.conditions=[omega_m]"], r"first\.h5: cosmology_Om0, which .* omega_m needs, is not stated; set it"),
         (["val_path=FOLDER/silent.h5"], r"silent\.h5: redshift, which .* is not stated; set it, in Python: h5py\.File"),
         (["data_loader_config=synthetic"], r"synthetic reads no volumes that state them; remove network\.conditions"),
+        (["network.conditions=[cell,cell]"], r"conditions cell, cell has a name twice; remove one"),
         (["network.condition_ranges=[[1,2]]"], r"has 1 ranges for 2 conditions; set \[lowest, highest\] for each"),
         (["network.condition_ranges=[[1,2],[3,2]]"], r"condition_ranges has \[3, 2\]; set \[lowest, highest\]"),
         (
@@ -169,6 +173,12 @@ def test_what_cannot_be_conditioned_is_refused_in_one_line(
         training("refused", *(flag.replace("FOLDER", str(folder)) for flag in arguments))
 
     assert re.search(says, refusal(command, given, capsys))
+
+
+def test_every_known_condition_is_an_attribute_that_simulated_files_state() -> None:
+    stated = simulation_of(file_attributes(SimulationOptions()), 0.1)
+    assert set(CONDITIONS) == set(get_args(Condition))
+    assert set(CONDITIONS.values()) <= set(stated)
 
 
 def test_a_validation_volume_outside_the_trained_range_is_a_warning(

@@ -128,6 +128,8 @@ class NetworkConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> NetworkConfig:
+        if len(set(self.conditions)) < len(self.conditions):
+            raise ValueError(f"conditions {', '.join(self.conditions)} has a name twice; remove one")
         if self.condition_ranges and len(self.condition_ranges) != len(self.conditions):
             raise ValueError(
                 f"condition_ranges has {len(self.condition_ranges)} ranges for {len(self.conditions)} conditions; set "
