@@ -4,7 +4,8 @@ python export.py --checkpoint runs/demo/2ranks/00 --output gas.pt2
 
 The file takes dark matter, float32 [N, 4, X, Y, Z]: density in units of the mean, velocity in km/s. It returns gas
 [N, 5, X, Y, Z]: density in units of the mean, velocity in km/s, temperature in K. N is any number; X, Y and Z are
-multiples of 2**scales of the network. To use it:
+multiples of 2**scales of the network. A network with conditions takes them as a second argument, float32 [N, K]. To
+use it:
 
     import torch
     predict = torch.export.load("gas.pt2").module()

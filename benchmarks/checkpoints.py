@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "data_loader_config": "synthetic",
     }
     config, world, state = configs.load(common.YAML, "base", keys).for_world(1), common.this_machine(), TrainState()
-    batch = next(get_loader("synthetic").build(config, world).train.epoch(0))
+    inputs, targets, *_ = next(get_loader("synthetic").build(config, world).train.epoch(0))
     step = build.step(config, world, build.model(config))
     pauses: list[float] = []
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             state.step += 1
             writer.save(step.state(), state, wait=False)
             pauses.append(time.perf_counter() - started)
-        common.seconds_of(functools.partial(step, *batch, LEARNING_RATE), world.device, options.steps)
+        common.seconds_of(functools.partial(step, inputs, targets, LEARNING_RATE), world.device, options.steps)
         seconds = time.perf_counter() - started
         writer.close()
         return seconds

@@ -56,10 +56,12 @@ __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "buil
 def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.Module:
     """The network `name`; ValueError for options that it does not have or that contradict each other.
 
-    `crop`, the cells per side of a volume, may be given by position or by name.
+    `crop`, the cells per side of a volume, may be given by position or by name. `conditions` are the ranges of the
+    conditions that the network also takes, as in `UNet.condition_on`.
     """
     if crop is not None:
         options["crop"] = crop
+    conditions = options.pop("conditions", ())
     samples = [option for option in SAMPLES if option in options]
     suitable = [known for known in NETWORKS if _options(NETWORKS[known]).issuperset(samples)]
     own = "; a class of your own is named my_module.MyNetwork"
@@ -69,7 +71,12 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
     for option in options:
         if option not in _options(NETWORKS[name]):
             raise ValueError(f"network {name} has no option {option}; remove it")
-    return NETWORKS[name](**options)
+    network = NETWORKS[name](**options)
+    if conditions:
+        if not isinstance(network, UNet):
+            raise ValueError(f"network {name} takes no conditions; remove network.conditions")
+        network.condition_on(conditions)
+    return network
 
 
 def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn.Module:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import nn
 
+from networks.film import Film
+
 KINDS = ("normal", "default", "glorot")
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)
 
@@ -22,11 +24,14 @@ def initialize(
     glorot   uniform within ±√(6 / (fan_in + fan_out)) (Glorot & Bengio 2010), with constant biases; embeddings uniform
              within ±0.05, as in Keras
 
-    Norms keep weight 1 and bias 0.
+    Norms keep weight 1 and bias 0, and the layers of a Film keep what its constructor has set.
     """
     if conv_init not in KINDS:
         raise ValueError(f"unknown conv_init {conv_init}; known: {', '.join(KINDS)}")
+    kept = {layer for film in network.modules() if isinstance(film, Film) for layer in film.modules()}
     for module in network.modules():
+        if module in kept:
+            continue
         if isinstance(module, nn.Embedding):
             if conv_init == "glorot":
                 module.weight.uniform_(-0.05, 0.05, generator=generator)

@@ -29,8 +29,9 @@ class NetworkWithLoss(nn.Module):
         super().__init__()
         self.network, self.loss, self.metrics = network, loss, metrics
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.loss(self.network(inputs), targets)
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
+        """`conditions` is one tensor if the network takes conditions, else none."""
+        return self.loss(self.network(inputs, *conditions), targets)
 
 
 class Loss(nn.Module):

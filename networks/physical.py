@@ -54,9 +54,10 @@ class PhysicalNetwork(nn.Module):
                 column = torch.tensor([getattr(channel, number) for channel in channels], dtype=torch.float32)
                 self.register_buffer(f"{name}_{number}", column.view(-1, 1, 1, 1))
 
-    def forward(self, fields: torch.Tensor) -> torch.Tensor:
+    def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
         linear = _map_channels(lambda density: density.clamp(min=self.density_floor).log(), fields, self.input_is_log)
-        predicted = self.network((linear - self.input_center) / self.input_scale)
+        scaled = (linear - self.input_center) / self.input_scale
+        predicted = self.network(scaled) if conditions is None else self.network(scaled, conditions)
         return _map_channels(torch.exp, predicted * self.target_scale + self.target_center, self.target_is_log)
 
 

@@ -33,11 +33,11 @@ class NetworkWithFusedTail(NetworkWithLoss):
     this is the loss of the network's output.
     """
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.network, UNet)
         assert isinstance(self.network.last, DepthToSpaceConvTranspose3d)
         assert isinstance(self.loss, L1Loss)
-        x, precise = self.network.before_last(inputs)
+        x, precise = self.network.before_last(inputs, *conditions)
         dtype = precise_dtype(x)
         if dtype is None or not (fused.fusible(x) and fused.fusible(targets)):
             return self.loss(self.network.output(x, precise), targets)

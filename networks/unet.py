@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from networks.film import Film, Modulation, modulate
 from networks.fused import NEGATIVE_SLOPE, bias_activation, bias_activation_twice, bias_relu_cat
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, precise_dtype
 from networks.norms import build_norm
@@ -41,7 +42,7 @@ class UNet(nn.Module):
 
     `space_to_depth` (names of layers) and `fused` (everything but the convolutions) change how results are computed,
     but not parameters, their names or the results. A `norm`, see norms.py, follows each convolution except the last,
-    before the activation. `crop` is the side D, if known.
+    before the activation. `crop` is the side D, if known. After `condition_on`, the network also takes conditions.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class UNet(nn.Module):
         self.scales = scales
         self.fused = fused
         self.norm = norm
+        self.film: Film | None = None
         # Channels of the grid at each scale: of the input, then of down1, down2, …
         channels = [in_channels, *(width * min(2**scale, MAX_WIDENING) for scale in range(scales))]
         for scale in range(1, scales + 1):
@@ -79,6 +81,15 @@ class UNet(nn.Module):
         for scale in range(scales, 1, -1):
             self._add_layer(f"up{scale}", ConvTranspose3d, inputs[scale], channels[scale - 1])
         self.last = self._output_layer(inputs[1], out_channels, "last" in space_to_depth)
+
+    def condition_on(self, ranges: Sequence[Sequence[float]]) -> None:
+        """Adds conditions [N, K], with these ranges in training, that scale and shift all layers except the last.
+
+        The last layer's input is modulated already, and the kernels after that layer add one bias to all samples.
+        """
+        layers = {name: layer for name, layer in self.named_children() if name.startswith(("down", "up"))}
+        channels = {name: layer.out_channels for name, layer in layers.items() if isinstance(layer, Layer)}
+        self.film = Film(ranges, channels)
 
     def _add_layer(self, name: str, kind: type[Layer], before: int, after: int) -> None:
         kind = SPACE_TO_DEPTH[name] if name in self.space_to_depth else kind
@@ -90,49 +101,56 @@ class UNet(nn.Module):
         kind = SPACE_TO_DEPTH["last"] if space_to_depth else OutputConvTranspose3d
         return kind(before, after, 4, stride=2, padding=1)
 
-    def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        return self.output(*self.before_last(fields))
+    def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
+        return self.output(*self.before_last(fields, conditions))
 
-    def before_last(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def before_last(
+        self, fields: torch.Tensor, conditions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last layer's input, and a copy of it in `precise_dtype` if a fused kernel could write one."""
+        modulations = {} if self.film is None else self.film(conditions)
         skips = []
         x, precise = fields, None
         for scale in range(1, self.scales + 1):
-            x, skip = self._down(f"down{scale}", x)
+            name = f"down{scale}"
+            x, skip = self._down(name, x, modulations.get(name))
             skips.append(skip)
         skips.pop()
         for scale in range(self.scales, 1, -1):
-            x, precise = self._up(f"up{scale}", x, skips.pop(), precise_dtype(x) if scale == 2 else None)
+            name, copy = f"up{scale}", precise_dtype(x) if scale == 2 else None
+            x, precise = self._up(name, x, modulations.get(name), skips.pop(), copy)
         return x, precise
 
     def output(self, x: torch.Tensor, precise: torch.Tensor | None = None) -> torch.Tensor:
         """The network's result for `before_last`'s."""
         if self.fused:
-            return bias_activation(*self._without_bias("last", x, precise=precise), "tanh")
+            return bias_activation(*self._without_bias("last", x, None, precise=precise), "tanh")
         return torch.tanh(self.last(x))
 
-    def _down(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _down(self, name: str, x: torch.Tensor, film: Modulation | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The activations for the next scale, and for the skip connection."""
         if self.fused:
-            return bias_activation_twice(*self._without_bias(name, x), "leaky_relu")
-        x = F.leaky_relu(self._normalized(name, x), NEGATIVE_SLOPE)
+            return bias_activation_twice(*self._without_bias(name, x, film), "leaky_relu")
+        x = F.leaky_relu(self._normalized(name, x, film), NEGATIVE_SLOPE)
         return x, x
 
     def _up(
-        self, name: str, x: torch.Tensor, skip: torch.Tensor, copy: torch.dtype | None
+        self, name: str, x: torch.Tensor, film: Modulation | None, skip: torch.Tensor, copy: torch.dtype | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The activations for the next scale, and a copy of dtype `copy` if the fused kernel can make one."""
         if self.fused:
-            return bias_relu_cat(*self._without_bias(name, x), skip, copy)
-        return torch.cat([F.relu(self._normalized(name, x)), skip], dim=1), None
+            return bias_relu_cat(*self._without_bias(name, x, film), skip, copy)
+        return torch.cat([F.relu(self._normalized(name, x, film)), skip], dim=1), None
 
-    def _normalized(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The convolution's result, after the norm if there is one."""
+    def _normalized(self, name: str, x: torch.Tensor, film: Modulation | None) -> torch.Tensor:
+        """The convolution's result, after the norm and the modulation if there are any."""
         x = self.get_submodule(name)(x)
-        return x if self.norm == "none" else self.get_submodule(f"{name}_norm")(x)
+        return modulate(x if self.norm == "none" else self.get_submodule(f"{name}_norm")(x), film)
 
-    def _without_bias(self, name: str, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The convolution's result without its bias, and the bias."""
+    def _without_bias(
+        self, name: str, x: torch.Tensor, film: Modulation | None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The convolution's result, modulated if it is to be, without its bias, and the bias."""
         layer = self.get_submodule(name)
         assert isinstance(layer.bias, torch.Tensor)
-        return layer(x, biased=False, **options), layer.bias
+        return modulate(layer(x, biased=False, **options), film, layer.bias), layer.bias

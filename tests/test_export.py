@@ -189,6 +189,30 @@ def test_norms_other_transforms_and_space_to_depth_are_exported_as_plain_operati
     assert {name.split(".")[0] for name in called if "getitem" not in name} == {"aten"}
 
 
+def test_conditions_are_an_argument_of_the_exported_network(tmp_path: Path) -> None:
+    """One row per sample; the file names them and their trained ranges."""
+    ranges = [[2.0, 4.0], [0.1, 0.3]]
+    config = config_of(network={"conditions": ["redshift", "cell"], "condition_ranges": ranges})
+    network = network_of(config)
+    for parameter in network.get_submodule("film.layers").parameters():
+        nn.init.normal_(parameter, std=0.2)
+    save(tmp_path / "run", config, network)
+    export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'gas.pt2'}", "--units=channel"])
+    predict = load(tmp_path / "gas.pt2")
+    for samples in (1, 3):
+        fields, conditions = torch.randn(samples, 4, 4, 8, 4), torch.tensor([[2.5, 0.12]] * samples)
+        conditions[0] = torch.tensor([3.5, 0.3])
+        with torch.no_grad():
+            assert_close(predict(fields, conditions), network(fields, conditions))
+            assert not torch.allclose(predict(fields, conditions), predict(fields, conditions - 0.1), atol=1e-3)
+    found = metadata(tmp_path / "gas.pt2")
+    assert found["how_to_call"][-1] == (
+        "gas = predict(dark_matter, conditions)  # [N, 4, X, Y, Z], [N, 2] -> [N, 5, X, Y, Z]"
+    )
+    columns = [{"name": "redshift", "trained_range": ranges[0]}, {"name": "cell", "trained_range": ranges[1]}]
+    assert found["conditions"] == {"shape": "[N, 2]", "dtype": "float32", "columns": columns}
+
+
 def test_a_file_works_without_this_project(files: Path, tmp_path: Path) -> None:
     """Runs the lines of the file's own metadata in another process and directory."""
     fields = dark_matter(3, 8, 4, 12)

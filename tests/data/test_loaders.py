@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py
 import pytest
 import torch
 from processes import run_ranks
@@ -32,6 +33,10 @@ GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and
 # Two volumes to train on and one for validation, none of them a cube, by the config's key and the file's name.
 BOXES = {("train", "train"): (16, 9, 20), ("train", "more"): (8, 24, 12), ("val", "valid"): (18, 16, 8)}
 SIZE = sum(9 * math.prod(box) * 4 for box in BOXES.values())  # bytes of all volumes
+# What each volume states; its side is that of its longest axis.
+REDSHIFTS, LENGTHS = {"train": 2.5, "more": 3.25, "valid": 3.0}, {"train": 10.0, "more": 6.0, "valid": 9.0}
+CONDITIONS = {"network.conditions": ["redshift", "cell"]}
+CELLS = {name: LENGTHS[name] / max(box) for (_, name), box in BOXES.items()}
 Paths = dict[str, Any]  # keys of the config; those of the training data have lists
 
 
@@ -71,6 +76,8 @@ def paths(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> 
     for seed, ((key, name), box) in enumerate(BOXES.items()):
         path = volume_file(folder / f"{name}.h5", box, seed)
         write_signed_zeros(path)
+        with h5py.File(path, "r+") as file:
+            file.attrs.update({"redshift": REDSHIFTS[name], "box_size_mpc_h": LENGTHS[name]})
         for kind, file in zip(("", "_npy_data", "_npy_label"), (path, *convert(path)), strict=True):
             found.setdefault(f"{key}_path{kind}", []).append(str(file))
     return found | {key: path for key, (path, *_) in found.items() if key.startswith("val")}
@@ -179,17 +186,56 @@ def test_channels_last_strides_hold_for_a_single_channel_too(
             assert part.stride() == (count * 8**3, 1, count * 8**2, count * 8, count)
 
 
-def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The loaders' batches on this rank; and what `auto` has built if the first rank has no room in memory."""
-    found, built = {}, []
+def read_conditions(loaders: DataSplits, readings: list[Reading]) -> list[list[list[list[float]]]]:
+    """The conditions of each reading's batches, whose other parts are compared as digests; closes the loaders."""
+    found = []
+    with loaders:
+        for split, epoch, first, taken in readings:
+            loader = loaders.train if split == "train" else loaders.valid
+            with closing(loader.epoch(epoch, first)) as batches:
+                found.append([batch.conditions.tolist() for batch in itertools.islice(batches, taken)])
+    return found
+
+
+def expected_conditions(
+    config: Config, readings: list[Reading], rank: int = 0, size: int = 1
+) -> list[list[list[list[float]]]]:
+    """The conditions by definition, rounded to float32."""
+    found = []
+    for split, epoch, first, taken in readings:
+        names = [name for key, name in BOXES if key == split.removesuffix("id")]
+        plan = sample_plan(config, split, [box for (_, name), box in BOXES.items() if name in names]).epoch(epoch)
+        table = torch.tensor([[REDSHIFTS[name], CELLS[name]] for name in names]).tolist()
+        samples = [table[volume] for volume in plan.volumes]
+        batches = rank_batches(samples, GLOBAL_BATCH, rank, size, drop_last=split == "train")
+        found.append(batches[first:][:taken])
+    return found
+
+
+@EVERY_LOADER
+def test_every_loader_delivers_the_conditions_of_the_plans_volumes(paths: Paths, name: str) -> None:
+    """With unchanged inputs and targets; the ranges are those of the training volumes."""
+    config = with_file_values(config_for(paths, name, **CONDITIONS), get_loader(name).reads)
+    assert config.network.condition_ranges == [[2.5, 3.25], [CELLS["more"], CELLS["train"]]]
+    readings = [*WHOLE, *ENDED_EARLY[:2], *RESUMED]
+    assert read_conditions(build_loaders(config), readings) == expected_conditions(config, readings)
+    with build_loaders(config) as loaders, build_loaders(config_for(paths, name)) as plain:
+        for batch, other in zip(loaders.train.epoch(1, 30), plain.train.epoch(1, 30), strict=True):
+            assert digest(batch[:2]) == digest(other)
+
+
+def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """The loaders' batches on this rank; conditions; what `auto` has built if the first rank has no room in memory."""
+    found, conditions, built = {}, {}, []
     for name in names:
         config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
         found[name] = read(build_loaders(config, world), READINGS)
         found[name] += read(build_loaders(few, world), FEW)
+        conditions[name] = read_conditions(build_loaders(config_for(paths, name, **CONDITIONS), world), WHOLE)
     shared_memory.free_shared_memory = lambda _: 0 if world.is_root else SIZE
     threaded.build_lowmem = lambda *_: built.append("lowmem")  # type: ignore[assignment,func-returns-value]
     auto.build(config_for(paths, "auto", train_path=str(Path(paths["train_path"][0]).with_name("chunked.h5"))), world)
-    return found, built
+    return found, conditions, built
 
 
 @pytest.mark.parametrize(
@@ -200,11 +246,12 @@ def test_ranks_together_get_the_samples_of_the_plan(
 ) -> None:
     """Each step has the global batch of one rank; with three validation samples, one of four ranks gets none."""
     volume_file(paths["train_path"][0].replace("train.h5", "chunked.h5"), chunks=(1, 8, 8, 8))
-    for rank, (found, built) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
+    for rank, (found, conditions, built) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
         for name, batches in found.items():
             config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
             wanted = expected(config, READINGS, rank, size) + expected(few, FEW, rank, size)
             assert batches == wanted, f"{name} on rank {rank} of {size}"
+            assert conditions[name] == expected_conditions(config, WHOLE, rank, size)
         assert built == ["lowmem"], "all ranks must choose the same loader"
 
 

@@ -24,35 +24,41 @@ DETERMINISTIC = functools.partial(
 )
 
 
-def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> EagerStep:
+def build_step(world: World, optimizer: str, dtype: torch.dtype, conditioned: bool = False, **options) -> EagerStep:
     # Longer sides have fewer gradients than cells; rounding then decides on a part of the eigenbasis.
     settings = {"name": optimizer, "momentum": 0.9, "max_precondition_dim": 16}
     # A bucket cap far below the network's size, so that there are several buckets.
     options = {"bucket_cap_mb": 0.005, **options}
     loss = build_loss("l1", lambda_rho=0.01)
-    return make_step(settings, world=world, network=small_network().to(dtype), loss=loss, **options)
+    network = small_network()
+    if conditioned:
+        torch.manual_seed(1)  # of the embedding
+        network.condition_on([[0.0, 8.0]])
+    return make_step(settings, world=world, network=network.to(dtype), loss=loss, **options)
 
 
-def train(world: World, optimizer: str, dtype: torch.dtype, **options) -> dict:
+def train(world: World, optimizer: str, dtype: torch.dtype, conditioned: bool = False, **options) -> dict:
     """Trains twenty steps, each rank on its part of the batch; returns losses, parameters and SOAP's statistics."""
-    step = build_step(world, optimizer, dtype, **options)
+    step = build_step(world, optimizer, dtype, conditioned, **options)
     losses = []
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)
         inputs = torch.rand(GLOBAL_BATCH, 4, 8, 8, 8, generator=generator) - 0.5
         targets = 0.2 * torch.cat([inputs, inputs[:, :1] ** 2], 1)
-        part = [tensor[world.rank :: world.size].to(world.device, dtype) for tensor in (inputs, targets)]
-        loss = step(*part, 0.02 if optimizer == "sgd" else 1e-3)
+        batch = (inputs, targets, torch.arange(8.0)[:, None]) if conditioned else (inputs, targets)
+        part = [tensor[world.rank :: world.size].to(world.device, dtype) for tensor in batch]
+        loss = step(*part[:2], 0.02 if optimizer == "sgd" else 1e-3, *part[2:])
         losses.append(float(world.sum(loss)) / world.size)
     state = step.state()["optimizer"]["state"].values()
     statistics = [entry[key].cpu().numpy() for entry in state for key in entry if key.startswith("statistics")]
     return {"parameters": flat_parameters(step).cpu().numpy(), "statistics": statistics, "losses": losses}
 
 
-SGD32, SGD64, SOAP = "sgd float32", "sgd float64", "soap float64"
+SGD32, SGD64, SOAP, CONDITIONED = "sgd float32", "sgd float64", "soap float64", "conditioned sgd float64"
 PLAIN: dict[str, dict] = {
     name: {"optimizer": name.split()[0], "dtype": getattr(torch, name.split()[1])} for name in (SGD32, SGD64, SOAP)
 }
+PLAIN[CONDITIONED] = {**PLAIN[SGD64], "conditioned": True}
 # By the plain case whose parameters they have.
 OPTIONS: dict[str, list[dict]] = {
     SGD32: [
@@ -66,6 +72,7 @@ OPTIONS: dict[str, list[dict]] = {
     ],
     SGD64: [{}, {"ddp": "manual"}],
     SOAP: [{}],
+    CONDITIONED: [{"static_graph": True}, {"ddp": "manual", "accumulation_steps": 2}],
 }
 CASES = {f"{name} {options}": (name, options) for name, several in OPTIONS.items() for options in several}
 

@@ -120,8 +120,8 @@ class FakeGraph:
         written = [*weights(step).values(), *states]
         before = [value.clone() for value in written]
 
-        def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            self.batch, self.loss = (inputs, targets), plain(inputs, targets)
+        def train(*batch: torch.Tensor) -> torch.Tensor:
+            self.batch, self.loss = batch, plain(*batch)
             self.loss.zero_()
             return self.loss
 
@@ -226,6 +226,44 @@ def test_replayed_steps_equal_eager_steps(
     if "log_noise_scale" in options:
         assert float(plain.probe.square) > 0
         torch.testing.assert_close(plain.probe.square, recorded.probe.square)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_conditions_in_new_memory_reach_each_replay(device: str, parts: int) -> None:
+    """With one graph per batch buffer, also for a smaller batch; evaluation and prediction get them, too."""
+    steps, slots = [], buffers(2, device)
+    for kind in (EagerStep, GraphStep):
+        torch.manual_seed(1)
+        network: Any = small_network()
+        network.condition_on([[0.0, 1.0]])
+        steps.append(make(kind, "adam", device, network=network, accumulation_steps=parts))
+    curves: list[list[float]] = [[], []]
+    for number in range(WARMUP_STEPS + 8):
+        generator = torch.Generator().manual_seed(number)
+        inputs, targets = (part[: 2 if number == WARMUP_STEPS + 5 else 4] for part in slots[number % 2])
+        conditions = torch.rand(len(inputs), 1, generator=generator).to(device)
+        inputs.copy_(torch.rand(inputs.shape, generator=generator))
+        targets.copy_(conditions.view(-1, 1, 1, 1, 1) * inputs[:, :1] - 0.5)
+        for curve, step in zip(curves, steps, strict=True):
+            curve.append(float(step(inputs, targets, float(torch.tensor(LR)), conditions)))
+        conditions.fill_(torch.nan)  # the memory is reused
+    evaluated = [step.evaluate(inputs, targets, torch.zeros_like(conditions)) for step in steps]
+    predicted = [step.predict(inputs, torch.zeros_like(conditions)) for step in steps]
+    assert curves[0][-1] < curves[0][0]
+    if device == "cpu":
+        assert curves[0] == curves[1]
+        assert torch.equal(*evaluated)
+        assert torch.equal(*predicted)
+        assert differing(snapshot(steps[0]), snapshot(steps[1])) == []
+    else:
+        torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-5)
+    assert len(steps[1]._graphs) == 3
+    film = weights(steps[1])
+    assert film["film.layers.up2.weight"].abs().max() > 0
+    initial: Any = small_network()
+    torch.manual_seed(1)
+    initial.condition_on([[0.0, 1.0]])
+    assert not torch.equal(film["film.embedding.weight"].cpu(), initial.film.embedding.weight), "gradients reach it"
 
 
 @pytest.mark.parametrize("parts", [1, 2])

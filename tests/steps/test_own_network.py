@@ -49,6 +49,15 @@ class Free(nn.Module):
         super().__init__()
         self.options = options
 
+class Conditioned(nn.Module):
+    def __init__(self, in_channels, out_channels, conditions):
+        super().__init__()
+        self.conv = nn.Conv3d(in_channels, out_channels, 1)
+        self.linear = nn.Linear(len(conditions), out_channels)
+
+    def forward(self, x, conditions):
+        return self.conv(x) + self.linear(conditions)[..., None, None, None]
+
 class Classifier(nn.Module):
     def __init__(self, shape, classes, less):
         super().__init__()
@@ -87,7 +96,11 @@ def network(name: str, **options: Any) -> nn.Module:
         ),
         ("own_net.Net", {}, "network own_net.Net needs its option depth; set network.options.depth; known: in_ch"),
         ("own_net.Net", {"depth": 0}, "'depth': 0}: ValueError: too flat (TMP/own_net.py, line 9)"),
-        ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Scaled, Free, Classifier"),
+        (
+            "own_net.Nett",
+            {},
+            "Nett does not exist; did you mean Net?; own_net has Net, Scaled, Free, Conditioned, Classifier",
+        ),
         ("own_net.function", {}, "function is no class derived from torch.nn.Module"),
         ("nowhere_net.Net", {}, "no module nowhere_net in TMP; correct the name"),
         ("own_net.sub.Net", {}, "cannot import own_net.sub: ModuleNotFoundError"),
@@ -108,6 +121,15 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
     assert network("own_net.Free", any=1).options == {"any": 1}  # type: ignore[comparison-overlap]
     with pytest.raises(UserError, match=r"network own_net\.Net has no option norm"):
         build.network(configs.load(YAML, "test", {"network.name": "own_net.Net", "network.norm": "batch"}))
+
+
+def test_a_constructor_with_the_option_gets_the_ranges_of_conditions_and_forward_their_values() -> None:
+    keys = {"network.conditions": ["redshift", "cell"], "network.condition_ranges": [[2.0, 3.0], [0.1, 0.2]]}
+    config = configs.load(YAML, "test", {"network.name": "own_net.Conditioned", **keys})
+    check_output(config, build.network(config), torch.device("cpu"))
+    build.check_output(config.for_world(1))
+    with pytest.raises(UserError, match=r"network own_net\.Scaled has no option conditions; known: in_channels"):
+        build.network(configs.load(YAML, "test", {"network.name": "own_net.Scaled", **keys}))
 
 
 def test_a_classifier_is_checked_too() -> None:

@@ -87,14 +87,16 @@ class HookedStep(EagerStep):
     calls: ClassVar[int] = 0
     valid: ClassVar[dict[int, float]] = {}
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
-        loss = super().__call__(inputs, targets, lr)
+    def __call__(
+        self, inputs: torch.Tensor, targets: torch.Tensor, lr: float, *conditions: torch.Tensor
+    ) -> torch.Tensor:
+        loss = super().__call__(inputs, targets, lr, *conditions)
         HookedStep.calls += 1
         HookedStep.after(HookedStep.calls)
         return loss
 
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found = super().evaluate(inputs, targets)
+    def evaluate(self, *batch: torch.Tensor) -> torch.Tensor:
+        found = super().evaluate(*batch)
         return torch.full_like(found, self.valid[self.calls]) if self.valid else found
 
     @classmethod

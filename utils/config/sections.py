@@ -113,6 +113,10 @@ class LrScheduleConfig(Section):
         return self
 
 
+Condition = Literal["redshift", "cell", "hubble", "omega_m", "omega_l", "omega_b", "sigma8", "n_s"]
+Range = Annotated[list[Finite], Field(min_length=2, max_length=2)]
+
+
 class NetworkConfig(Section):
     """The network."""
 
@@ -125,6 +129,25 @@ class NetworkConfig(Section):
     # unet: layers computed as dense convolutions; see networks/space_to_depth.py
     space_to_depth: list[Literal["down1", "last", "down2", "up2", "up3", "up4"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
+    # unet: scalars of each volume, from its file's attributes, that the network also takes; see networks/film.py. cell
+    # is the side of a cell in comoving Mpc/h, hubble is H0 in km/s/Mpc.
+    conditions: list[Condition] = []
+    # Lowest and highest value of each condition in training; [] reads them from the training files.
+    condition_ranges: list[Range] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> NetworkConfig:
+        if len(set(self.conditions)) < len(self.conditions):
+            raise ValueError(f"conditions {', '.join(self.conditions)} has a name twice; remove one")
+        if self.condition_ranges and len(self.condition_ranges) != len(self.conditions):
+            raise ValueError(
+                f"condition_ranges has {len(self.condition_ranges)} ranges for {len(self.conditions)} conditions; set "
+                f"[lowest, highest] for each condition, or remove condition_ranges"
+            )
+        for low, high in self.condition_ranges:
+            if low > high:
+                raise ValueError(f"condition_ranges has [{low:g}, {high:g}]; set [lowest, highest]")
+        return self
 
 
 class OptimizerConfig(Section):

@@ -7,12 +7,22 @@ from typing import Literal, NamedTuple
 
 from utils.config import Config, did_you_mean
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
-from utils.data.loaders.base import Batch, DataSplits, Loader
+from utils.data.loaders.base import AnyBatch, Batch, DataSplits, Loader
 from utils.data.volumes import check_data, with_file_values
 from utils.distributed.world import World
 from utils.errors import UserError
 
-__all__ = ["LOADERS", "Batch", "DataSplits", "Loader", "LoaderSpec", "get_loader", "open_loaders", "resolve_config"]
+__all__ = [
+    "LOADERS",
+    "AnyBatch",
+    "Batch",
+    "DataSplits",
+    "Loader",
+    "LoaderSpec",
+    "get_loader",
+    "open_loaders",
+    "resolve_config",
+]
 
 
 class LoaderSpec(NamedTuple):

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 from utils.config import Config, validate_section
 from utils.data.channels import vectors_of, volume_channels
-from utils.data.files.attributes import Simulation, common_simulation, file_transform, plain_attributes
+from utils.data.files.attributes import (
+    Simulation,
+    common_simulation,
+    conditions_of,
+    file_transform,
+    plain_attributes,
+    warn_of_untrained_conditions,
+)
 from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading
 from utils.data.files.npy import open_npy_volume
 from utils.data.files.values import check_all, check_distinct, check_samples
@@ -73,19 +80,24 @@ def of_both_splits(volumes: Mapping[str, Sequence[Volume]]) -> list[Volume]:
 
 
 def with_file_values(config: Config, reads: str | None) -> Config:
-    """The config with what its files state: the transform, and the shapes of volumes that are not one cube.
+    """The config with what its files state: transform, shapes of volumes that are not one cube, ranges of conditions.
 
     Keys of UNNAMED that it does not name are read from the files, too. `reads` is the kind of files that its loader
     reads. Raises UserError if the files contradict the config or each other. Files that cannot be read are left to a
     loader that needs them.
     """
     if reads not in VOLUME_FILES:
+        if config.network.conditions:
+            raise UserError(
+                f"network.conditions: data_loader_config {config.data_loader_config} reads no volumes that state them; "
+                f"remove network.conditions, or choose another loader"
+            )
         return config
     unnamed = {key: value for key, value in UNNAMED.items() if key not in config.model_fields_set}
     config = config.model_copy(update={"transform": file_transform(config.transform, _attributes(config))})
     config = _with_channels(config, unnamed, reads)
     box_size = [_stated_box(config, unnamed, split, reads) for split in SPLITS]
-    return config.model_copy(update={"box_size": box_size})
+    return _with_condition_ranges(config.model_copy(update={"box_size": box_size}))
 
 
 def _with_channels(config: Config, unnamed: Mapping[str, Any], reads: str) -> Config:
@@ -128,6 +140,21 @@ def training_simulation(config: Config, reads: str | None) -> Simulation:
     with contextlib.suppress(UserError):
         return common_simulation([volume.simulation for volume in open_boxes(config, "train", reads)])
     return {}
+
+
+def _with_condition_ranges(config: Config) -> Config:
+    """The config with the ranges of its conditions in the training volumes, unless it names them."""
+    if not config.network.conditions:
+        return config
+    training, _ = (split_conditions(config, split) for split in SPLITS)  # all volumes must state them
+    ranges = [[min(values), max(values)] for values in zip(*training, strict=True)]
+    network = config.network.model_copy(update={"condition_ranges": config.network.condition_ranges or ranges})
+    return config.model_copy(update={"network": network})
+
+
+def split_conditions(config: Config, split: str) -> list[list[float]]:
+    """The conditions of each volume of a split, from the HDF5 files, also for a loader that reads `.npy` files."""
+    return [conditions_of(config.network, volume.path, volume.simulation) for volume in open_split(config, split)]
 
 
 def _attributes(config: Config) -> dict[str, dict[str, Any]]:
@@ -226,6 +253,9 @@ def check_data(config: Config, reads: str | None, world: World) -> None:
             check_samples(of_both_splits(volumes), config.allow_physical_values)
             for line in check_distinct(volumes):
                 log.warning(line)
+            for volume in of_both_splits(volumes) if config.network.conditions else ():
+                conditions = conditions_of(config.network, volume.path, volume.simulation)
+                warn_of_untrained_conditions(config.network, volume.path, conditions)
             for volume in volumes["train"]:
                 if set(volume.shape) == {config.data_size}:
                     log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")

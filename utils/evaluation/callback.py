@@ -12,6 +12,7 @@ import numpy as np
 
 from utils.config import Config
 from utils.data import Loader, get_loader
+from utils.data.files.attributes import conditions_of
 from utils.data.files.hdf5 import Volume, reading
 from utils.data.slabs import SlabFields, Slabs
 from utils.data.volumes import open_boxes
@@ -22,7 +23,7 @@ from utils.evaluation import results, tables
 from utils.evaluation.baselines import baseline_losses
 from utils.evaluation.results import Results
 from utils.evaluation.volume import NOT_PERIODIC, evaluate_fields
-from utils.inference.sliding_window import SlidingWindowPredictor
+from utils.inference.sliding_window import SlidingWindowPredictor, with_conditions
 from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.lyman_alpha.forest import KnownFlux
 from utils.steps.eager import EagerStep
@@ -48,7 +49,9 @@ class VolumeEvaluation(Evaluation):
         batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
         channels = config.N_in_channels, config.N_out_channels
         read = functools.partial(self._read, volume.inputs, slice(None))
-        self._predictor = SlidingWindowPredictor(step.predict, read, grid, channels, batch_size, run.world)
+        conditions = conditions_of(config.network, volume.path, volume.simulation)
+        predict = with_conditions(step.predict, conditions, run.world.device)
+        self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
         self._known = KnownFlux()
         self._folder = run.directory / evaluations.FOLDER

@@ -70,10 +70,10 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
     """
     chosen: dict[str, Plane] = {}
     batches, examined = loader.epoch(0), 0
-    for inputs, targets in batches:
-        for crop in range(min(len(inputs), EXAMINED - examined)):
-            source, target = inputs[crop : crop + 1], targets[crop : crop + 1]
-            fields = {"input": source, "target": target, "predicted": step.predict(source)}
+    for batch in batches:
+        for crop in range(min(len(batch[0]), EXAMINED - examined)):
+            source, target, *conditions = (part[crop : crop + 1] for part in batch)
+            fields = {"input": source, "target": target, "predicted": step.predict(source, *conditions)}
             difference = (fields["predicted"].float() - target.float()).abs().mean((0, 1, 3, 4))
             deviation = target[0, 0].float().std((1, 2))
             for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
@@ -84,7 +84,7 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
                         key: field[0, :, int(place)].float().cpu().numpy().copy() for key, field in fields.items()
                     }
                     chosen[name] = Plane(score, planes)
-        examined += len(inputs)
+        examined += len(batch[0])
         if examined >= EXAMINED:
             break
     batches.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use old
 # Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
 LARGEST_DIFFERENCE = 1e-5
 
-Predict = Callable[[torch.Tensor], torch.Tensor]
+Predict = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class ExportedNetwork:
     targets: Sequence[Channel]
     divisor: int  # X, Y and Z are multiples of it
     density_floor: float | None  # smallest density that the transform accepts; None: channels, without transforms
+    conditions: Mapping[str, Sequence[float]]  # names and trained ranges of the scalars that the network also takes
 
     @classmethod
     def of(cls, trained: TrainedNetwork, units: str) -> ExportedNetwork:
@@ -47,8 +48,11 @@ class ExportedNetwork:
             check_physical_units((*inputs, *targets), "give --units channel")
             floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
             module = PhysicalNetwork(module, inputs, targets, floor).eval()
-        divisor = trained.config.window_multiple
-        return cls(module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor)
+        divisor, network = trained.config.window_multiple, trained.config.network
+        conditions = {str(key): ends for key, ends in zip(network.conditions, network.condition_ranges, strict=True)}
+        return cls(
+            module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor, conditions=conditions
+        )
 
     @property
     def units(self) -> str:
@@ -57,13 +61,18 @@ class ExportedNetwork:
     def describe(self, output: str) -> dict[str, Any]:
         """Inputs, outputs and usage of the file, as JSON values."""
         floor = {} if self.density_floor is None else {"density_floor_of_mean": self.density_floor}
+        argument, shape, described = "", "", {}
+        if self.conditions:
+            argument, shape = ", conditions", f", [N, {len(self.conditions)}]"
+            ranges = [{"name": name, "trained_range": [*ends]} for name, ends in self.conditions.items()]
+            described = {"conditions": {"shape": shape.lstrip(", "), "dtype": "float32", "columns": ranges}}
         return {
             "format": FORMAT,
             "made_by": "export.py: a network that predicts gas from dark matter",
             "how_to_call": [
                 "import torch",
                 f'predict = torch.export.load("{output}").module()',
-                f"gas = predict(dark_matter)  # {_shape(self.inputs)} -> {_shape(self.targets)}",
+                f"gas = predict(dark_matter{argument})  # {_shape(self.inputs)}{shape} -> {_shape(self.targets)}",
             ],
             "units": self.units,
             "input": self._describe_side(
@@ -72,6 +81,7 @@ class ExportedNetwork:
                 multiple_of=self.divisor,
                 **floor,
             ),
+            **described,
             "output": self._describe_side(self.targets),
         }
 
@@ -110,8 +120,10 @@ class ExportedNetwork:
         # Not 1: sizes of 1 in the example would become constants.
         example = torch.ones(2, len(self.inputs), 2 * cells, 2 * cells, 2 * cells)
         sizes = {axis: cells * Dim(f"blocks_{name}", min=1) for axis, name in ((2, "x"), (3, "y"), (4, "z"))}
-        dynamic = ({0: Dim("batch", min=1), **sizes},)
-        program = torch.export.export(self.module, (example,), dynamic_shapes=dynamic)
+        batch = Dim("batch", min=1)
+        conditions = [torch.ones(2, len(self.conditions))] if self.conditions else []
+        dynamic = ({0: batch, **sizes}, *({0: batch} for _ in conditions))
+        program = torch.export.export(self.module, (example, *conditions), dynamic_shapes=dynamic)
         # Removes assumptions that no operator here depends on: that no size is 1 (largest_difference has such sizes),
         # and that all tensors are on a CPU. The sizes above are checked separately.
         assumptions = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default)
@@ -135,8 +147,12 @@ class ExportedNetwork:
             channels = zip(self.inputs, fields.unbind(1), strict=True)
             fields = torch.stack([channel.to_physical(values) for channel, values in channels], dim=1)
             fields[:, 0, :2] = 0  # empty cells
+        arguments = [fields]
+        if self.conditions:
+            low, high = torch.tensor([*self.conditions.values()], dtype=torch.float32).unbind(1)
+            arguments.append(low + (high - low) * torch.rand(1, len(low), generator=generator))
         with torch.inference_mode():
-            exported, expected = written(fields), self.module(fields)
+            exported, expected = written(*arguments), self.module(*arguments)
             axes = (0, 2, 3, 4)
             # torch's max, unlike Python's, propagates NaN.
             return float(((exported - expected).abs().amax(axes) / expected.abs().amax(axes)).max())

@@ -195,7 +195,15 @@ def _within(part: AxisPart, size: int, planes: slice) -> Iterator[Segment]:
             yield Segment(slice(begin, begin + stop - start), slice(start, stop))
 
 
-def forward_pass(network: torch.nn.Module, precision: str, device: torch.device) -> Predict:
+def with_conditions(predict: Callable[..., torch.Tensor], conditions: Sequence[float], device: torch.device) -> Predict:
+    """`predict` with the conditions of a volume, the same for all windows; `predict` itself if there are none."""
+    if not conditions:
+        return predict
+    row = torch.tensor([conditions], dtype=torch.float32, device=device)
+    return lambda windows: predict(windows, row.expand(len(windows), -1))
+
+
+def forward_pass(network: torch.nn.Module, precision: str, device: torch.device) -> Callable[..., torch.Tensor]:
     """The network's forward pass in one of PRECISIONS. Sets cuDNN's switches for the whole process.
 
     On a GPU, converts the network to channels-last.
@@ -208,9 +216,9 @@ def forward_pass(network: torch.nn.Module, precision: str, device: torch.device)
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
 
     @torch.inference_mode()
-    def predict(windows: torch.Tensor) -> torch.Tensor:
+    def predict(windows: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
-            return network(windows)
+            return network(windows, *conditions)
 
     return predict
 

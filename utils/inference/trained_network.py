@@ -17,11 +17,21 @@ from utils.cli import positive
 from utils.config import Config
 from utils.data import symmetry
 from utils.data.channels import Channel, volume_channels
-from utils.data.files.attributes import Simulation, warn_of_other_simulation
+from utils.data.files.attributes import (
+    Simulation,
+    conditions_of,
+    warn_of_other_simulation,
+    warn_of_untrained_conditions,
+)
 from utils.data.files.hdf5 import FieldReader
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass, symmetry_mean
+from utils.inference.sliding_window import (
+    SlidingWindowPredictor,
+    forward_pass,
+    symmetry_mean,
+    with_conditions,
+)
 from utils.inference.window_grid import build_window_grid
 from utils.steps import build
 from utils.steps.eager import load_network
@@ -118,18 +128,23 @@ class TrainedNetwork:
 def build_predictor(
     trained: TrainedNetwork, volume: FieldReader, options: InferenceOptions, world: World
 ) -> SlidingWindowPredictor:
-    """Predicts `volume` window by window; UserError if the windows do not suit the network or the box."""
+    """Predicts `volume` window by window.
+
+    UserError if the windows do not suit the network or the box, or if the volume does not state its conditions.
+    """
     config = trained.config
+    conditions = conditions_of(config.network, volume.path, volume.simulation)
     window, divisor = options.window or config.data_size, config.window_multiple
     if world.is_root:
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
+        warn_of_untrained_conditions(config.network, volume.path, conditions)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
     periodic = volume.periodic and not options.not_periodic
     grid = build_window_grid(volume.shape, window, options.overlap, periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channel_counts = (config.N_in_channels, config.N_out_channels)
-    predict = forward_pass(trained.network, options.precision, world.device)
+    predict = with_conditions(forward_pass(trained.network, options.precision, world.device), conditions, world.device)
     vectors = config.vector_channels.inputs, config.vector_channels.targets
     predict = symmetry_mean(predict, options.symmetries, channel_counts, vectors, world)
     return SlidingWindowPredictor(predict, volume.box, grid, channel_counts, batch_size, world)

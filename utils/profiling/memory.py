@@ -56,7 +56,7 @@ def training_memory(config: Config) -> TrainingMemory:
     parameters = sum(parameter.numel() for parameter in network.parameters())
     micro_batch = meta_batch(config, config.local_batch_size // config.accumulation_steps)
     try:
-        activations = activation_bytes(network, micro_batch[0])
+        activations = activation_bytes(network, micro_batch[0], *micro_batch[2:])
     except Exception:
         if not own_network.is_checked(config):
             raise
@@ -71,8 +71,8 @@ def training_memory(config: Config) -> TrainingMemory:
     )
 
 
-def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
-    """Bytes of float32 activations that the forward pass saves for the backward pass; both on torch's meta device."""
+def activation_bytes(network: nn.Module, *inputs: torch.Tensor) -> int:
+    """Bytes of float32 activations that the forward pass saves for the backward pass; all on torch's meta device."""
     kept: dict[Any, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
         keep(parameter.data)
     parameters = set(kept)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        network(inputs)
+        network(*inputs)
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
 
 

@@ -45,7 +45,12 @@ def network(config: Config) -> nn.Module:
             f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
             f"local_batch_size, or use a smaller ghost batch"
         )
-    name, given = config.network.name, {} if norm == "none" else {"norm": norm}
+    name, given = config.network.name, dict[str, object]()
+    if norm != "none":
+        given["norm"] = norm
+    if config.network.conditions:
+        assert config.network.condition_ranges, "resolve_config reads them from the files"
+        given["conditions"] = config.network.condition_ranges
     variants: dict[str, object] = {"space_to_depth": config.network.space_to_depth}
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
@@ -103,8 +108,8 @@ def check_output(config: Config) -> None:
     if own_network.is_checked(config):
         own_network.check_output(config, network(config), torch.device("cpu"))
         return
-    inputs, targets = meta_batch(config, config.local_batch_size or 1)
-    loss(config)(network_without_values(config)(inputs), targets)
+    inputs, targets, *conditions = meta_batch(config, config.local_batch_size or 1)
+    loss(config)(network_without_values(config)(inputs, *conditions), targets)
 
 
 def check_norm(config: Config, world: World) -> None:

@@ -24,11 +24,11 @@ class Compiled(nn.Module):
         self._plain, self._compiled = module, torch.compile(module)
         self.works: bool | None = None  # None until the first call
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
         if self.works is None:
             log.info("torch.compile compiles the network and the loss, which may take minutes")
             try:
-                loss = self._compiled(inputs, targets)
+                loss = self._compiled(*batch)
                 self.works = True
                 return loss
             except Exception as error:
@@ -37,7 +37,7 @@ class Compiled(nn.Module):
                 self.works = False
                 reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
                 log.warning("torch.compile failed, the step runs without it: %s", reason[0])
-        return self._compiled(inputs, targets) if self.works else self._plain(inputs, targets)
+        return self._compiled(*batch) if self.works else self._plain(*batch)
 
 
 def _is_compiler_error(error: Exception) -> bool:

@@ -36,6 +36,9 @@ def load_network(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> Non
 class EagerStep:
     """Trains and evaluates one network on one rank: step(inputs, targets, lr) -> loss.
 
+    A network that takes conditions gets them as a further argument of each call, as in step(inputs, targets, lr,
+    conditions); `conditions` below is that one tensor [N, K], or none.
+
     Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update. Subclasses compute the same in
     another way, and callers do not ask which one they have.
     """
@@ -76,17 +79,19 @@ class EagerStep:
         self._average = None if config.ema_decay is None else EMA(network, config.ema_decay)
         self.network = network if self._average is None else self._average.network
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+    def __call__(
+        self, inputs: torch.Tensor, targets: torch.Tensor, lr: float, *conditions: torch.Tensor
+    ) -> torch.Tensor:
         """Trains on one local batch; returns its loss, detached, on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return self._train(inputs, targets)
+        return self._train(inputs, targets, *conditions)
 
-    def _train(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _train(self, *batch: torch.Tensor) -> torch.Tensor:
         """Gradients and update, at the learning rate that the optimizer holds."""
         self._trained.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._accumulate(inputs, targets)
+        loss = self._accumulate(*batch)
         with annotate("optimizer"):
             self._scaler.unscale_(self.optimizer)
             self.gradient_norm = self._clip()
@@ -100,7 +105,7 @@ class EagerStep:
                 self._average.update(finite)
         return loss
 
-    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def warm_up(self, *batch: torch.Tensor) -> None:
         """Runs what only a first step has to do (compilation, cuDNN's algorithm search) and waits for it.
 
         Forward and backward as in a step, without an update. Restores buffers, gradients and random state, so that the
@@ -112,7 +117,7 @@ class EagerStep:
         with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
             # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
             for _ in range(2 if self._config.static_graph else 1):
-                self._accumulate(inputs, targets)
+                self._accumulate(*batch)
         with torch.no_grad():
             for name, buffer in self._trained.named_buffers():
                 buffer.copy_(before[name])
@@ -178,12 +183,12 @@ class EagerStep:
         return lines
 
     @torch.no_grad()
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         """The loss and the metrics without training, shape [1 + metrics]."""
         self.network.eval()
         self.loss.eval()
         with self._autocast():
-            outputs = self.network(inputs)
+            outputs = self.network(inputs, *conditions)
             loss = self.loss(outputs, targets)
             return torch.stack([loss, *(metric(outputs, targets).to(loss.dtype) for metric in self._trained.metrics)])
 
@@ -194,11 +199,11 @@ class EagerStep:
                 dist.broadcast(buffer, src=0)
 
     @torch.no_grad()
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         """The network's outputs in evaluation mode."""
         self.network.eval()
         with self._autocast():
-            return self.network(inputs)
+            return self.network(inputs, *conditions)
 
     def close(self) -> None:
         """Releases what depends on the process group. Do not call the step after this."""
@@ -209,13 +214,13 @@ class EagerStep:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _accumulate(self, *batch: torch.Tensor) -> torch.Tensor:
         """Computes gradients of the mean loss over all micro-batches. Ranks exchange them in the last one only."""
         count = self._config.accumulation_steps
         if self.probe is not None:
             self.probe.reset(self._scaler.scale(torch.ones((), device=self._device)) / count)
         total: torch.Tensor | None = None
-        for index, micro_batch in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
+        for index, micro_batch in enumerate(zip(*(part.chunk(count) for part in batch), strict=True)):
             sync = self._sync and index == count - 1
             if self._parallel is not None:
                 self._parallel.require_backward_grad_sync = sync

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def training_flops(network: nn.Module, inputs: torch.Tensor) -> int:
-    """Floating-point operations of forward and backward pass for one sample of `inputs` [N, ...].
+def training_flops(network: nn.Module, *inputs: torch.Tensor) -> int:
+    """Floating-point operations of forward and backward pass for one sample of the network's `inputs`, each [N, ...].
 
     Counts convolutions and linear layers, a multiply-add as two operations. Runs a copy of the network on the meta
     device, where tensors have no data: the network itself, the device and the random generators are not used.
@@ -29,7 +29,7 @@ def training_flops(network: nn.Module, inputs: torch.Tensor) -> int:
             if isinstance(module, kind):
                 module.forward = functools.partial(_forward, kind, module)  # type: ignore[method-assign]
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
-        plain(torch.empty_like(inputs[:1], device="meta")).sum().backward()
+        plain(*(torch.empty_like(part[:1], device="meta") for part in inputs)).sum().backward()
     return counter.get_total_flops()
 
 

@@ -67,6 +67,7 @@ class GraphStep(EagerStep):
         # By addresses and shape of the batch, and True if gradients are exchanged.
         self._graphs: dict[tuple[int, int, torch.Size, bool], RecordedStep] = {}
         self._copies: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._conditions: torch.Tensor | None = None  # of the current batch
         self._eager_steps = 0
         # PyTorch warns of the eager steps before the first graph.
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
@@ -85,35 +86,45 @@ class GraphStep(EagerStep):
         if reason is not None:
             raise UserError(f"cannot record the step as a CUDA graph: {reason}; {remedy}")
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+    def __call__(
+        self, inputs: torch.Tensor, targets: torch.Tensor, lr: float, *conditions: torch.Tensor
+    ) -> torch.Tensor:
         with self._on_stream():
+            conditions = tuple(map(self._kept, conditions))
             for group in self.optimizer.param_groups:
                 group["lr"].fill_(lr)
             if self._eager_steps < WARMUP_STEPS:
                 self._eager_steps += 1
-                return self._train(inputs, targets)
-            recorded = self._recorded(inputs, targets)
+                return self._train(inputs, targets, *conditions)
+            recorded = self._recorded(inputs, targets, *conditions)
             with annotate("replay"):
                 recorded.graph.replay()
                 renew(self.optimizer)
         self.gradient_norm = recorded.gradient_norm
         return recorded.loss
 
-    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def warm_up(self, *batch: torch.Tensor) -> None:
         with self._on_stream():
-            super().warm_up(inputs, targets)
+            super().warm_up(*batch)
 
     def close(self) -> None:
         self._graphs.clear()
         self._copies = None
 
-    def _recorded(self, inputs: torch.Tensor, targets: torch.Tensor) -> RecordedStep:
+    def _kept(self, conditions: torch.Tensor) -> torch.Tensor:
+        """A copy in the step's own memory, the same for all batches: loaders deliver conditions in new memory."""
+        if self._conditions is None or len(conditions) > len(self._conditions):
+            self._graphs.clear()  # they read the memory that is released here
+            self._conditions = torch.empty_like(conditions)
+        return self._conditions[: len(conditions)].copy_(conditions)
+
+    def _recorded(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> RecordedStep:
         """The graph for this batch's memory. Records it if there is none yet."""
         inputs, targets = self._in_known_buffers(inputs, targets)
         key = (inputs.data_ptr(), targets.data_ptr(), inputs.shape, self._sync)
         if key not in self._graphs:
             started = time.perf_counter()
-            self._graphs[key] = self._record(inputs, targets)
+            self._graphs[key] = self._record(inputs, targets, *conditions)
             log.info("CUDA graph %d recorded in %.2f s", len(self._graphs), time.perf_counter() - started)
         return self._graphs[key]
 
@@ -128,13 +139,13 @@ class GraphStep(EagerStep):
             copy.copy_(part)
         return self._copies
 
-    def _record(self, inputs: torch.Tensor, targets: torch.Tensor) -> RecordedStep:
+    def _record(self, *batch: torch.Tensor) -> RecordedStep:
         """Records the step's kernels without running them."""
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads, such as DALI's, may allocate memory meanwhile without ending the recording.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                loss = self._train(inputs, targets)
+                loss = self._train(*batch)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

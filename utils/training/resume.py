@@ -55,7 +55,7 @@ class Start:
         `is_elsewhere`: the checkpoint is that of a run in another directory.
         Raises UserError if the checkpoint's run saw other samples.
         """
-        self._init_from, self._checkpoint = init_from, saved
+        self._init_from, self._checkpoint, self._config = init_from, saved, configs.flatten(config)
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
         self._changes = _changes(saved, config) if saved else []
@@ -79,6 +79,7 @@ class Start:
         elif self._init_from is not None:
             _, weights = load_weights(self._init_from, world)
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
+                _check_ranges(self._init_from, configs.flatten(weights.get("config", {})), self._config)
                 step.load_weights(weights["network"])
         return self.state
 
@@ -153,7 +154,18 @@ def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
                 f"other samples; {REMEDY} (--init_from loads weights alone)"
             )
     before, now = configs.flatten(before), configs.flatten(now)
+    _check_ranges(str(saved.path), before, now)
     return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+
+
+def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UserError for weights trained with other ranges of their conditions, which would mean something else."""
+    ranges = [config.get("network.condition_ranges") for config in (before, now)]
+    if all(ranges) and ranges[0] != ranges[1]:
+        raise UserError(
+            f"{source} was trained with network.condition_ranges {ranges[0]}, this run has {ranges[1]}; to keep the "
+            f"former, --set network.condition_ranges={str(ranges[0]).replace(' ', '')}"
+        )
 
 
 def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 
 from utils.config import Config
-from utils.data import Batch, DataSplits
+from utils.data import AnyBatch, DataSplits
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped, UserError
 from utils.optim.schedules import build_schedule
@@ -107,7 +107,7 @@ class Trainer:
             train = WeightedMean(self.world)
             train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
             if self.world.device.type == "cuda":
-                self._teraflop_per_sample = training_flops(self.step.network, batch.inputs) / 1e12
+                self._teraflop_per_sample = training_flops(self.step.network, batch[0], *batch[2:]) / 1e12
             if state.step == 0:
                 self._validate_untrained(train)
             self.world.heartbeat.progress("start", state.step)  # compilers may need minutes
@@ -147,7 +147,7 @@ class Trainer:
                 state.epoch_seconds += clock.lap()
                 self._save_or_stop(ends_epoch=state.batch == steps)
 
-    def _train_step(self, batches: Generator[Batch, None, None], interval: Stopwatch) -> None:
+    def _train_step(self, batches: Generator[AnyBatch, None, None], interval: Stopwatch) -> None:
         """One step: learning rate, next batch, forward, backward, update. The loss stays on the device."""
         state, heartbeat = self.state, self.world.heartbeat
         self.profiler.before_step(state.step)
@@ -155,11 +155,11 @@ class Trainer:
         heartbeat.progress("data", state.step + 1)
         waited = interval.waited
         with annotate("data"), interval.waiting():
-            inputs, targets = next(batches)
+            inputs, targets, *conditions = next(batches)
         self._timer.start(interval.waited - waited)
         heartbeat.progress("step", state.step + 1)
         with annotate("step"):
-            loss = self.step(inputs, targets, lr)
+            loss = self.step(inputs, targets, lr, *conditions)
         probe = self.step.probe
         self._recorder.record(loss, self.step.gradient_norm, None if probe is None else probe.square)
         state.batch += 1
@@ -179,8 +179,8 @@ class Trainer:
             for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have fewer batches
                 self.world.heartbeat.progress("validation", self.state.step)
                 if index < len(valid):
-                    inputs, targets = next(batches)
-                    means[valid.volume_of(index)].add(self.step.evaluate(inputs, targets), len(inputs))
+                    inputs, *others = next(batches)
+                    means[valid.volume_of(index)].add(self.step.evaluate(inputs, *others), len(inputs))
                 self.stop_if_requested()
         results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
         validation = Validation.of(results, self.config.metrics, time.perf_counter() - started)

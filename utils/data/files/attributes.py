@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from utils.config import validate_section
-from utils.config.sections import TransformConfig
+from utils.config.sections import Condition, NetworkConfig, TransformConfig
 from utils.errors import UserError
 
 TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to six digits
@@ -34,6 +34,18 @@ UNIVERSE = {
 
 Attributes = Mapping[str, Any]
 Simulation = dict[str, float | str]
+
+# Keys of a Simulation by the name of the condition.
+CONDITIONS: dict[Condition, str] = {
+    "redshift": "redshift",
+    "cell": CELL,
+    "hubble": "cosmology_H0",
+    "omega_m": "cosmology_Om0",
+    "omega_l": "cosmology_Ode0",
+    "omega_b": "cosmology_Ob0",
+    "sigma8": "cosmology_sigma8",
+    "n_s": "cosmology_ns",
+}
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +139,37 @@ def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulat
     ]
     if differences:
         log.warning("%s differs from the training data: %s; see docs/generalization.md", path, ", ".join(differences))
+
+
+def conditions_of(network: NetworkConfig, path: str, simulation: Simulation) -> list[float]:
+    """The network's conditions of a volume; UserError if its file does not state one as a finite number."""
+    values = []
+    for name in network.conditions:
+        value = simulation.get(CONDITIONS[name])
+        if not isinstance(value, float) or not math.isfinite(value):
+            attribute = "box_size_mpc_h" if name == "cell" else CONDITIONS[name]
+            fault = "is not stated" if value is None else f"is {value}"
+            raise UserError(
+                f"{path}: {attribute}, which network.conditions {name} needs, {fault}; set it, in Python: "
+                f"h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
+            )
+        values.append(value)
+    return values
+
+
+def warn_of_untrained_conditions(network: NetworkConfig, path: str, conditions: Sequence[float]) -> None:
+    """Logs a warning for each condition of a volume outside the range of the training volumes."""
+    for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
+        nearest = min(max(value, low), high)
+        if not _is_close(value, nearest):
+            log.warning(
+                "%s: %s %.6g is outside the trained range %.6g to %.6g; check the prediction",
+                path,
+                name,
+                value,
+                low,
+                high,
+            )
 
 
 def _is_close(first: float | str, second: float | str) -> bool:

@@ -14,7 +14,7 @@ from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import Volume
 from utils.data.files.page_cache import warm_page_cache
 from utils.data.plan import SPLITS, Box, SamplePlan, rank_batches
-from utils.data.volumes import channel_counts, of_both_splits, split_settings, volume_names
+from utils.data.volumes import channel_counts, of_both_splits, split_conditions, split_settings, volume_names
 from utils.distributed.world import World
 
 
@@ -23,6 +23,17 @@ class Batch(NamedTuple):
 
     inputs: torch.Tensor
     targets: torch.Tensor
+
+
+class ConditionedBatch(NamedTuple):
+    """A Batch with the conditions of each crop's volume, [N, K] float32, as network.conditions lists them."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    conditions: torch.Tensor
+
+
+AnyBatch = Batch | ConditionedBatch
 
 
 class Loader(Protocol):
@@ -40,7 +51,7 @@ class Loader(Protocol):
         """The index in `volumes` of the volume of a batch."""
         return 0
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[AnyBatch, None, None]:
         """Yields the batches of one epoch, starting with `first_batch`."""
 
     def close(self) -> None:
@@ -73,6 +84,26 @@ class CropLoader(Loader):
         return self.batches[batch].start * self.plan.parts // self.plan.samples
 
 
+class ConditionedLoader(CropLoader):
+    """Adds conditions to the batches of a loader that carries out the plan; `conditions` is [volumes, K]."""
+
+    def __init__(
+        self, loader: Loader, conditions: Sequence[Sequence[float]], plan: SamplePlan, config: Config, world: World
+    ) -> None:
+        super().__init__(plan, config, world)
+        self._loader, self._conditions = loader, torch.tensor(conditions, dtype=torch.float32)
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[ConditionedBatch, None, None]:
+        volumes = torch.from_numpy(self.plan.epoch(epoch).volumes)
+        conditions = self._conditions[volumes].to(self.world.device)  # once per epoch: the loop must not wait for it
+        with contextlib.closing(self._loader.epoch(epoch, first_batch)) as batches:
+            for rows, (inputs, targets, *_) in zip(self.batches[first_batch:], batches, strict=True):
+                yield ConditionedBatch(inputs, targets, conditions[rows])
+
+    def close(self) -> None:
+        self._loader.close()
+
+
 @dataclass(frozen=True)
 class DataSplits:
     """The loaders of both splits, as a context manager that closes them."""
@@ -92,15 +123,18 @@ def memory_format(channels_last: bool) -> torch.memory_format:
     return torch.channels_last_3d if channels_last else torch.contiguous_format
 
 
-def meta_batch(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets with the shapes and types of a batch of `samples`, on torch's meta device."""
+def meta_batch(config: Config, samples: int) -> AnyBatch:
+    """Tensors with the shapes and types of a batch of `samples`, on torch's meta device."""
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
         dtype = torch.float32 if dataset.vocabulary is None else torch.int64
         inputs = torch.empty((samples, *dataset.shape), dtype=dtype, device="meta")
-        return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
+        return Batch(inputs, torch.empty(samples, dtype=torch.int64, device="meta"))
     shapes = [(samples, channels, *(config.data_size,) * 3) for channels in channel_counts(config)]
-    return torch.empty(shapes[0], device="meta"), torch.empty(shapes[1], device="meta")
+    inputs, targets = (torch.empty(shape, device="meta") for shape in shapes)
+    if not config.network.conditions:
+        return Batch(inputs, targets)
+    return ConditionedBatch(inputs, targets, torch.empty(samples, len(config.network.conditions), device="meta"))
 
 
 def sample_plan(config: Config, split: str, boxes: Iterable[Box]) -> SamplePlan:
@@ -137,6 +171,8 @@ def build_crop_loaders(
 
     def build(split: str) -> Loader:
         plan = sample_plan(config, split, [volume.shape for volume in volumes[split]])
-        return loader(volumes[split], plan, config, world)
+        conditions = split_conditions(config, split) if config.network.conditions else []
+        built = loader(volumes[split], plan, config, world)
+        return ConditionedLoader(built, conditions, plan, config, world) if conditions else built
 
     return build_splits(build, world)

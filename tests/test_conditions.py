@@ -1,0 +1,188 @@
+"""A network conditioned on redshift and cell size: training on two volumes, resume, prediction, evaluation, export."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from log_lines import messages, refusal
+from matplotlib.figure import Figure
+from trainings import YAML, assert_same_training, directory, last, metrics
+from volume_files import write_volume
+
+import evaluate
+import export
+import predict
+import train
+from utils.config.sections import Condition
+from utils.data.files.attributes import CONDITIONS, simulation_of
+from utils.evaluation import figures
+from utils.inference.trained_network import TrainedNetwork
+from utils.simulation.simulate import SimulationOptions, file_attributes
+from utils.steps.eager import EagerStep
+from utils.training.evaluations import FOLDER
+
+REDSHIFTS, SIDES = {"first": 2.0, "second": 4.0, "valid": 2.0, "late": 5.0, "silent": None}, {"second": 24.0}
+CONDITIONED = "--set=network.conditions=[redshift,cell]"
+QUIET = ["--set=report_pictures=false", "--set=report_baselines=false"]
+
+
+class StoppingStep(EagerStep):
+    """Requests a stop in the fifth step of the process."""
+
+    calls = 0
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().__call__(*arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Volumes with the same inputs, whose gas has an offset proportional to the redshift that they state."""
+    folder = tmp_path_factory.mktemp("conditions")
+    for name, redshift in REDSHIFTS.items():
+        with h5py.File(write_volume(folder / f"{name}.h5", seed=1), "r+") as file:
+            file["Hydro"][...] = 0.2 * file["Nbody"][...][[0, 1, 2, 3, 0]] + 0.2 * ((redshift or 3.0) - 3.0)
+            file.attrs["box_size_mpc_h"] = SIDES.get(name, 16.0)
+            if redshift is not None:
+                file.attrs["redshift"] = redshift
+    return folder
+
+
+@pytest.fixture(scope="module")
+def training(folder: Path) -> Callable[..., Path]:
+    """training(expdir, *flags, step): a run on two volumes; its directory."""
+
+    def go(expdir: str, *flags: str, step: type[EagerStep] = EagerStep) -> Path:
+        data = [f"--set=train_path=[{folder}/first.h5,{folder}/second.h5]", f"--set=val_path={folder}/valid.h5"]
+        common = [f"--yaml_config={YAML}", "--config=test", "--set=device=cpu", f"--set=expdir={folder / expdir}"]
+        train.main([*common, *QUIET, *data, CONDITIONED, *flags], step_class=step)
+        return directory(folder / expdir)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def run(training: Callable[..., Path]) -> Path:
+    return training("whole")
+
+
+def valid_loss(run: Path) -> float:
+    return [record["Loss/valid"] for record in metrics(run) if "Loss/valid" in record][-1]
+
+
+def test_conditions_lower_the_loss_of_gas_that_depends_on_them(run: Path, training: Callable[..., Path]) -> None:
+    """The config of the checkpoint has the ranges of the training volumes."""
+    assert last(run).weights["config"]["network"]["condition_ranges"] == [[2.0, 4.0], [1.0, 1.5]]
+    length = ["--num_epochs=8", "--set=lr_schedule.start_lr=1e-2", "--set=symmetries=none"]
+    without = valid_loss(training("without", *length, "--set=network.conditions=[]"))
+    assert valid_loss(training("with", *length)) < 0.7 * without
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callable[..., Path]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        training("parts", step=StoppingStep)
+    assert stop.value.code == 75
+    assert_same_training(run, training("parts"))
+
+
+def test_everything_that_calls_the_network_has_its_conditions(
+    training: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Evaluation, pictures, baselines, preflight, benchmark; micro-batches, averaged weights, autocast, a norm."""
+    monkeypatch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda _: Figure(figsize=(1, 1))))
+    monkeypatch.setattr(figures, "encode_png", lambda _: b"PNG")
+    options = ["--set=accumulation_steps=2", "--set=ema_decay=0.9", "--enable_amp", "--set=network.norm=group"]
+    ends = [f"--set={key}=true" for key in ("report_pictures", "report_baselines")]
+    run = training("options", *options, *ends, "--num_epochs=1", "--set=evaluation.every_epochs=1")
+    assert len(list((run / FOLDER).iterdir())) == 1
+    assert (run / "slices.png").exists()
+    training("none", *options, "--preflight")
+    settings = tmp_path / "benchy.yaml"
+    settings.write_text("".join(f"{name}: {{batches: 1, trials: 1}}\n" for name in ("IO", "SYNTHETIC", "FULL")))
+    monkeypatch.setenv("BENCHY_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("BENCHY_OUTPUT", str(tmp_path / "benchy.json"))
+    training("none", *options, "--enable_benchy")
+    assert (tmp_path / "benchy.json").exists()
+
+
+def test_predict_and_evaluate_use_the_conditions_of_their_input(
+    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All windows get those of the input. Values outside the trained range give a warning with both."""
+    trained = TrainedNetwork.load(run, torch.device("cpu"))
+    with h5py.File(folder / "late.h5") as file:
+        fields = torch.from_numpy(file["Nbody"][...])[None]
+    for name, redshift in (("first", 2.0), ("late", 5.0)):
+        flags = [f"--checkpoint={run}", f"--input={folder / name}.h5", "--device=cpu", "--window=16", "--overlap=0"]
+        predict.main([*flags, f"--output={tmp_path / name}.h5"])
+        with torch.no_grad(), h5py.File(tmp_path / f"{name}.h5") as file:
+            expected = trained.network(fields, torch.tensor([[redshift, 1.0]]))[0]
+            np.testing.assert_allclose(file["Hydro"][...], expected, atol=1e-6)
+        warnings = [line for line in messages(capsys.readouterr().err, "WARNING") if "trained range" in line]
+        warning = f"{folder}/late.h5: redshift 5 is outside the trained range 2 to 4; check the prediction"
+        assert warnings == ([] if name == "first" else [warning])
+    line = f"{folder}/silent.h5: redshift, which network.conditions redshift needs, is not stated; set it, in Python: "
+    for command, output in ((predict.main, "gas.h5"), (evaluate.main, "report")):
+        flags = [f"--checkpoint={run}", f"--input={folder}/silent.h5", "--device=cpu", f"--output={tmp_path / output}"]
+        assert line in refusal(command, flags, capsys)
+    export.main([f"--checkpoint={run}", f"--output={tmp_path / 'gas.pt2'}"])
+    assert "in physical units" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["network.conditions=[redhift]"], r"network\.conditions\.0 must be 'redshift', 'cell', .* or 'n_s'"),
+        (["network.conditions=[omega_m]"], r"first\.h5: cosmology_Om0, which .* omega_m needs, is not stated; set it"),
+        (["val_path=FOLDER/silent.h5"], r"silent\.h5: redshift, which .* is not stated; set it, in Python: h5py\.File"),
+        (["data_loader_config=synthetic"], r"synthetic reads no volumes that state them; remove network\.conditions"),
+        (["network.conditions=[cell,cell]"], r"conditions cell, cell has a name twice; remove one"),
+        (["network.condition_ranges=[[1,2]]"], r"has 1 ranges for 2 conditions; set \[lowest, highest\] for each"),
+        (["network.condition_ranges=[[1,2],[3,2]]"], r"condition_ranges has \[3, 2\]; set \[lowest, highest\]"),
+        (
+            ["train_path=[FOLDER/first.h5,FOLDER/late.h5]", "init_from"],
+            r"was trained with network\.condition_ranges \[\[2\.0, 4\.0\], .*, this run has \[\[2\.0, 5\.0\], \[1\.0, "
+            r"1\.0\]\]; to keep the former, --set network\.condition_ranges=\[\[2\.0,4\.0\],\[1\.0,1\.5\]\]$",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_conditioned_is_refused_in_one_line(
+    run: Path,
+    folder: Path,
+    training: Callable[..., Path],
+    flags: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [f"--init_from={run}" if key == "init_from" else f"--set={key}" for key in flags]
+
+    def command(arguments: list[str]) -> None:
+        training("refused", *(flag.replace("FOLDER", str(folder)) for flag in arguments))
+
+    assert re.search(says, refusal(command, given, capsys))
+
+
+def test_every_known_condition_is_an_attribute_that_simulated_files_state() -> None:
+    stated = simulation_of(file_attributes(SimulationOptions()), 0.1)
+    assert set(CONDITIONS) == set(get_args(Condition))
+    assert set(CONDITIONS.values()) <= set(stated)
+
+
+def test_a_validation_volume_outside_the_trained_range_is_a_warning(
+    training: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training("outside", f"--set=val_path={folder}/late.h5", "--num_epochs=1")
+    assert "late.h5: redshift 5 is outside the trained range 2 to 4" in capsys.readouterr().err
