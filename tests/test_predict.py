@@ -459,7 +459,10 @@ def in_km_s(path: Path) -> None:
         (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it contains Dark"),
         (with_dataset("native_fields/temperature", (16, 16, 16)), "bad.h5 is a snapshot of Nyx; import it with python"),
         (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells per side, fewer than a window's 8"),
-        (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config has 14; rescale"),
+        (
+            lambda path: box_file(path, density_log_scale=10.0),
+            "density_log_scale 10, the config has 14; import the file again with --density_log_scale 14",
+        ),
         (in_km_s, "bad.h5: Nbody[1] holds physical values"),
     ],
 )
