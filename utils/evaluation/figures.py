@@ -168,9 +168,9 @@ def flux(results: Results) -> Figure:
     limits = flux_results.k[0] / 1.1, flux_results.k[-1] * 1.1  # also if there is nothing to plot
     panels["power"].set(xscale="log", yscale="log", xlim=limits, ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
     panels["power"].tick_params(labelbottom=False)
-    panels["ratio"].set(xscale="log", yscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylabel="ratio to target")
-    for axis in (panels["power"].xaxis, panels["ratio"].xaxis, panels["ratio"].yaxis):
-        _label_logarithmic(axis)
+    panels["ratio"].set(xscale="log", xlim=limits, ylim=NEAR_ONE, xlabel="wavenumber k (s/km)", ylabel="ratio to target")
+    for panel in ("power", "ratio"):
+        _label_logarithmic(panels[panel].xaxis)
     panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
     panels["line"].set(
         xlim=(0, flux_results.velocity[-1]), ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F"
