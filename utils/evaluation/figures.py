@@ -168,7 +168,8 @@ def flux(results: Results) -> Figure:
     limits = flux_results.k[0] / 1.1, flux_results.k[-1] * 1.1  # also if there is nothing to plot
     panels["power"].set(xscale="log", yscale="log", xlim=limits, ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
     panels["power"].tick_params(labelbottom=False)
-    panels["ratio"].set(xscale="log", xlim=limits, ylim=NEAR_ONE, xlabel="wavenumber k (s/km)", ylabel="ratio to target")
+    panels["ratio"].set(xscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylim=NEAR_ONE)
+    panels["ratio"].set_ylabel("ratio to target")
     for panel in ("power", "ratio"):
         _label_logarithmic(panels[panel].xaxis)
     panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
