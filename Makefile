@@ -45,8 +45,9 @@ data/demo_val.h5: BOX = --grid 96 --seed 2
 $(DEMO_DATA): | $(READY)
 	$(BIN)/python -m utils.simulation --output $@ $(BOX) --overwrite
 
-# All tests of a file run in one process, so that shared fixtures, such as a Slurm cluster, are created once.
-PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 ))) --dist loadfile --no-loadscope-reorder
+# All tests of a file run in one process, so that shared fixtures, such as a Slurm cluster, are created once. Two
+# processes per core, because many tests wait for ranks.
+PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? 2 * $(CORES) : 8 ))) --dist loadfile --no-loadscope-reorder
 
 test: $(TEST_READY)
 	$(BIN)/python -m $(PYTEST) -m "not slow"
