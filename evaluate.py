@@ -21,7 +21,7 @@ from utils.config.sections import EvaluationConfig
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
-from utils.errors import one_line_errors
+from utils.errors import UserError, one_line_errors
 from utils.evaluation import report
 from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
@@ -91,7 +91,11 @@ def build_parser() -> cli.Parser:
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Reads the command line; raises UserError if it is wrong."""
     arguments = vars(build_parser().parse_args(argv))
-    return Options(evaluation=take_flux_options(arguments), **arguments)
+    options = Options(evaluation=take_flux_options(arguments), **arguments)
+    for name in ("window", "overlap", "batch_size", "precision", "symmetries") if options.prediction else ():
+        if getattr(options, name) != getattr(InferenceOptions, name):
+            raise UserError(f"--{name} has no effect on a stored prediction; remove it, or give --checkpoint")
+    return options
 
 
 if __name__ == "__main__":

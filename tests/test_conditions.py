@@ -133,7 +133,7 @@ def test_predict_and_evaluate_use_the_conditions_of_their_input(
         warnings = [line for line in messages(capsys.readouterr().err, "WARNING") if "trained range" in line]
         warning = f"{folder}/late.h5: redshift 5 is outside the trained range 2 to 4; check the prediction"
         assert warnings == ([] if name == "first" else [warning])
-    line = f"{folder}/silent.h5: redshift, which network.conditions redshift needs, is not stated; set it, in Python: "
+    line = f"{folder}/silent.h5: redshift, which network.conditions redshift needs, is not stated as a number; set it, "
     for command, output in ((predict.main, "gas.h5"), (evaluate.main, "report")):
         flags = [f"--checkpoint={run}", f"--input={folder}/silent.h5", "--device=cpu", f"--output={tmp_path / output}"]
         assert line in refusal(command, flags, capsys)
@@ -145,12 +145,22 @@ def test_predict_and_evaluate_use_the_conditions_of_their_input(
     ("flags", "says"),
     [
         (["network.conditions=[redhift]"], r"network\.conditions\.0 must be 'redshift', 'cell', .* or 'n_s'"),
-        (["network.conditions=[omega_m]"], r"first\.h5: cosmology_Om0, which .* omega_m needs, is not stated; set it"),
-        (["val_path=FOLDER/silent.h5"], r"silent\.h5: redshift, which .* is not stated; set it, in Python: h5py\.File"),
+        (
+            ["network.conditions=[omega_m]"],
+            r"first\.h5: cosmology_Om0, which .* omega_m needs, is not stated as a number; set it",
+        ),
+        (
+            ["val_path=FOLDER/silent.h5"],
+            r"silent\.h5: redshift, which .* is not stated as a number; set it, in Python: h5py\.File",
+        ),
         (["data_loader_config=synthetic"], r"synthetic reads no volumes that state them; remove network\.conditions"),
         (["network.conditions=[cell,cell]"], r"conditions cell, cell has a name twice; remove one"),
         (["network.condition_ranges=[[1,2]]"], r"has 1 ranges for 2 conditions; set \[lowest, highest\] for each"),
         (["network.condition_ranges=[[1,2],[3,2]]"], r"condition_ranges has \[3, 2\]; set \[lowest, highest\]"),
+        (
+            ["network.conditions=[redshift]", "init_from"],
+            r"trained with network\.conditions .*cell.*, this run has \['red",
+        ),
         (
             ["train_path=[FOLDER/first.h5,FOLDER/late.h5]", "init_from"],
             r"was trained with network\.condition_ranges \[\[2\.0, 4\.0\], .*, this run has \[\[2\.0, 5\.0\], \[1\.0, "

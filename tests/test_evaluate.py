@@ -112,6 +112,10 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "mean_flux must be less than 1" in error_line(
         capfd, *command, f"--output={tmp_path / 'new'}", "--mean_flux=1.5"
     )
+    with h5py.File(gas, "r+") as predicted:
+        predicted.attrs["seed"] = 99
+    line = error_line(capfd, *command, f"--output={tmp_path / 'new'}")
+    assert line.endswith("gas.h5 is a prediction of another box than " + f"{box}: seed 99 instead of 0"), line
 
 
 def error_line(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -139,6 +143,7 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
         ("(20, 20, 20) cells", (f"--prediction={larger}", given, new)),
         ("Hydro[4, 1, 2, 3] is nan", (checkpoint, f"--input={tmp_path / 'nan.h5'}", new)),
         ("one of the arguments --checkpoint --prediction", (given, new)),
+        ("--symmetries has no effect on a", (f"--prediction={larger}", given, new, "--symmetries=8")),
         ("not allowed with", (checkpoint, "--prediction=x.h5", given, new)),
         ("no such file", (f"--checkpoint={tmp_path / 'none'}", given, new)),
         ("no such file: ", (f"--prediction={tmp_path / 'x.h5'}", given, new)),

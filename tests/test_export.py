@@ -209,7 +209,10 @@ def test_conditions_are_an_argument_of_the_exported_network(tmp_path: Path) -> N
     assert found["how_to_call"][-1] == (
         "gas = predict(dark_matter, conditions)  # [N, 4, X, Y, Z], [N, 2] -> [N, 5, X, Y, Z]"
     )
-    columns = [{"name": "redshift", "trained_range": ranges[0]}, {"name": "cell", "trained_range": ranges[1]}]
+    units = ("redshift", "1"), ("cell", "comoving Mpc/h")
+    columns = [
+        {"name": name, "unit": unit, "trained_range": ends} for (name, unit), ends in zip(units, ranges, strict=True)
+    ]
     assert found["conditions"] == {"shape": "[N, 2]", "dtype": "float32", "columns": columns}
 
 

@@ -256,6 +256,9 @@ def check_data(config: Config, reads: str | None, world: World) -> None:
             for volume in of_both_splits(volumes) if config.network.conditions else ():
                 conditions = conditions_of(config.network, volume.path, volume.simulation)
                 warn_of_untrained_conditions(config.network, volume.path, conditions)
+            for name, (low, high) in zip(config.network.conditions, config.network.condition_ranges, strict=True):
+                if low == high:
+                    log.warning(f"network.conditions: {name} is {low:g} in all training volumes, so it has no effect")
             for volume in volumes["train"]:
                 if set(volume.shape) == {config.data_size}:
                     log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")

@@ -69,8 +69,9 @@ class Spectrum:
 
     @property
     def resolutions(self) -> dict[str, float | None]:
-        """`resolution` of r and T at each of LEVELS, by name."""
-        curves = {"r": self.correlation, "T": self.transfer}
+        """`resolution` of r, and of T or 1 / T, whichever is smaller, at each of LEVELS, by name."""
+        with np.errstate(divide="ignore"):
+            curves = {"r": self.correlation, "T": np.minimum(self.transfer, 1 / self.transfer)}
         return {
             f"{name} = {level}": self.resolution(curve, level) for name, curve in curves.items() for level in LEVELS
         }

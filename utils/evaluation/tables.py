@@ -39,12 +39,12 @@ def conclusion(evaluation: Results) -> str:
 
 
 def _better_baseline(flux: Flux) -> str:
-    """A sentence if a baseline without a network has a smaller P1D error than the prediction."""
+    """A sentence if a baseline without a network has a smaller error of P1D than the prediction."""
     errors = {name: flux.power_error(name) for name in flux.ratios}
     better = [name for name in errors if errors[name] < errors[PREDICTION]]
     return "".join(
-        f" But {name}, which needs no network, has a smaller P1D error: {errors[name]:.1%}, "
-        f"the prediction {errors[PREDICTION]:.1%} (mean to k = {flux.largest_k:.2g} s/km)."
+        f" {name}, which needs no network, has a smaller mean |P1D ratio − 1| to {flux.largest_k:.2g} s/km: "
+        f"{errors[name]:.3f}, the prediction {errors[PREDICTION]:.3f}."
         for name in better
     )
 
@@ -72,12 +72,12 @@ def _structure(spectrum: Spectrum, evaluation: Results) -> tuple[str, str]:
     """The scale at which r passes GOOD_CORRELATION, and sentences about structure and power."""
     if not math.isfinite(spectrum.ratio[0]):
         return "unknown", "Prediction or target have no structure, or are not finite."
-    power, bad = _power(spectrum, evaluation), first_poor_shell(spectrum)
-    if bad is None:
+    power, limit = _power(spectrum, evaluation), spectrum.resolution(spectrum.correlation, GOOD_CORRELATION)
+    if limit is None:
         return "no scale", f"Structure of all scales is in the right place. {power}"
-    scale = _scale(spectrum, bad, evaluation)
-    place = f"k = {spectrum.k[bad]:.2g} {evaluation.wavenumber_unit} ({scale})"
-    if bad == 0:
+    scale = _scale(limit, evaluation)
+    place = f"k = {limit:.2g} {evaluation.wavenumber_unit} ({scale})"
+    if limit == spectrum.k[0]:
         return place, f"Not even structure of the largest scales is in the right place. {power}"
     return place, f"Structure larger than {scale} is in the right place. {power}"
 
@@ -92,19 +92,14 @@ def _power(spectrum: Spectrum, evaluation: Results) -> str:
     worst = int(error.argmax())
     factor = f"{spectrum.ratio[worst]:.2g} times the target's at k = {spectrum.k[worst]:.2g}"
     if wrong[0] == 0:
-        return f"Its power is wrong on the largest scales and up to {factor}."
-    return f"Its power is right to {POWER_TOLERANCE:.0%} above {_scale(spectrum, int(wrong[0]), evaluation)}, {factor}."
+        return f"Its power is wrong on the largest scales, at worst {factor}."
+    scale = _scale(spectrum.k[wrong[0]], evaluation)
+    return f"Its power is right to {POWER_TOLERANCE:.0%} above {scale}, at worst {factor}."
 
 
-def _scale(spectrum: Spectrum, shell: int, evaluation: Results) -> str:
-    """The wavelength of a shell."""
-    return f"{2 * math.pi / spectrum.k[shell]:.2g} {'cells' if evaluation.cell is None else 'Mpc/h'}"
-
-
-def first_poor_shell(spectrum: Spectrum) -> int | None:
-    """The shell of the smallest k whose correlation is below GOOD_CORRELATION, or NaN; None if there is none."""
-    bad = np.flatnonzero(~(spectrum.correlation >= GOOD_CORRELATION))
-    return int(bad[0]) if bad.size else None
+def _scale(k: float, evaluation: Results) -> str:
+    """The wavelength of a wavenumber."""
+    return f"{2 * math.pi / k:.2g} {'cells' if evaluation.cell is None else 'Mpc/h'}"
 
 
 def channel_table(evaluation: Results) -> Table:
@@ -123,8 +118,8 @@ def channel_table(evaluation: Results) -> Table:
 
 
 def field_table(evaluation: Results) -> Table:
-    """A column per field: correlation and power ratio at the reference wavenumbers, the k at which r and T = √(power
-    ratio) fall below some levels, and the ratio of the equilateral bispectrum.
+    """A column per field: correlation and power ratio at the reference wavenumbers, the k at which r falls below some
+    levels and T = √(power ratio) leaves their range, and the ratio of the equilateral bispectrum.
     """
     first = next(iter(evaluation.spectra.values()))
     ks = [f"{k:.2g}" for k in first.k[first.reference_shells]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from utils.config import Config
 from utils.data.channels import INPUTS, TARGETS, VELOCITY, volume_channels
-from utils.data.files.attributes import file_transform
+from utils.data.files.attributes import Simulation, differences_of, file_transform
 from utils.data.files.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading
 from utils.data.files.values import check_sample
 from utils.data.slabs import SlabFields, Slabs
@@ -78,6 +78,10 @@ class VolumeFields:
         for output in self._all[1:]:
             if output.shape != shape:
                 raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
+        if self.prediction:
+            ours, theirs = (_identity(field) for field in (self.prediction, self.inputs))
+            if differences := differences_of(ours, theirs):
+                raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
         transform = file_transform(transform, {field.path: field.attributes for field in self._all})
         self.config = config.model_copy(update={"transform": transform})
         physical = config.allow_physical_values or prediction is not None
@@ -106,3 +110,8 @@ class VolumeFields:
     def close(self) -> None:
         for field in self._all:
             field.close()
+
+
+def _identity(field: FieldReader) -> Simulation:
+    """The simulation of a volume, and the seed of its initial conditions, as far as the file states them."""
+    return field.simulation | {key: str(value) for key, value in field.attributes.items() if key == "seed"}

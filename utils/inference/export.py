@@ -16,7 +16,7 @@ from torch.export import Dim
 
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from utils.data.channels import Channel, check_physical_units
-from utils.data.files.attributes import FLOOR
+from utils.data.files.attributes import CONDITION_UNITS, FLOOR
 from utils.errors import UserError
 from utils.files import atomic_write
 from utils.inference.trained_network import TrainedNetwork
@@ -64,7 +64,10 @@ class ExportedNetwork:
         argument, shape, described = "", "", {}
         if self.conditions:
             argument, shape = ", conditions", f", [N, {len(self.conditions)}]"
-            ranges = [{"name": name, "trained_range": [*ends]} for name, ends in self.conditions.items()]
+            ranges = [
+                {"name": name, "unit": CONDITION_UNITS.get(name, "1"), "trained_range": [*ends]}
+                for name, ends in self.conditions.items()
+            ]
             described = {"conditions": {"shape": shape.lstrip(", "), "dtype": "float32", "columns": ranges}}
         return {
             "format": FORMAT,

@@ -47,6 +47,8 @@ CONDITIONS: dict[Condition, str] = {
     "n_s": "cosmology_ns",
 }
 
+CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc"}  # the others have none
+
 log = logging.getLogger(__name__)
 
 
@@ -132,13 +134,17 @@ def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
 
 def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:
     """Logs a warning if the input of a prediction comes from another simulation than the training data."""
-    differences = [
-        f"{name} {value} instead of {trained[name]}"
+    if differences := differences_of(simulation, trained):
+        log.warning("%s differs from the training data: %s; see docs/generalization.md", path, differences)
+
+
+def differences_of(simulation: Simulation, other: Simulation) -> str:
+    """The values that both state and that differ, as in "redshift 2.0 instead of 3.0"; empty if there are none."""
+    return ", ".join(
+        f"{name} {value} instead of {other[name]}"
         for name, value in simulation.items()
-        if name in trained and not _is_close(value, trained[name])
-    ]
-    if differences:
-        log.warning("%s differs from the training data: %s; see docs/generalization.md", path, ", ".join(differences))
+        if name in other and not _is_close(value, other[name])
+    )
 
 
 def conditions_of(network: NetworkConfig, path: str, simulation: Simulation) -> list[float]:
@@ -148,7 +154,7 @@ def conditions_of(network: NetworkConfig, path: str, simulation: Simulation) -> 
         value = simulation.get(CONDITIONS[name])
         if not isinstance(value, float) or not math.isfinite(value):
             attribute = "box_size_mpc_h" if name == "cell" else CONDITIONS[name]
-            fault = "is not stated" if value is None else f"is {value}"
+            fault = "is not stated as a number" if value is None else f"is {value!r}"
             raise UserError(
                 f"{path}: {attribute}, which network.conditions {name} needs, {fault}; set it, in Python: "
                 f"h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
