@@ -94,10 +94,9 @@ def evaluations(
             files = [box(runs / "boxes", one, held_out["grid"], seed) for seed in held_out["seeds"]]
         used = {condition: condition for condition in general}
         used |= {SPECIALIST: specialists[name]} if specialists.get(name) in checkpoints else {}
-        found[name] = {
-            shown: spreads([measures(evaluation(path, file, runs)) for path in checkpoints[one] for file in files])
-            for shown, one in used.items()
-        }
+        pairs = {shown: [(path, file) for path in checkpoints[one] for file in files] for shown, one in used.items()}
+        spread = {shown: spreads([measures(evaluation(*pair, runs)) for pair in some]) for shown, some in pairs.items()}
+        found[name] = {shown: {key: one[key] for key in SHOWN if key in one} for shown, one in spread.items()}
         found[name][COPYING] = spreads([{"L1": copying_error(checkpoints[first][0], file)} for file in files])
     return found
 
@@ -193,8 +192,15 @@ def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
     if len(found) == 1:
         return text
     conditions, nothing = _conditions(found), {"L1": None}
-    rows = [
+    errors = [
         [volume, *(common.plus_minus(one.get(name, nothing)["L1"], ".5f") for name in conditions)]
         for volume, one in found.items()
     ]
-    return f"{common.table(['L1', *conditions], rows)}\n\n{text}"
+    general = [name for name in conditions if name not in (SPECIALIST, COPYING)]
+    ratios = [
+        [volume, *(f"{one[name]['L1']['mean'] / one[SPECIALIST]['L1']['mean']:.2f}" for name in general)]
+        for volume, one in found.items()
+        if SPECIALIST in one
+    ]
+    tables = common.table(["L1", *conditions], errors), common.table([f"L1 / {SPECIALIST}", *general], ratios), text
+    return "\n\n".join(tables)
