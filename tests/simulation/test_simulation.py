@@ -328,6 +328,7 @@ def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
+        patch.setattr(simulate, "FEWEST_STEPS", 1)
         assert "No space left on device; free some space" in refusal(
             simulate.main, command(path, "--overwrite"), capsys
         )
@@ -361,9 +362,11 @@ def test_bad_options_are_reported_in_one_line_with_exit_code_2(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_large_cells_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_cells_and_few_steps_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(command(tmp_path / "box.h5", "--box_size", "8")) == 0
-    assert "cells of 1 Mpc/h are too large" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "cells of 1 Mpc/h are too large" in printed
+    assert "1 steps are for tests only" in printed
 
 
 def test_the_module_can_be_run(tmp_path: Path) -> None:

@@ -216,6 +216,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns 0; invalid options end with one line and exit code 2."""
     with one_line_errors():
         options = parse(argv)
+        needed, memory = MEMORY * options.grid**3 / 1e9, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        if needed > memory:
+            raise UserError(f"the box needs {needed:.0f} GB of memory, of {memory:.0f} GB; give a smaller --grid")
+        target = Path(options.output)
+        check_target(target, options.overwrite)
+        make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")
         if options.cell > LARGEST_CELL:
             sys.stderr.write(
                 f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
@@ -223,12 +229,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if options.n_steps < FEWEST_STEPS:
             sys.stderr.write(f"warning: {options.n_steps} steps are for tests only; give --n_steps 40\n")
-        needed, memory = MEMORY * options.grid**3 / 1e9, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-        if needed > memory:
-            raise UserError(f"the box needs {needed:.0f} GB of memory, of {memory:.0f} GB; give a smaller --grid")
-        target = Path(options.output)
-        check_target(target, options.overwrite)
-        make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")
         fields = simulate(options) if options.format == "volume" else simulate_fields(options)
         write(target, fields, file_attributes(options), options)
         size = f"{options.grid} cells and {options.box_length:g} Mpc/h per side"
