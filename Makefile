@@ -1,6 +1,6 @@
 # make demo        simulates two volumes, trains on them and reports the result; the next one trains in a new directory,
 #                  runs/demo/<ranks>ranks/00-2, and after an interruption it resumes
-# make test        runs the fast tests: every feature once, in about five minutes on two cores
+# make test        runs the fast tests: every feature once, in about six minutes on two cores
 # make test-slow   runs the slow tests: 32 kills at random times, Slurm jobs, all combinations of options
 # make check       runs linters, type checks and checks of shell files
 # make coverage    runs all tests with branch coverage
