@@ -90,6 +90,14 @@ def test_conditions_lower_the_loss_of_gas_that_depends_on_them(run: Path, traini
     assert valid_loss(training("with", *length)) < 0.7 * without
 
 
+def test_a_condition_that_is_constant_in_training_gets_a_warning(
+    training: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training("constant", f"--set=train_path={folder}/first.h5", "--num_epochs=1")
+    printed = messages(capsys.readouterr().err, "WARNING")
+    assert "network.conditions: redshift is 2 in all training volumes, so it has no effect" in printed
+
+
 def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callable[..., Path]) -> None:
     with pytest.raises(SystemExit) as stop:
         training("parts", step=StoppingStep)

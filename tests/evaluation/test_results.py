@@ -113,6 +113,13 @@ def test_the_resolution_is_where_a_curve_first_falls_below_a_level() -> None:
     found = dataclasses.replace(found, cross=correlation * np.sqrt(found.predicted))
     expected = {"r = 0.9": 2.5, "r = 0.5": 3.8, "T = 0.9": 3 + 1 / 3, "T = 0.5": None}
     assert found.resolutions == {name: k and pytest.approx(k) for name, k in expected.items()}
+
+
+def test_far_too_much_power_is_no_resolution_of_all_scales() -> None:
+    """Fixed: only too little power counted, so that T = 40 was reported as "not reached"."""
+    k, one = np.arange(1.0, 6.0), np.ones(5)
+    found = Spectrum(k, one, predicted=1600 * one, target=one, cross=40 * one)
+    assert found.resolutions == {"r = 0.9": None, "r = 0.5": None, "T = 0.9": 1.0, "T = 0.5": 1.0}
     assert found.resolution(np.array([0.8, 1, 1, 1, 1]), 0.9) == 1, "the first k"
     assert found.resolution(np.array([1, 1, np.nan, 1, 1]), 0.9) == 3, "not finite"
 

@@ -54,7 +54,7 @@ class Spectrum:
         return np.sqrt(self.ratio)
 
     def resolution(self, curve: np.ndarray, level: float) -> float | None:
-        """The k at which r or T falls below a level first, interpolated; None if it does not.
+        """The k at which a curve falls below a level first, interpolated; None if it does not.
 
         The first k if the curve begins below, and that of a shell whose value is NaN.
         """
