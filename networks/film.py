@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from networks.layers import autocast_dtype
 
@@ -33,7 +33,9 @@ class Film(nn.Module):
         super().__init__()
         # Python numbers: DistributedDataParallel would broadcast buffers in each step.
         self.ranges = [(float(low), float(high)) for low, high in ranges]
-        self.embedding = nn.Linear(len(ranges), EMBEDDING)
+        self.embedding = nn.Sequential(
+            nn.Linear(len(ranges), EMBEDDING), nn.SiLU(), nn.Linear(EMBEDDING, EMBEDDING), nn.SiLU()
+        )
         self.layers = nn.ModuleDict({name: nn.Linear(EMBEDDING, 2 * count) for name, count in channels.items()})
         for parameter in self.layers.parameters():
             nn.init.zeros_(parameter)
@@ -47,7 +49,9 @@ class Film(nn.Module):
     def _modulations(self, conditions: torch.Tensor) -> dict[str, Modulation]:
         columns = zip(conditions.unbind(1), self.ranges, strict=True)
         scaled = [2 * (x - low) / (high - low) - 1 if high > low else torch.zeros_like(x) for x, (low, high) in columns]
-        embedded = F.silu(self.embedding(torch.stack(scaled, dim=1)))
+        # Optimizers like Adam change each weight of `layers` by about the learning rate. The sum over all features must
+        # not change faster than other layers' outputs do.
+        embedded = self.embedding(torch.stack(scaled, dim=1)) / math.sqrt(EMBEDDING)
         return {name: Modulation(*layer(embedded).chunk(2, dim=1)) for name, layer in self.layers.items()}
 
 

