@@ -21,6 +21,8 @@ from utils.distributed.world import World
 from utils.evaluation import figures, report, tables
 from utils.evaluation.results import Results, load
 
+PICTURES = dict.fromkeys(figures.PICTURES, b"PNG")
+
 
 def rows_of(page: str) -> list[list[str]]:
     """The texts of the cells of all tables."""
@@ -46,7 +48,7 @@ def with_flux() -> Results:
 def test_the_page_is_self_contained_escaped_and_has_all_results(found: Results) -> None:
     hostile = """</td></table><script>alert("1")</script><img src='file:evil' onerror=alert(1)>&amp;"""
     provenance = {"commit": "abc1234", "epoch": "3 of the caller", hostile: 1, "checkpoint": hostile}
-    page = report.page(found, dict.fromkeys(figures.PICTURES, b"PNG"), provenance)
+    page = report.page(found, PICTURES, provenance)
     for outside in ("href", "url(", "@import", "http:", "https:", "<script", "<link", "<iframe", "<img src='"):
         assert outside not in page
     assert "<title>Evaluation: epoch 3</title>" in page
@@ -59,7 +61,7 @@ def test_the_page_is_self_contained_escaped_and_has_all_results(found: Results) 
     assert ["epoch", "3 of the caller"] in rows, "the caller's value has precedence"
     assert ["epoch", "3"] not in rows
     unknown = replace(sample_results(8, channels=(1, 2)), r2=np.array([0.5, math.nan]))
-    assert len(images_of(report.page(unknown, dict.fromkeys(figures.PICTURES, b"PNG"), {}))) == 3, "no phase diagram"
+    assert len(images_of(report.page(unknown, PICTURES, {}))) == 3, "no phase diagram"
     ends = [row[2:] for row in tables.channel_table(unknown) if row[0].startswith("channel ")]
     assert ends == [["0.5000", "unknown", "unknown"], ["non-finite", "unknown", "unknown"]]
 
@@ -119,10 +121,10 @@ def test_the_page_shows_the_losses_of_the_training_run(found: Results, tmp_path:
     evaluation = replace(found, metadata={"checkpoint": weights, "step": 800, "loss": "huber", "final_loss": 0.0068734})
     pictures = report._training_curves(evaluation)
     assert len(pictures[report.TRAINING]) < 200_000
-    page = report.page(evaluation, pictures, {})
+    page = report.page(evaluation, PICTURES | pictures, {})
     assert "Evaluation: demo/2ranks/00, step 800" in page
     assert "validation loss (huber, 0.00687) is the mean over random crops" in " ".join(page.split())
-    assert images_of(page) == [*pictures.values()]
+    assert images_of(page)[0] == pictures[report.TRAINING]
     (run / "metrics.jsonl").unlink()
     assert report._training_curves(evaluation) == report._training_curves(found) == {}
 
@@ -158,8 +160,8 @@ def test_the_flux_has_a_table_and_a_picture(with_flux: Results) -> None:
     values += [fgpa.correlation, flux.pdf_distance("FGPA")]
     assert rows["target"] == [f"{target.unscaled_mean:.3f}", f"{target.scale:.3f}", *[""] * len(values)]
     assert rows["FGPA"] == [f"{value:.3f}" for value in (fgpa.unscaled_mean, fgpa.scale, *values)]
-    page = report.page(with_flux, {"flux": b"PNG", "flux_3d": b"PNG"}, {})
-    assert len(images_of(page)) == 2
+    page = report.page(with_flux, PICTURES, {})
+    assert len(images_of(page)) == 6
     assert all(row in rows_of(page) for row in table)
     assert f"{flux.mean_flux:.4g} at redshift {flux.redshift:g}" in page
     assert "computed from the dark matter, not smoothed: the cells are too large." in page
@@ -168,7 +170,7 @@ def test_the_flux_has_a_table_and_a_picture(with_flux: Results) -> None:
         ({**without, "FGPA in real space": fgpa}, "smoothed by 0.1 Mpc/h, in real space: the input has no velocities."),
         (without, "so there is no baseline."),
     ):
-        assert says in report.page(replace(with_flux, flux=replace(flux, fields=fields, smoothing=0.1)), {}, {})
+        assert says in report.page(replace(with_flux, flux=replace(flux, fields=fields, smoothing=0.1)), PICTURES, {})
 
 
 def test_the_flux_of_a_box_with_different_sides_is_reported(

@@ -84,14 +84,6 @@ def tensors(fields: list[np.ndarray], device: str = "cpu") -> list[torch.Tensor]
     return [torch.from_numpy(field).float().to(device) for field in fields]
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float = 0) -> None:
-    """Like that of torch.testing, which takes two seconds to import."""
-    np.testing.assert_allclose(found.cpu(), expected.cpu(), rtol=rtol, atol=atol)
-
-
-# --- gas -------------------------------------------------------------------------------------------------------------
-
-
 @DEVICES
 def test_neutral_fraction_solves_the_equilibrium(device: str) -> None:
     """From almost ionized to almost neutral gas, in float32."""
@@ -110,9 +102,6 @@ def test_published_rates_and_temperatures() -> None:
     density = torch.tensor([0.0, 1.0, 10.0])
     assert fgpa_temperature(density, 3.0).tolist() == pytest.approx([0, 14750, 14750 * 10**0.225])
     assert fgpa_temperature(density, 2.1).tolist() == pytest.approx([0, 10250, 10250 * 10**0.4625])
-
-
-# --- optical depth ---------------------------------------------------------------------------------------------------
 
 
 @DEVICES
@@ -145,21 +134,18 @@ def test_groups_and_blocks_do_not_change_the_optical_depth(monkeypatch: pytest.M
         assert torch.equal(optical_depth(*fields, UNIVERSE, FINE), tau)
     for cells in (1, 100, 10**6):
         monkeypatch.setattr(flux, "CELLS_AT_ONCE", cells)
-        assert_close(optical_depth(*fields, UNIVERSE, FINE), tau, rtol=1e-6)
-    columns = [field.t().contiguous().t() for field in fields]
-    assert_close(optical_depth(*columns, UNIVERSE, FINE), tau, rtol=1e-6)
+        np.testing.assert_allclose(optical_depth(*fields, UNIVERSE, FINE), tau, rtol=1e-6)
 
 
 @DEVICES
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("number", "value"), [(0, math.nan), (1, math.inf), (2, math.nan)])
 def test_nonfinite_values_make_only_their_line_nan(number: int, value: float, device: str) -> None:
     fields = tensors(random_fields(3, 32, hottest=1e4), device)
     expected = optical_depth(*fields, UNIVERSE, COARSE)
     fields[number][1, 5] = value
     found = optical_depth(*fields, UNIVERSE, COARSE)
     assert found[1].isnan().all()
-    assert_close(found[::2], expected[::2], rtol=0 if device == "cpu" else 1e-5)
+    np.testing.assert_allclose(found[::2].cpu(), expected[::2].cpu(), rtol=0 if device == "cpu" else 1e-5)
 
 
 @DEVICES
@@ -170,10 +156,7 @@ def test_extreme_predictions_are_bounded(device: str) -> None:
         for velocity in (-1e6, 1e6):
             tau = optical_depth(1e6 * ones, velocity * ones, temperature * ones, UNIVERSE, FINE)
             assert tau.isfinite().all()
-            assert_close(tau, tau.mean() * ones, rtol=1e-5)
-
-
-# --- flux ------------------------------------------------------------------------------------------------------------
+            np.testing.assert_allclose(tau.cpu(), tau.mean().cpu() * ones.cpu(), rtol=1e-5)
 
 
 def test_published_mean_flux() -> None:
@@ -189,12 +172,12 @@ class Flux:
     """The mean of exp(-A τ) and its derivative, as `solve_scale` asks for them; counts the calls."""
 
     def __init__(self, tau: torch.Tensor) -> None:
-        self.tau, self.calls = tau, 0
+        self.tau, self.calls = tau.double(), 0
 
     def __call__(self, scale: float) -> tuple[float, float]:
         self.calls += 1
         values = torch.exp(-scale * self.tau)
-        return float(values.mean(dtype=torch.float64)), -float((self.tau * values).mean(dtype=torch.float64))
+        return float(values.mean()), -float((self.tau * values).mean())
 
 
 @pytest.mark.parametrize("target", [1e-4, 0.4, 0.9999])
@@ -206,11 +189,8 @@ def test_rescaled_flux_has_the_mean_that_is_asked_for(target: float, amplitude: 
         scale = solve_scale(mean, target)
         assert mean.calls <= (7 if amplitude == 1 else 14)
         assert mean(scale)[0] == pytest.approx(target, rel=1e-6, abs=0)
-
-
-def test_bracket_ends_cycles_of_newtons_method() -> None:
-    """Between gas of very different optical depth the mean hardly changes with the factor."""
-    mean = Flux(torch.tensor([4e-6, 5.0, 4000.0]).double().repeat_interleave(torch.tensor([31, 32, 44])))
+    # Fixed: Newton's method cycled between gas of very different optical depth.
+    mean = Flux(torch.tensor([4e-6, 5.0, 4000.0]).repeat_interleave(torch.tensor([31, 32, 44])))
     assert mean(solve_scale(mean, 0.415))[0] == pytest.approx(0.415, rel=1e-6)
     assert mean.calls < 20
 

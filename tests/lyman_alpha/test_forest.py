@@ -33,10 +33,14 @@ TRANSFORM = TransformConfig(velocity_scale_km_s=300.0)
 GAS, DARK_MATTER = target_channels(5, TRANSFORM), input_channels(4, TRANSFORM)
 
 
-def setup(inputs: int = 4, transform: TransformConfig = TRANSFORM, **options: Any) -> FluxSetup | None:
-    shape, cell, simulation = (
-        options.pop(name, default) for name, default in (("shape", SHAPE), ("cell", CELL), ("simulation", SIMULATION))
-    )
+def setup(
+    inputs: int = 4,
+    transform: TransformConfig = TRANSFORM,
+    shape: tuple[int, int, int] = SHAPE,
+    cell: float | None = CELL,
+    simulation: dict[str, Any] = SIMULATION,
+    **options: Any,
+) -> FluxSetup | None:
     values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
     volume = Volume("box.h5", *values, cell=cell, simulation=simulation)
     triples = {"inputs": [[1, 2, 3]] if inputs == 4 else [], "targets": [[1, 2, 3]]}
@@ -59,7 +63,6 @@ def measured(
 ) -> Flux:
     slabs = Slabs(volumes[0].shape[1:], world)  # type: ignore[arg-type]
     prepared = setup(**{"shape": slabs.shape, "mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
-    assert prepared is not None
     return FluxStatistics(prepared, slabs, known).results(slab_fields(slabs, *volumes))
 
 
@@ -110,9 +113,6 @@ def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
     return np.where(modes > 0, sums / np.maximum(modes, 1), np.nan)
 
 
-# --- numpy -----------------------------------------------------------------------------------------------------------
-
-
 def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
     """The baseline is smoothed by 0.75 cells."""
     inputs, predicted, target = fields()
@@ -151,23 +151,19 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
         middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
         np.testing.assert_allclose(field.sightline, middle, rtol=1e-4)
     np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
-    assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * (80 / 12 + 96 / 10) / 176), (
-        "along z it is in the second bin"
-    )
+    along_x_and_y = (80 / 12 + 96 / 10) / 176  # along z the first mode is in the second bin
+    assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * along_x_and_y)
     ratio = found.fields[PREDICTION].power / found.fields[TARGET].power
     np.testing.assert_array_equal(found.ratios[PREDICTION], ratio)
     assert 0 < found.pdf_distance(PREDICTION) < found.pdf_distance(FGPA) < 1
 
 
-@pytest.mark.parametrize("shape", [(24, 36, 18), (102, 512, 512), (7, 4, 9), (5, 4, 5), (64, 64, 64)])
+@pytest.mark.parametrize("shape", [(24, 36, 18), (7, 4, 9), (5, 4, 5)])
 def test_no_mode_is_lost(shape: tuple[int, int, int]) -> None:
-    prepared = setup(shape=shape)
-    assert prepared is not None
     modes = [np.arange(1.0, side // 2 + 1) / side for side in shape]
-    along, mean = FluxStatistics(prepared, Slabs(shape, ONE))._average(modes)
+    along, mean = FluxStatistics(setup(shape=shape), Slabs(shape, ONE))._average(modes)
     for axis, expected in zip(along, modes, strict=True):
         np.testing.assert_array_equal(axis[np.isfinite(axis)], expected)
-    assert np.isfinite(mean).all()
     assert (np.diff(mean) > 0).all()
     assert np.nanmax(np.abs(along - mean)) < 1 / max(shape), "modes are within a bin"
 
@@ -184,8 +180,7 @@ def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space() -> No
 
 
 def test_the_smoothing_is_applied_if_the_cells_resolve_it_and_ends_at_the_mean() -> None:
-    lengths = {length: setup(pressure_smoothing=length) for length in (0.0, 0.099, 0.1)}
-    assert {length: each.smoothing for length, each in lengths.items() if each} == {0.0: 0, 0.099: 0, 0.1: 0.1}
+    assert [setup(pressure_smoothing=length).smoothing for length in (0.0, 0.099, 0.1)] == [0, 0, 0.1]
     field = torch.rand(5, 6, 7, generator=torch.Generator().manual_seed(0))
     for sigma in (7.0, math.inf):
         smoothed = smooth(field.clone(), sigma, Slabs((5, 6, 7), ONE))
@@ -200,9 +195,6 @@ def test_the_smoothing_does_not_use_tf32(monkeypatch: pytest.MonkeyPatch) -> Non
     smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ONE))
     after, switches.allow_tf32 = switches.allow_tf32, before
     assert (set(seen), after) == ({False}, True)
-
-
-# --- ranks and sight-lines -------------------------------------------------------------------------------------------
 
 
 def test_results_do_not_depend_on_the_pieces_that_are_read(found: Flux, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +216,8 @@ def test_a_gpu_gets_the_results_of_the_cpu(found: Flux) -> None:
             np.testing.assert_allclose(getattr(field, part), getattr(found.fields[name], part), rtol=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_several_ranks_get_the_results_of_one(ranks: int) -> None:
-    alone, answers = on_ranks(ONE), run_ranks(on_ranks, ranks)
+def test_several_ranks_get_the_results_of_one() -> None:
+    alone, answers = on_ranks(ONE), run_ranks(on_ranks, 4)
     for answer in answers:
         for found, expected, first in zip(answer, alone, answers[0], strict=True):
             agree(found, expected, 1e-6)
@@ -235,33 +226,26 @@ def test_several_ranks_get_the_results_of_one(ranks: int) -> None:
 
 def test_each_row_counts_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
-    world = World(Launch("test"), torch.device("cpu"))
-    slabs, prepared, calls = Slabs(SHAPE, world), setup(mean_flux=0.7, pressure_smoothing=0.0), []
-    assert prepared is not None
-    monkeypatch.setattr(world.heartbeat, "progress", calls.append)
-    FluxStatistics(prepared, slabs).results(slab_fields(slabs, *fields()))
+    calls = []
+    monkeypatch.setattr(ONE.heartbeat, "progress", calls.append)
+    measured(fields(), pressure_smoothing=0.0)
     rows, exchanges = 3 * (10 + 12 + 12), 3 + 3 + 2  # of target, prediction and baseline
     assert len(calls) >= rows + exchanges
 
 
-def test_sight_lines_are_evenly_spaced_and_shared() -> None:
+@pytest.mark.parametrize(("axis", "limit"), [(0, 100), (1, 65), (2, 7)])
+def test_sight_lines_are_evenly_spaced_and_shared(axis: int, limit: int) -> None:
     shape = (30, 20, 300)
-    for axis, limit in ((0, 100), (1, 65), (2, 7), (2, 1), (0, 10**9), (1, 0)):
-        worlds = [World(Launch("test", rank=rank, world_size=3), torch.device("cpu")) for rank in range(3)]
-        lines = [Sightlines(axis, Slabs(shape, world), limit) for world in worlds]
-        rows = sorted(row for each in lines for row in each.rows)
-        columns = lines[0].columns.tolist()
-        assert lines[0].count == len(rows) * len(columns)
-        sides = [side for other, side in enumerate(shape) if other != axis]
-        if limit in (0, 10**9):
-            assert lines[0].count == sides[0] * sides[1]
-            continue
-        assert limit / 2 < lines[0].count <= limit
-        for places, side in ((rows, sides[0]), (columns, sides[1])):
-            gaps = np.diff([*places, places[0] + side])
-            assert gaps.max() - gaps.min() <= 1
-        densities = len(rows) / sides[0], len(columns) / sides[1]
-        assert max(densities) / min(densities) < 4 or limit < 10
+    worlds = [World(Launch("test", rank=rank, world_size=3), torch.device("cpu")) for rank in range(3)]
+    lines = [Sightlines(axis, Slabs(shape, world), limit) for world in worlds]
+    rows, columns = sorted(row for part in lines for row in part.rows), lines[0].columns.tolist()
+    assert limit / 2 < lines[0].count == len(rows) * len(columns) <= limit
+    sides = [side for other, side in enumerate(shape) if other != axis]
+    for places, side in ((rows, sides[0]), (columns, sides[1])):
+        gaps = np.diff([*places, places[0] + side])
+        assert gaps.max() - gaps.min() <= 1
+    densities = len(rows) / sides[0], len(columns) / sides[1]
+    assert max(densities) / min(densities) < 4 or limit < 10
 
 
 def test_later_evaluations_compute_the_prediction_alone(found: Flux) -> None:
@@ -271,10 +255,7 @@ def test_later_evaluations_compute_the_prediction_alone(found: Flux) -> None:
     agree(measured((0 * inputs, predicted, 0 * target), known=known), found)
 
 
-# --- what may be missing or wrong ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30, -1e30])
+@pytest.mark.parametrize("value", [math.nan, 1e30, -1e30])
 def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, found: Flux) -> None:
     inputs, predicted, target = fields()
     predicted[:, 3, 4] = value
@@ -288,6 +269,9 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, fo
     assert math.isnan(empty.mean), "gas that does not absorb cannot be rescaled"
 
 
+HIGH = {**SIMULATION, "redshift": 6.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -295,29 +279,18 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, fo
         ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
         ({"simulation": {**SIMULATION, "cosmology_Ob0": 0.0}}, "box.h5 states a universe without baryons"),
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
-        ({"simulation": {**SIMULATION, "redshift": 6.0}}, "no fit of the observed mean flux at redshift 6 "),
-        (
-            {"transform": TransformConfig(temperature_log10_scale=None)},
-            "lacks density, velocity or temperature in physical units",
-        ),
+        ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
+        ({"transform": TransformConfig(temperature_log10_scale=None)}, "lacks density, velocity or temperature in"),
+        ({"flux": False}, ""),
     ],
 )
 def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(
     changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The switch skips it silently; a given mean flux needs no fit."""
     caplog.set_level("INFO")
     assert setup(**changes) is None
-    (line,) = caplog.messages
-    assert line.startswith("Lyman-alpha flux skipped: ")
-    assert reason in line
-
-
-def test_the_switch_skips_the_flux_and_a_given_mean_flux_needs_no_fit(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    assert setup(flux=False) is None
-    assert not caplog.messages
-    high = {**SIMULATION, "redshift": 6.0}
-    assert setup(simulation=high, mean_flux=0.1) is not None
-    fitted = setup()
-    assert fitted is not None
-    assert 0.7 < fitted.mean_flux < 0.9
+    assert len(caplog.messages) == (1 if reason else 0)
+    assert all(line.startswith("Lyman-alpha flux skipped: ") and reason in line for line in caplog.messages)
+    assert setup(simulation=HIGH, mean_flux=0.1) is not None
+    assert 0.7 < setup().mean_flux < 0.9

@@ -56,17 +56,6 @@ def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
     assert np.isnan(power[1:3, 0]).tolist() == [True, False], "the longest waves have mu = 0, 1/√2 or 1"
 
 
-def test_a_plane_wave_is_in_one_bin() -> None:
-    """3 waves along the sight-line and 4 across: k is 5 fundamentals, mu is 0.6. It is the whole variance."""
-    x = np.arange(SIDE) * 2 * math.pi / SIDE
-    wave = np.cos(3 * x[:, None, None] + 4 * x[:, None] + 0 * x + 0.3)
-    found, power = measured([wave, np.moveaxis(wave, (0, 1, 2), (1, 2, 0)), np.moveaxis(wave, 0, 2)])
-    total = np.nan_to_num(power * found.modes) / 3 / VOLUME
-    assert np.unravel_index(total.argmax(), total.shape) == (2, 4)
-    assert total.max() == pytest.approx(0.5, rel=1e-5)
-    assert total.sum() == pytest.approx(0.5, rel=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:One or more radial bins")
 @pytest.mark.parametrize("axis", range(3))
 def test_power_agrees_with_powerbox(axis: int) -> None:

@@ -146,18 +146,3 @@ def test_parcels_have_the_measured_temperature_and_slope(gas: PrimordialGas) -> 
     found = parcels(gas, torch.full((5,), 1.0), [8.0, 5.0, 3.8, 3.4, 3.0, 2.4, 2.0])[1:]
     measured = [np.interp([3.8, 3.4, 3.0, 2.4, 2.0], TEMPERATURE_DENSITY[0], row) for row in TEMPERATURE_DENSITY[1:]]
     assert (abs(found - np.transpose(measured)) < (TEMPERATURE_ERROR, SLOPE_ERROR)).all()
-
-
-def test_results_do_not_depend_on_the_number_of_threads(gas: PrimordialGas) -> None:
-    generator = torch.Generator().manual_seed(2)
-    density, theta = (torch.randn(90001, generator=generator).mul(2).exp() for _ in range(2))
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 4):
-            torch.set_num_threads(count)
-            table = PrimordialGas(COSMOLOGY).change(3.1, 3.0)
-            fields = table.factor(density, 1e4 * theta), gas.temperature(density, 1e4 * theta, 3.0)
-            results.append((table.logarithm, *fields))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(one, four) for one, four in zip(*results, strict=True))

@@ -30,9 +30,6 @@ def energy(gas: Gas) -> float:
     return float((kinetic + state[4] * state[0] ** (2 / 3) / (GAMMA - 1)).sum())
 
 
-# --- exact solutions -------------------------------------------------------------------------------------------------
-
-
 def sod(places: np.ndarray) -> np.ndarray:
     """Density at x / t of Sod's shock tube with gamma = 5/3: (1, 1) on the left, (0.125, 0.1) on the right (Toro 2009).
 
@@ -117,9 +114,6 @@ def test_a_sound_wave_travels_around_the_box(shape: tuple[int, int, int]) -> Non
     assert float((gas.density - 1 - wave).abs().mean()) < 0.06e-3
     if all(moving):
         assert float((gas.state[1:4] - gas.state[1]).abs().mean()) < 2e-6
-
-
-# --- conservation, symmetry, threads -----------------------------------------------------------------------------
 
 
 def turbulence(n: int, mach: float, threads: int = 1) -> Gas:
