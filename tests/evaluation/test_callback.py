@@ -41,20 +41,17 @@ def run(flags: list[str], folder: Path, *more: str) -> Path:
     return folder / "test/1ranks/00"
 
 
-def error_line(capfd: pytest.CaptureFixture[str], flags: list[str], folder: Path, *more: str) -> str:
-    """The last line of a training run that exits with code 2."""
-    with pytest.raises(SystemExit) as stop:
-        run(flags, folder, *more)
-    assert stop.value.code == 2
-    return capfd.readouterr().err.splitlines()[-1]
-
-
 def history(run: Path) -> list[Results]:
     return [load(path) for path in sorted((run / FOLDER).glob(FILES))]
 
 
 def epochs_of(run: Path) -> list[int]:
     return [results.metadata["epoch"] for results in history(run)]
+
+
+def assert_same_network(one: Path, other: Path) -> None:
+    weights = [read_weights(path)["network"] for path in (one, other)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.fixture(scope="module")
@@ -76,41 +73,35 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, kno
         begin(self, setup, slabs, earlier)
 
     folder = tmp_path_factory.mktemp("runs")
-    stating = folder / "valid.h5"
-    shutil.copy(data_flags[1].removeprefix("--set=val_path="), stating)
+    stating = shutil.copy(data_flags[1].removeprefix("--set=val_path="), folder / "valid.h5")
     with h5py.File(stating, "r+") as file:
         file.attrs.update(SIMULATION | {"box_size_mpc_h": 3.2})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1))))
         patch.setattr(figures, "encode_png", lambda figure: b"PNG")
         patch.setattr(FluxStatistics, "__init__", record)
-        return run(data_flags, folder, EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
+        return run(data_flags, folder / "runs", EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
 
 
 def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, known: list[list[str]]) -> None:
     """The flux of target and baseline is computed once: tests/lyman_alpha/test_forest.py tests what is known."""
     assert known == [[], ["target", "FGPA"]]
     found = history(trained)
-    assert [(each.metadata["epoch"], each.metadata["step"]) for each in found] == [(1, 8), (2, 16)]
+    assert [(results.metadata["epoch"], results.metadata["step"]) for results in found] == [(1, 8), (2, 16)]
     records = [record for record in read_records(trained / "metrics.jsonl") if "Evaluation L1/all channels" in record]
     assert [record["step"] for record in records] == [8, 16]
-    for record, each in zip(records, found, strict=True):
-        assert {name: record[name] for name in each.scalars()} == pytest.approx(each.scalars())
-        assert any(name.startswith("Evaluation r/density at k = ") for name in record)
-        assert "Evaluation flux/P1D error, prediction" in record
-        assert list(each.flux.fields) == ["target", "prediction", "FGPA"]
-    first, second = (each.flux.fields for each in found)
-    for name in ("target", "FGPA"):
-        assert first[name].scale == second[name].scale
-    assert first["prediction"].scale != second["prediction"].scale
+    for record, results in zip(records, found, strict=True):
+        scalars = results.scalars()
+        assert "Evaluation flux/P1D error, prediction" in scalars
+        assert {name: record[name] for name in scalars} == pytest.approx(scalars)
+    first, second = (results.flux.fields for results in found)
+    assert [name for name in first if first[name].scale == second[name].scale] == ["target", "FGPA"]
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
-    for name in ("slices", "spectra", "distributions", "phase_diagram", "flux", "flux_3d"):
-        assert f"Evaluation/{name}".encode() in events
+    assert all(f"Evaluation/{name}".encode() in events for name in figures.PICTURES)
     report = (trained / "report.html").read_text()
-    assert report.startswith("<!DOCTYPE html>")
     assert "Evaluation: test/1ranks/00, epoch 2, step 16" in report
     assert f"(l1, {next(r['Loss/valid'] for r in records if r['step'] == 16):.5f})" in report
-    assert report.count("data:image/png;base64,") == 7
+    assert report.count("data:image/png;base64,") == 1 + len(figures.PICTURES)
     assert "gas density" in (trained / "out.log").read_text()
 
 
@@ -120,8 +111,7 @@ def test_training_ends_with_the_same_bits_as_without_evaluation(
     plain = run(data_flags, tmp_path)
     assert not (plain / FOLDER).exists()
     assert not (plain / "report.html").exists()
-    weights = [read_weights(path)["network"] for path in (trained, plain)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    assert_same_network(trained, plain)
 
 
 def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
@@ -150,22 +140,19 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     assert epochs_of(directory) == [1]
     run(data_flags, tmp_path, EVERY_EPOCH)
     assert epochs_of(directory) == [1, 2]
-    weights = [read_weights(path)["network"] for path in (trained, directory)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_same_network(trained, directory)
     records = read_records(directory / "metrics.jsonl")
     assert [record["step"] for record in records if "Evaluation L1/all channels" in record] == [8, 16]
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=1", EVERY_EPOCH)
-    names = [path.name for path in (directory / FOLDER).iterdir()]
-    assert names == ["step_00000008.npz"], "a run from scratch removes the evaluations of the run that it replaces"
+    assert epochs_of(directory) == [1], "a run from scratch removes the evaluations of the run that it replaces"
 
 
 def test_a_stop_is_possible_between_the_parts_of_an_evaluation() -> None:
     """A single spectrum of a large volume takes long, and so do the sight-lines of one axis through hot gas."""
-    fields = [0.4 * smooth_field(count, 8, np.random.default_rng(0)).astype(np.float32) for count in (4, 5)]
-    volume = Volume("box.h5", *fields, cell=0.5, simulation=SIMULATION)
-    slabs = Slabs((8, 8, 8), World(Launch("test"), torch.device("cpu")))
-    calls: list[str] = []
-    read = slab_fields(slabs, fields[0], fields[1], fields[1])
+    inputs, target = (0.4 * smooth_field(count, 8, np.random.default_rng(0)).astype(np.float32) for count in (4, 5))
+    volume = Volume("box.h5", inputs, target, cell=0.5, simulation=SIMULATION)
+    slabs, calls = Slabs((8, 8, 8), World(Launch("test"), torch.device("cpu"))), []
+    read = slab_fields(slabs, inputs, target, target)
     evaluate_fields(Config(), volume, read, slabs, {}, lambda: calls.append("stop"))
     spectra = 2 + 1 + 3 + 1  # density, divergence, velocity, temperature
     sightlines = 3 * 3  # target, prediction and baseline along each axis
@@ -178,9 +165,7 @@ def test_every_second_epoch_and_the_last_are_evaluated(
     monkeypatch.setattr(figures, "PICTURES", {})
     directory = run(data_flags, tmp_path, "--set=evaluation.every_epochs=2", "--num_epochs=3")
     assert epochs_of(directory) == [2, 3]
-    log = (directory / "out.log").read_text()
-    assert log.count("Lyman-alpha flux skipped: ") == 2
-    assert "valid.h5 does not state redshift, cosmology_H0," in log
+    assert (directory / "out.log").read_text().count("Lyman-alpha flux skipped: ") == 2
 
 
 @pytest.mark.parametrize(
@@ -194,14 +179,21 @@ def test_every_second_epoch_and_the_last_are_evaluated(
     ],
 )
 def test_an_impossible_evaluation_is_refused_before_anything_is_written(
-    flags: list[str], message: str, data_flags: list[str], tmp_path: Path, capfd: Any
+    flags: list[str], message: str, trained: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in error_line(capfd, data_flags, tmp_path / "runs", EVERY_EPOCH, *flags)
-    assert not (tmp_path / "runs").exists()
+    """Fixed: the refusal came so late that the run's config.yaml had already been replaced."""
+    folder = trained.parents[2]
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(data_flags, folder, EVERY_EPOCH, "--num_epochs=3", *flags)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
 
 
 def test_out_of_memory_during_an_evaluation_is_reported_with_a_remedy(
-    data_flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A smaller batch, the remedy in training, would not help."""
 
@@ -209,20 +201,6 @@ def test_out_of_memory_during_an_evaluation_is_reported_with_a_remedy(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
 
     monkeypatch.setattr(VolumeStatistics, "results", fail)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit):
         run(data_flags, tmp_path, EVERY_EPOCH)
-    assert stop.value.code != 0
-    assert "(CUDA out of memory); use more ranks, fewer evaluation.sightlines or " in capfd.readouterr().err
-
-
-def test_a_run_directory_is_not_changed_by_a_refused_evaluation(tmp_path: Path, capfd: Any) -> None:
-    """The refusal once came so late that the run's config.yaml had already been replaced."""
-    pytest.importorskip("sklearn")
-    yaml = str(Path(train.__file__).parent / "config" / "classification.yaml")
-    flags = [f"--yaml_config={yaml}", "--set=device=cpu", "--set=Nsamples=64", "--set=Nsamples_val=32"]
-    train.main([*flags, "--config=digits_naive", f"--set=expdir={tmp_path}", "--num_epochs=1"])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    capfd.readouterr()
-    line = error_line(capfd, flags, tmp_path, "--config=digits_naive", EVERY_EPOCH)
-    assert "data_loader_config classification reads no volumes" in line
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert "(CUDA out of memory); use more ranks, fewer evaluation.sightlines or " in capsys.readouterr().err
