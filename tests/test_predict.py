@@ -339,7 +339,10 @@ def bad(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("--output=BAD/flat.h5", "flat.h5 exists; give --overwrite to replace it, or another --output"),
         ("--output=BAD/x.npy", "x.npy' would be an HDF5 file, not a file of numpy; name it *.h5"),
-        ("--input=BAD/scale.h5 --output=BAD/scale.h5 --overwrite", "scale.h5 is the input; give another --output"),
+        (
+            "--input=BAD/flat.h5 --output=BAD/flat.h5 --overwrite --window=4",
+            "flat.h5 is the input; give another --output",
+        ),
     ],
 )
 def test_bad_input_is_a_one_line_error_and_nothing_is_written(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 from PIL import Image
 from sample_results import sample_results
 
@@ -28,112 +29,93 @@ def found() -> Results:
     return sample_results(BOX, noise=0.06, cell=CELL, seed=1, flux=True)
 
 
-def panels_of_slices(results: Results) -> np.ndarray:
-    """The panels [input, target, prediction, residual] of each channel."""
-    rows = len(results.channels)
-    return np.array(figures.slices(results).axes[: 4 * rows]).reshape(rows, 4).T
-
-
-def pixels(axes: Any) -> np.ndarray:
-    return axes.images[0].get_array()
-
-
-def limits(axes: Any) -> tuple[float, float]:
-    return axes.images[0].get_clim()
-
-
 def physical(values: np.ndarray) -> list[np.ndarray]:
     """The published transforms rho = exp(14 x), v = 900 x km/s, T = exp(8 (x + 1.5)) K; logarithms are decimal."""
     values = values.astype(np.float64)
-    return [14 * values[0] / math.log(10), *(900 * values[1:4]), 8 * (values[4] + 1.5) / math.log(10)]
+    return [14 * values[0] / math.log(10), *(900 * values[1:4]), *(8 * (values[4:] + 1.5) / math.log(10))]
 
 
-def test_spectra_show_ratio_and_correlation(found: Results) -> None:
-    near, whole, below = figures.spectra(found).axes
-    assert near.get_ylim() == (0.5, 1.5), "one field's excess must not hide the others"
-    ratios, correlations = near.lines[1:], [line for line in below.lines if len(line.get_xdata()) > 2]
-    for spectrum, *lines in zip(found.spectra.values(), ratios, whole.lines[1:], correlations, strict=True):
-        expected = spectrum.predicted / spectrum.target
-        expected = expected, expected, spectrum.cross / np.sqrt(spectrum.predicted * spectrum.target)
-        for line, values in zip(lines, expected, strict=True):
-            np.testing.assert_allclose(line.get_xdata(), spectrum.k)
-            np.testing.assert_allclose(line.get_ydata(), values)
+def shown(figure: Figure) -> list[np.ndarray]:
+    """The data of all lines, steps, images and meshes."""
+    data = []
+    for axes in figure.axes:
+        data += [line.get_ydata() for line in axes.lines]
+        data += [patch.get_data().values for patch in axes.patches if isinstance(patch, StepPatch)]
+        data += [artist.get_array() for artist in (*axes.images, *axes.collections) if artist.get_array() is not None]
+    return [np.ma.filled(values, 0) for values in data]
 
 
-def test_distributions_are_normalized_and_exclude_empty_ends(found: Results) -> None:
-    figure = figures.distributions(found)
-    for axes, (name, distribution) in zip(figure.axes, found.distributions.items(), strict=True):
-        assert axes.get_title() == name
-        filled, _, line = axes.patches
-        volume = BOX**3 * np.diff(distribution.edges)
-        np.testing.assert_allclose(filled.get_data().values, distribution.target / volume)
-        np.testing.assert_allclose(line.get_data().values, distribution.predicted / volume)
-        np.testing.assert_allclose(line.get_data().edges, distribution.edges)
-    distribution = found.distributions["gas density"]
-    predicted, target = np.zeros((2, len(distribution.target)))
-    target[5], predicted[9] = 10, 1
-    few = replace(found, distributions={"only": replace(distribution, predicted=predicted, target=target)})
-    (axes,) = figures.distributions(few).axes
-    assert axes.get_xlim() == pytest.approx((distribution.edges[5], distribution.edges[10]))
+def spectra(found: Results) -> list[np.ndarray]:
+    curves = found.spectra.values()
+    ratios = [curve.predicted / curve.target for curve in curves]
+    return [*ratios, *(curve.cross / np.sqrt(curve.predicted * curve.target) for curve in curves)]
 
 
-def test_both_phase_diagrams_have_one_color_scale(found: Results) -> None:
-    target, prediction = (axes.collections[0] for axes in figures.phase_diagram(found).axes[:2])
+def distributions(found: Results) -> list[np.ndarray]:
+    histograms = found.distributions.values()
+    counts = [(counts, part.edges) for part in histograms for counts in (part.predicted, part.target)]
+    return [values / BOX**3 / np.diff(edges) for values, edges in counts]
+
+
+def phase_diagram(found: Results) -> list[np.ndarray]:
     counts = found.phase_diagram
     area = np.outer(np.diff(counts.temperature_edges), np.diff(counts.density_edges))
-    for mesh, values in ((target, counts.target), (prediction, counts.predicted)):
-        np.testing.assert_allclose(mesh.get_array().filled(0), values.T / BOX**3 / area)
-        np.testing.assert_allclose(mesh.get_coordinates()[0, :, 0], counts.density_edges)
-    assert target.get_clim() == prediction.get_clim()
+    return [values.T / BOX**3 / area for values in (counts.target, counts.predicted)]
 
 
-def test_slices_show_physical_values_and_residuals(found: Results) -> None:
+def slices(found: Results) -> list[np.ndarray]:
     """With y to the right and z upwards."""
-    grid = panels_of_slices(found)
-    inputs, target, predicted = (found.slices[name] for name in ("input", "target", "predicted"))
-    given = physical(np.concatenate([inputs, inputs[:1]]))[:4]
-    for channel, (truth, prediction) in enumerate(zip(physical(target), physical(predicted), strict=True)):
-        shown = [*given[channel : channel + 1], truth, prediction, prediction - truth]
-        panels = grid[-len(shown) :, channel]
-        for axes, plane in zip(panels, shown, strict=True):
-            np.testing.assert_allclose(pixels(axes), plane.T, atol=1e-9)
-            assert (axes.images[0].origin, axes.images[0].get_extent()) == ("lower", [0, BOX * CELL] * 2)
-        assert len({limits(axes) for axes in panels[:-1]}) == 1
-        low, high = limits(panels[-1])
+    given, target, predicted = (physical(found.slices[name]) for name in ("input", "target", "predicted"))
+    residuals = [ours - theirs for ours, theirs in zip(predicted, target, strict=True)]
+    return [plane.T for plane in (*given, *target, *predicted, *residuals)]
+
+
+def flux(found: Results) -> list[np.ndarray]:
+    fields, k = found.flux.fields.values(), found.flux.k
+    powers = [k * field.power / math.pi for field in fields]
+    return [*powers, *found.flux.ratios.values(), *(field.pdf for field in fields), *(f.sightline for f in fields)]
+
+
+def flux_3d(found: Results) -> list[np.ndarray]:
+    ratios, k = found.flux.p3d_ratios.values(), found.flux.p3d_k
+    return [row[np.isfinite(modes)] for ratio in ratios for row, modes in zip(ratio, k, strict=True)]
+
+
+EXPECTED = (slices, spectra, distributions, phase_diagram, flux, flux_3d)
+
+
+@pytest.mark.parametrize("expected", EXPECTED)
+def test_each_figure_shows_its_data(expected: Callable[[Results], list[np.ndarray]], found: Results) -> None:
+    assert [function.__name__ for function in EXPECTED] == list(figures.PICTURES)
+    drawn = shown(figures.PICTURES[expected.__name__](found))
+    for values in expected(found):
+        same = (other for other in drawn if np.shape(other) == values.shape)
+        assert any(np.allclose(values, other, rtol=1e-6, atol=1e-9, equal_nan=True) for other in same)
+
+
+def test_slices_of_one_channel_have_one_color_scale(found: Results) -> None:
+    """Of residuals 99.5 % are within the scale."""
+    grid = np.array(figures.slices(found).axes[:20]).reshape(5, 4)
+    for channel, row, residual in zip(found.channels, grid, slices(found)[-5:], strict=True):
+        images = [axes.images[0] for axes in row if axes.images]
+        assert {image.origin for image in images} == {"lower"}
+        assert len({image.get_clim() for image in images[:-1]}) == 1
+        low, high = images[-1].get_clim()
         assert low == -high
-        assert np.mean(np.abs(prediction - truth) <= high) == pytest.approx(0.995, abs=0.005)
-        low, high = limits(panels[0])
-        if "velocity" in found.channels[channel].name:
-            assert low == -high == -np.abs(truth).max()
-        else:
-            assert (low, high) == pytest.approx((truth.min(), truth.max()))
-    assert grid[0, 4].texts[0].get_text() == "not in the input"
-
-
-def test_flux_shows_power_ratio_distribution_and_a_sight_line(found: Results) -> None:
-    flux = found.flux
-    power, pdf, ratio, line = figures.flux(found).axes
-    for number, (name, field) in enumerate(flux.fields.items()):
-        np.testing.assert_allclose(power.lines[number].get_ydata(), flux.k * field.power / math.pi)
-        np.testing.assert_allclose(pdf.patches[number].get_data().values, field.pdf)
-        np.testing.assert_allclose(line.lines[number].get_ydata(), field.sightline)
-        if name != "target":
-            np.testing.assert_allclose(ratio.lines[number - 1].get_ydata(), flux.ratios[name])
-    by_direction = figures.flux_3d(found).axes
-    assert [axes.get_title() for axes in by_direction] == ["prediction", "FGPA"]
-    for axes, ratio in zip(by_direction, flux.p3d_ratios.values(), strict=True):
-        for line, k, values in zip(axes.lines[1:], flux.p3d_k, ratio, strict=True):
-            np.testing.assert_array_equal(line.get_xdata(), k[np.isfinite(k)])
-            np.testing.assert_array_equal(line.get_ydata(), values[np.isfinite(k)])
+        assert np.mean(np.abs(residual) <= high) == pytest.approx(0.995, abs=0.005)
+        low, high = images[0].get_clim()
+        assert (low == -high) == ("velocity" in channel.name)
+    assert grid[4, 0].texts[0].get_text() == "not in the input"
+    first, second = (axes.collections[0] for axes in figures.phase_diagram(found).axes[:2])
+    assert first.get_clim() == second.get_clim()
 
 
 def test_channels_of_unknown_units_are_drawn_as_channel_values() -> None:
     unknown = sample_results(BOX, channels=(1, 2))
-    grid = panels_of_slices(unknown)
-    np.testing.assert_allclose(pixels(grid[0, 0]), unknown.slices["input"][0].T)
-    np.testing.assert_allclose(pixels(grid[2, 1]), unknown.slices["predicted"][1].T)
-    assert grid[0, 1].texts[0].get_text() == "not in the input"
-    assert grid[3, 1].get_xlabel() == "y (cells)"
+    grid = np.array(figures.slices(unknown).axes[:8]).reshape(2, 4)
+    np.testing.assert_allclose(grid[0, 0].images[0].get_array(), unknown.slices["input"][0].T)
+    np.testing.assert_allclose(grid[1, 2].images[0].get_array(), unknown.slices["predicted"][1].T)
+    assert grid[1, 3].get_xlabel() == "y (cells)"
 
 
 def test_loss_curves_show_losses_and_metrics() -> None:
@@ -193,11 +175,11 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(
     found: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "DOTS_PER_INCH", 50)
-    flux, density = found.flux, found.spectra["density"]
+    measured, density = found.flux, found.spectra["density"]
     predicted = found.slices["predicted"] * np.nan
     predicted[0] = 1e4  # exp(140000) overflows
     nan = replace(
-        flux.fields["prediction"], **{key: value * np.nan for key, value in vars(flux.fields["FGPA"]).items()}
+        measured.fields["prediction"], **{key: value * np.nan for key, value in vars(measured.fields["FGPA"]).items()}
     )
     diverged = replace(
         found,
@@ -205,7 +187,7 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(
             "constant": replace(density, predicted=0 * density.k, cross=0 * density.k),
             "density": replace(density, target=0 * density.k * np.nan),
         },
-        flux=replace(flux, fields={**flux.fields, "prediction": nan}),
+        flux=replace(measured, fields={**measured.fields, "prediction": nan}),
         slices={**found.slices, "predicted": predicted},
     )
     checkpoint = "/logs/demo/2ranks/00/checkpoints/step_00000800/weights.pt"
@@ -220,5 +202,5 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(
             picture = Image.open(io.BytesIO(figures.encode_png(figure)))
             assert len(np.unique(np.asarray(picture.convert("L")))) > 10, f"{name} is empty"
     monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux, "flux_3d": figures.flux_3d})
-    assert list(figures.draw_all(replace(found, flux=replace(flux, p3d_k=np.empty((4, 0)))))) == ["flux"]
+    assert list(figures.draw_all(replace(found, flux=replace(measured, p3d_k=np.empty((4, 0)))))) == ["flux"]
     assert not figures.draw_all(replace(found, flux=None))

@@ -31,19 +31,14 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def volumes(shape: tuple[int, int, int] = SHAPE, channels: int = 5, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def volumes(shape: tuple[int, int, int] = SHAPE, channels: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, target), [C, X, Y, Z], channel values; the prediction is close to the target."""
-    cube = smooth_field(channels, max(shape), np.random.default_rng(seed))
-    target = 0.4 * cube[:, : shape[0], : shape[1], : shape[2]].astype(np.float32)
-    return target + 0.02 * noise(*target.shape, seed=seed + 1), target
+    target = 0.4 * smooth_field(channels, shape, np.random.default_rng(0)).astype(np.float32)
+    return target + 0.02 * noise(*target.shape, seed=1), target
 
 
 def evaluated(
-    predicted: np.ndarray,
-    target: np.ndarray,
-    channels: Sequence[Channel] = GAS,
-    cell: float | None = 0.5,
-    world: World = ONE,
+    predicted: np.ndarray, target: np.ndarray, channels: Any = GAS, cell: float | None = 0.5, world: World = ONE
 ) -> Results:
     slabs = Slabs(target.shape[1:], world)  # type: ignore[arg-type]
     inputs = 0.5 * target[:4] if len(target) >= 4 else np.zeros((4, *target.shape[1:]), np.float32)
@@ -56,13 +51,13 @@ def found() -> Results:
     return evaluated(*volumes())
 
 
-def physical(values: np.ndarray, channels: Sequence[Channel] = GAS) -> list[np.ndarray]:
-    return [channel.to_physical(field.astype(np.float64)) for channel, field in zip(channels, values, strict=True)]
+def physical(values: np.ndarray) -> list[np.ndarray]:
+    return [channel.to_physical(field.astype(np.float64)) for channel, field in zip(GAS, values, strict=True)]
 
 
-def power(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> np.ndarray:
+def power(predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
     """[3, shells] of two fields; tests/evaluation/test_spectra.py tests the shells themselves."""
-    shells = KShells(Slabs(target.shape, ONE), cell)
+    shells = KShells(Slabs(target.shape, ONE), 0.5)
     found = shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
     return np.stack([found.predicted, found.target, found.cross])
 
@@ -72,11 +67,9 @@ def powers(found: Results, name: str) -> np.ndarray:
     return np.stack([spectrum.predicted, spectrum.target, spectrum.cross])
 
 
-def numpy_divergence(velocity: Sequence[np.ndarray], cell: float) -> np.ndarray:
-    """numpy.gradient on a grid that is padded with its periodic neighbors."""
-    padded = [np.pad(component, 1, mode="wrap") for component in velocity]
-    total = sum(np.gradient(component, cell, axis=axis) for axis, component in enumerate(padded))
-    return np.asarray(total)[1:-1, 1:-1, 1:-1]
+def divergence(velocity: Sequence[np.ndarray]) -> np.ndarray:
+    """Of periodic fields; central differences."""
+    return sum(np.roll(part, -1, axis) - np.roll(part, 1, axis) for axis, part in enumerate(velocity)) / (2 * 0.5)
 
 
 def agree(one: Any, other: Any, tolerance: float = 1e-6) -> None:
@@ -104,25 +97,21 @@ def test_errors_slices_and_histograms_agree_with_numpy(found: Results) -> None:
     assert ((found.r2 > 0.5) & (found.r2 < 1)).all(), "the example is neither perfect nor useless"
     for name, values in (("predicted", predicted), ("target", target), ("input", 0.5 * target[:4])):
         np.testing.assert_array_equal(found.slices[name], values[:, 6])
-    decimal = [
-        [np.log10(each) if channel.is_log else each for channel, each in zip(GAS, physical(values), strict=True)]
-        for values in (predicted, target)
-    ]
-    for number, channel in enumerate(GAS):
-        distribution = found.distributions[channel.name]
-        assert (distribution.unit, distribution.is_log) == (channel.unit, channel.is_log)
-        assert len(distribution.edges) > 100
-        for counts, values in zip((distribution.predicted, distribution.target), decimal, strict=True):
-            np.testing.assert_array_equal(counts, np.histogram(values[number], distribution.edges)[0])
-            assert counts.sum() == target[0].size
-    assert found.mass_ratio == pytest.approx(physical(predicted)[0].mean() / physical(target)[0].mean(), rel=1e-6)
-    edges = found.distributions["gas velocity y"].edges
-    assert (edges[0], edges[-1]) == pytest.approx((-1350, 1350))
+    ours, theirs = physical(predicted), physical(target)
+    assert found.mass_ratio == pytest.approx(ours[0].mean() / theirs[0].mean(), rel=1e-6)
     phase = found.phase_diagram
-    assert phase is not None
-    for counts, values in zip((phase.predicted, phase.target), decimal, strict=True):
-        bins = (phase.density_edges, phase.temperature_edges)
-        np.testing.assert_array_equal(counts, np.histogram2d(values[0].ravel(), values[4].ravel(), bins)[0])
+    for name, fields in (("predicted", ours), ("target", theirs)):
+        decimal = [np.log10(field) if channel.is_log else field for channel, field in zip(GAS, fields, strict=True)]
+        for channel, values in zip(GAS, decimal, strict=True):
+            distribution = found.distributions[channel.name]
+            assert (distribution.unit, distribution.is_log) == (channel.unit, channel.is_log)
+            counts, edges = getattr(distribution, name), distribution.edges
+            assert len(edges) > 100
+            np.testing.assert_array_equal(counts, np.histogram(values, edges)[0])
+            assert counts.sum() == values.size
+        bins = phase.density_edges, phase.temperature_edges
+        expected = np.histogram2d(decimal[0].ravel(), decimal[4].ravel(), bins)[0]
+        np.testing.assert_array_equal(getattr(phase, name), expected)
 
 
 def test_r2_of_a_channel_far_from_zero_is_accurate_and_that_of_a_constant_is_nan() -> None:
@@ -159,7 +148,7 @@ def test_spectra_are_those_of_the_physical_fields(found: Results) -> None:
         "density": power(ours[0], theirs[0]),
         "log density": power(np.log(ours[0]), np.log(theirs[0])),
         "velocity": sum(power(ours[axis], theirs[axis]) for axis in (1, 2, 3)),
-        "divergence": power(*(numpy_divergence(values[1:4], 0.5) for values in (ours, theirs))),
+        "divergence": power(divergence(ours[1:4]), divergence(theirs[1:4])),
         "log temperature": power(np.log(ours[4]), np.log(theirs[4])),
     }
     assert list(found.spectra) == list(expected)
@@ -179,7 +168,7 @@ def test_without_a_cell_size_lengths_are_in_cells(found: Results) -> None:
 
 
 def test_divergence_r2_and_distribution_agree_with_numpy(found: Results) -> None:
-    p, t = (numpy_divergence(physical(values)[1:4], 0.5) for values in volumes())
+    p, t = (divergence(physical(values)[1:4]) for values in volumes())
     assert found.divergence_r2 == pytest.approx(1 - ((p - t) ** 2).sum() / (t**2).sum(), rel=1e-5)
     distribution = found.distributions["velocity divergence"]
     assert 7.9 * t.std() < distribution.edges[-1] == -distribution.edges[0] < 8.9 * t.std()
