@@ -16,6 +16,7 @@ import pytest
 import torch
 from log_lines import refusal
 from processes import GENEROUS, context, run_ranks, wait_until
+from reference_samples import ALONE
 from volume_files import SIMULATED, smooth_field
 
 import predict
@@ -25,7 +26,6 @@ from utils.data.channels import target_channels
 from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import BlockWriter
 from utils.data.slabs import Slabs
-from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -37,7 +37,6 @@ from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weight
 BOX = (24, 16, 16)
 SIMULATION = {"box_size_mpc_h": 12.0, "redshift": 2.0, "seed": 3, "cosmology": "planck18"}
 UNIVERSE = {"cosmology_H0": 67.66, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69, "cosmology_Ob0": 0.049}
-ALONE = World(Launch("test"), torch.device("cpu"))
 
 
 def box_file(path: Path, shape: tuple[int, int, int] = BOX, **attributes: Any) -> Path:

@@ -7,20 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from processes import run_ranks
-from reference_samples import cubes, loader_of
+from reference_samples import ALONE, cubes, loader_of
 
 from networks import build_loss
 from utils.data.files.hdf5 import open_volume
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.baselines import volume_losses
 from utils.training.state import FitResult
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 SAMPLES = 5
 
 

@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
 from processes import wait_until
-from sample_results import SIMULATION, slab_fields
-from volume_files import smooth_field
+from sample_results import SIMULATION
 
 import train
-from utils.config import Config
-from utils.data.files.hdf5 import Volume
-from utils.data.slabs import Slabs
-from utils.distributed.launch import Launch
 from utils.distributed.signals import StopSignals
-from utils.distributed.world import World
 from utils.evaluation import figures
 from utils.evaluation.results import Results, load
 from utils.evaluation.statistics import VolumeStatistics
-from utils.evaluation.volume import evaluate_fields
 from utils.lyman_alpha.forest import FluxStatistics, KnownFlux
 from utils.training.checkpoint import read_weights
 from utils.training.evaluations import FILES, FOLDER
@@ -54,25 +46,21 @@ def assert_same_network(one: Path, other: Path) -> None:
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.fixture(scope="module")
-def known() -> list[list[str]]:
-    """The fields whose flux each evaluation of `trained` takes from the one before."""
-    return []
+KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained` takes from the one before
 
 
 @pytest.fixture(scope="module")
-def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, known: list[list[str]]) -> Path:
+def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs with an evaluation after each, whose validation file states its simulation.
 
     Its figures are empty; tests/evaluation/test_figures.py draws the real ones.
     """
-    begin = FluxStatistics.__init__
+    begin, folder = FluxStatistics.__init__, tmp_path_factory.mktemp("runs")
 
-    def record(self: FluxStatistics, setup: Any, slabs: Slabs, earlier: KnownFlux) -> None:
-        known.append([*earlier.fields])
-        begin(self, setup, slabs, earlier)
+    def record(self: FluxStatistics, setup: Any, slabs: Any, known: KnownFlux) -> None:
+        KNOWN.append([*known.fields])
+        begin(self, setup, slabs, known)
 
-    folder = tmp_path_factory.mktemp("runs")
     stating = shutil.copy(data_flags[1].removeprefix("--set=val_path="), folder / "valid.h5")
     with h5py.File(stating, "r+") as file:
         file.attrs.update(SIMULATION | {"box_size_mpc_h": 3.2})
@@ -83,9 +71,9 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, kno
         return run(data_flags, folder / "runs", EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
 
 
-def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, known: list[list[str]]) -> None:
-    """The flux of target and baseline is computed once: tests/lyman_alpha/test_forest.py tests what is known."""
-    assert known == [[], ["target", "FGPA"]]
+def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path) -> None:
+    """The flux of target and baseline is computed once."""
+    assert KNOWN == [[], ["target", "FGPA"]]
     found = history(trained)
     assert [(results.metadata["epoch"], results.metadata["step"]) for results in found] == [(1, 8), (2, 16)]
     records = [record for record in read_records(trained / "metrics.jsonl") if "Evaluation L1/all channels" in record]
@@ -124,18 +112,20 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
         signals.append(self)
         return enter(self)
 
-    def stop_in_the_second(self: VolumeStatistics, *arguments: Any) -> Results:
-        calls.append(1)
-        if len(calls) == 2:
+    def stop_in_the_second(*arguments: Any) -> Results:
+        calls.append("begin")
+        if calls.count("begin") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: signals[-1].received, what=lambda: "the signal")
-        return evaluate(self, *arguments)
+        results = evaluate(*arguments)
+        calls.append("end")
+        return results
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
     monkeypatch.setattr(VolumeStatistics, "results", stop_in_the_second)
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, EVERY_EPOCH)
-    assert stop.value.code == 75
+    assert (stop.value.code, calls) == (75, ["begin", "end", "begin"]), "it stops between two spectra"
     directory = tmp_path / "test/1ranks/00"
     assert epochs_of(directory) == [1]
     run(data_flags, tmp_path, EVERY_EPOCH)
@@ -145,18 +135,6 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     assert [record["step"] for record in records if "Evaluation L1/all channels" in record] == [8, 16]
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=1", EVERY_EPOCH)
     assert epochs_of(directory) == [1], "a run from scratch removes the evaluations of the run that it replaces"
-
-
-def test_a_stop_is_possible_between_the_parts_of_an_evaluation() -> None:
-    """A single spectrum of a large volume takes long, and so do the sight-lines of one axis through hot gas."""
-    inputs, target = (0.4 * smooth_field(count, 8, np.random.default_rng(0)).astype(np.float32) for count in (4, 5))
-    volume = Volume("box.h5", inputs, target, cell=0.5, simulation=SIMULATION)
-    slabs, calls = Slabs((8, 8, 8), World(Launch("test"), torch.device("cpu"))), []
-    read = slab_fields(slabs, inputs, target, target)
-    evaluate_fields(Config(), volume, read, slabs, {}, lambda: calls.append("stop"))
-    spectra = 2 + 1 + 3 + 1  # density, divergence, velocity, temperature
-    sightlines = 3 * 3  # target, prediction and baseline along each axis
-    assert len(calls) == 1 + spectra + sightlines
 
 
 def test_every_second_epoch_and_the_last_are_evaluated(
@@ -190,17 +168,3 @@ def test_an_impossible_evaluation_is_refused_before_anything_is_written(
     assert stop.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
-
-
-def test_out_of_memory_during_an_evaluation_is_reported_with_a_remedy(
-    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A smaller batch, the remedy in training, would not help."""
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
-
-    monkeypatch.setattr(VolumeStatistics, "results", fail)
-    with pytest.raises(SystemExit):
-        run(data_flags, tmp_path, EVERY_EPOCH)
-    assert "(CUDA out of memory); use more ranks, fewer evaluation.sightlines or " in capsys.readouterr().err

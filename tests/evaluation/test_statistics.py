@@ -1,8 +1,10 @@
-"""Statistics of volumes agree with numpy, with known fields, and on any number of ranks."""
+"""Statistics of volumes agree with numpy, with an independent library, and on any number of ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +12,21 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import ALONE
 from sample_results import slab_fields
 from volume_files import smooth_field
 
 from utils.config.sections import TransformConfig
+from utils.data import modes
 from utils.data.channels import Channel, input_channels, target_channels
 from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation.results import Results
+from utils.evaluation.bispectrum import equilateral_bispectrum
+from utils.evaluation.results import Results, Spectrum
 from utils.evaluation.spectra import KShells
 from utils.evaluation.statistics import VolumeStatistics
 
-ONE = World(Launch("test"), torch.device("cpu"))
 GAS = target_channels(5, TransformConfig())
 SHAPE = (12, 10, 7)  # no mode lies on the edge of a shell
 
@@ -38,7 +42,7 @@ def volumes(shape: tuple[int, int, int] = SHAPE, channels: int = 5) -> tuple[np.
 
 
 def evaluated(
-    predicted: np.ndarray, target: np.ndarray, channels: Any = GAS, cell: float | None = 0.5, world: World = ONE
+    predicted: np.ndarray, target: np.ndarray, channels: Any = GAS, cell: float | None = 0.5, world: World = ALONE
 ) -> Results:
     slabs = Slabs(target.shape[1:], world)  # type: ignore[arg-type]
     inputs = 0.5 * target[:4] if len(target) >= 4 else np.zeros((4, *target.shape[1:]), np.float32)
@@ -55,16 +59,17 @@ def physical(values: np.ndarray) -> list[np.ndarray]:
     return [channel.to_physical(field.astype(np.float64)) for channel, field in zip(GAS, values, strict=True)]
 
 
-def power(predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """[3, shells] of two fields; tests/evaluation/test_spectra.py tests the shells themselves."""
-    shells = KShells(Slabs(target.shape, ONE), 0.5)
-    found = shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
+def spectrum(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> Spectrum:
+    shells = KShells(Slabs(target.shape, ALONE), cell)
+    return shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
+
+
+def powers(found: Spectrum) -> np.ndarray:
     return np.stack([found.predicted, found.target, found.cross])
 
 
-def powers(found: Results, name: str) -> np.ndarray:
-    spectrum = found.spectra[name]
-    return np.stack([spectrum.predicted, spectrum.target, spectrum.cross])
+def power(predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
+    return powers(spectrum(predicted, target))
 
 
 def divergence(velocity: Sequence[np.ndarray]) -> np.ndarray:
@@ -153,7 +158,7 @@ def test_spectra_are_those_of_the_physical_fields(found: Results) -> None:
     }
     assert list(found.spectra) == list(expected)
     for name, values in expected.items():
-        np.testing.assert_allclose(powers(found, name), values, rtol=1e-4, atol=1e-5 * np.abs(values).max())
+        np.testing.assert_allclose(powers(found.spectra[name]), values, rtol=1e-4, atol=1e-5 * np.abs(values).max())
     assert found.spectra["density"].k[0] == pytest.approx(2 * np.pi / (12 * 0.5), rel=0.2)
 
 
@@ -161,7 +166,7 @@ def test_without_a_cell_size_lengths_are_in_cells(found: Results) -> None:
     plain = evaluated(*volumes(), cell=None)
     assert (plain.cell, plain.wavenumber_unit) == (None, "rad/cell")
     np.testing.assert_allclose(plain.spectra["velocity"].k, 0.5 * found.spectra["velocity"].k)
-    np.testing.assert_allclose(powers(plain, "velocity"), powers(found, "velocity") / 0.5**3, rtol=1e-5)
+    np.testing.assert_allclose(powers(plain.spectra["velocity"]), powers(found.spectra["velocity"]) / 0.5**3, rtol=1e-5)
     units = [each.distributions["velocity divergence"].unit for each in (plain, found)]
     assert units == ["km/s per cell", "km/s per Mpc/h"]
     assert plain.divergence_r2 == pytest.approx(found.divergence_r2, rel=1e-5)
@@ -184,7 +189,7 @@ def on_ranks(world: World) -> tuple[Results, Results]:
 
 
 def test_results_do_not_depend_on_ranks_and_pieces(found: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = on_ranks(ONE)
+    alone = on_ranks(ALONE)
     for answer in run_ranks(on_ranks, 8):
         for results, expected in zip(answer, alone, strict=True):
             agree(results, expected)
@@ -214,7 +219,7 @@ def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
     assert list(found.spectra) == list(found.distributions) == names
     for number, name in enumerate(names):
         values = power(predicted[number], target[number])
-        np.testing.assert_allclose(powers(found, name), values, rtol=1e-5, atol=1e-5 * np.abs(values).max())
+        np.testing.assert_allclose(powers(found.spectra[name]), values, rtol=1e-5, atol=1e-5 * np.abs(values).max())
         edges = found.distributions[name].edges
         assert (edges[0], edges[-1], found.distributions[name].unit) == (-1.5, 1.5, None)
         np.testing.assert_array_equal(found.distributions[name].target, np.histogram(target[number], edges)[0])
@@ -237,3 +242,76 @@ def test_one_unknown_transform_does_not_affect_the_other_channels(unknown: str, 
     assert missing == (unknown == "density_log_scale",) * 3
     assert np.isnan(found.divergence_r2) == ("divergence" not in spectra)
     assert ("velocity divergence" in found.distributions) == ("divergence" in spectra)
+
+
+def related(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Two correlated fields with non-zero means."""
+    common = noise(*shape).astype(float)
+    return 2.0 * common + noise(*shape, seed=1) + 3.0, common - 0.5 * noise(*shape, seed=2) - 1.0
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (9, 16, 15), (24, 6, 7)])
+def test_power_and_cross_power_agree_with_powerbox(shape: tuple[int, int, int]) -> None:
+    """Even and odd sides. No mode is exactly between two shells, where rounding would decide."""
+    tools = pytest.importorskip("powerbox.tools")
+    cell = 0.37
+    first, second = related(shape)
+    found = spectrum(first, second, cell)
+    edges = (np.arange(max(shape) // 2 + 1) + 0.5) * 2 * np.pi / (max(shape) * cell)
+    lengths = [cells * cell for cells in shape]
+
+    def theirs(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        result = tools.get_power(one, lengths, deltax2=other, bins=edges, dimensionless=False)
+        return (result.power, result.bin_avg) if hasattr(result, "power") else result[:2]  # before powerbox 1.0
+
+    for ours, pair in ((found.predicted, (first, first)), (found.target, (second, second))):
+        power, k = theirs(*pair)
+        np.testing.assert_allclose(ours, power, rtol=1e-5)
+        np.testing.assert_allclose(found.k, k, rtol=1e-9)
+    cross, _ = theirs(first, second)
+    np.testing.assert_allclose(found.cross, cross, rtol=1e-5, atol=1e-5 * np.abs(cross).max())
+    axes = np.meshgrid(*(np.fft.fftfreq(cells) * max(shape) for cells in shape), indexing="ij")
+    shells = np.floor(np.sqrt(sum(axis**2 for axis in axes)) + 0.5).astype(int)
+    np.testing.assert_array_equal(found.modes, np.bincount(shells.ravel())[1 : max(shape) // 2 + 1])
+
+
+def test_a_large_mean_and_few_columns_at_once_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, values in steps of 1/256 fit next to a mean of 2^14; a transform of both together would lose them."""
+    fields = [np.round(256 * field) / 256 for field in related((16, 16, 16))]
+    near, far = spectrum(*fields), spectrum(*(field + 2**14 for field in fields))
+    for name in ("predicted", "target", "cross"):
+        np.testing.assert_allclose(getattr(far, name), getattr(near, name), rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(modes, "MODES_AT_ONCE", 500)  # three columns at a time, one in the last batch
+    for name, values in vars(spectrum(*fields)).items():
+        np.testing.assert_allclose(values, getattr(near, name), rtol=1e-12)
+
+
+def sum_over_triangles(field: np.ndarray, low: float, high: float) -> tuple[int, float]:
+    """The number of ordered triangles in a shell, and the bispectrum: all pairs of waves, one by one."""
+    shape, longest = field.shape, max(field.shape)
+    modes = np.fft.fftn(field) / field.size
+    limits = [(side - 1) // 2 for side in shape]
+    waves = {
+        wave
+        for wave in itertools.product(*(range(-limit, limit + 1) for limit in limits))
+        if low < math.hypot(*(n * longest / side for n, side in zip(wave, shape, strict=True))) < high
+    }
+    products = []
+    for first, second in itertools.product(waves, repeat=2):
+        third = tuple(-a - b for a, b in zip(first, second, strict=True))
+        if third in waves:
+            products.append(modes[first] * modes[second] * modes[third])
+    mean = sum(products).real / len(products) if products else math.nan
+    return len(products), mean * (field.size * 0.5**3) ** 2
+
+
+def test_the_bispectrum_agrees_with_a_sum_over_all_triangles() -> None:
+    """Also of a box whose sides differ, where the first shell has none."""
+    for shape in ((10, 10, 10), (9, 12, 7)):
+        fields = [np.exp(0.7 * noise(*shape, seed=seed)) for seed in (0, 1)]
+        found = equilateral_bispectrum([*map(torch.tensor, fields)], Slabs(shape, ALONE), 0.5)
+        for shell, (low, high) in enumerate(((0.5, 1.5), (1.5, 2.5))):
+            for field, values in zip(fields, (found.predicted, found.target), strict=True):
+                count, expected = sum_over_triangles(field, low, high)
+                assert (count > 0) == (shell > 0 or shape == (10, 10, 10))
+                np.testing.assert_allclose(values[shell], expected, rtol=1e-4, err_msg=f"{shape} {shell}")

@@ -1,26 +1,32 @@
-"""Sliding-window prediction: the same for any batch, block and number of ranks."""
+"""Sliding-window prediction: the same for any batch, block and number of ranks, or averaged over symmetries."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import ALONE
 from torch import nn
+from volume_files import smooth_field
 
+import predict
 from networks.unet import UNet
+from utils.data import symmetry
 from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.inference.sliding_window import Predict, SlidingWindowPredictor
-from utils.inference.window_grid import build_window_grid, split_blocks, window_count
+from utils.inference.sliding_window import Predict, SlidingWindowPredictor, symmetry_mean
+from utils.inference.trained_network import SYMMETRIES
+from utils.inference.window_grid import build_window_grid, split_blocks, window_axis, window_count, wrapped_segments
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 SHAPES = [  # X, Y, Z, window, overlap, periodic
     ((24, 16, 8), 8, 4, True),
     ((20, 13, 9), 8, 5, True),  # windows are 3 cells apart, which does not divide the size
@@ -195,24 +201,6 @@ def test_three_ranks_predict_what_one_does_and_fail_together() -> None:
         assert windows < 12 or max(counts) <= 0.6 * windows
 
 
-def test_a_rank_reads_blocks_of_windows_and_predicts_each_window_once() -> None:
-    """The margins of 32 blocks: less than reading the volume for each window."""
-    field, read = random_field((64, 32, 16)), 0
-
-    def cells(*box: slice) -> np.ndarray:
-        nonlocal read
-        read += field[(0, *box)].size
-        return field[(slice(None), *box)]
-
-    predictor = replace(build_predictor(field, 8, 4, batch_size=4), read=cells)
-    worlds = [World(Launch("test", rank, world_size=8), torch.device("cpu")) for rank in range(8)]
-    counts = [replace(predictor, world=world).window_count() for world in worlds]
-    assert sum(counts) == predictor.grid.count == 16 * 8 * 4
-    assert max(counts) <= 1.2 * 64
-    predict_volume(predictor)
-    assert read < 3 * field[0].size
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_predicts_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,3 +211,126 @@ def test_a_gpu_predicts_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> No
     predictor = build_predictor(field, 8, 4, predict=network.to(gpu.device), world=gpu)
     found = predictor.predict_planes(Slabs(predictor.grid.shape, gpu)).cpu()
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5 * np.abs(expected).max())
+
+
+AXES = [
+    (size, window, window - step, periodic)
+    for size, window, periodic in itertools.product((1, 7, 16, 33, 128), (1, 2, 7, 16, 32), (True, False))
+    for step in sorted({1, window // 3, window // 2, window - 1, window})
+    if window <= size and 1 <= step <= window
+]
+
+
+def test_any_size_window_and_overlap_cover_the_axis() -> None:
+    """Weights are positive and sum to one; windows overlap by at least the overlap; there are no more than needed."""
+    for case in AXES:
+        size, window, overlap, periodic = case
+        step, axis = window - overlap, window_axis(*case)
+        origins, weights = axis.origins, axis.weights
+        total = np.zeros(size)
+        np.add.at(total, (np.array(origins)[:, None] + np.arange(window)) % size, weights)
+        np.testing.assert_allclose(total, 1, atol=1e-6, err_msg=str(case))
+        assert weights.dtype == np.float32, case
+        assert (weights > 0).all(), case
+        gaps = np.diff([*origins, size] if periodic else origins)
+        assert origins[0] == 0, case
+        assert ((gaps >= 1) & (gaps <= step)).all(), case
+        assert periodic or origins[-1] == size - window, case
+        assert len(origins) == -(-(size if periodic else size - window) // step) + (not periodic), case
+
+
+def test_weights_and_origins_of_known_grids() -> None:
+    half = window_axis(64, 16, 8)
+    assert half.origins == tuple(range(0, 64, 8))
+    expected = np.sin(np.pi * (np.arange(16) + 0.5) / 16) ** 2
+    np.testing.assert_allclose(half.weights, np.tile(expected, (8, 1)), atol=1e-6)
+    faces = window_axis(24, 16, 8, periodic=False)
+    assert faces.origins == (0, 8)
+    np.testing.assert_array_equal(faces.weights[0, :8], 1)  # only one window covers the cells at a face
+    np.testing.assert_array_equal(faces.weights[1, 8:], 1)
+    assert window_axis(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
+    assert build_window_grid((3, 2, 1), 1).count == 6, "windows are at least one cell apart by default"
+
+
+def test_windows_that_do_not_fit_are_refused_with_the_remedy() -> None:
+    for arguments, says in (
+        ((15, 16, 8), "the box has 15 cells per side, fewer than a window's 16; give a larger box or smaller --window"),
+        ((32, 16, 16), r"overlap 16 must be smaller than the window \(16\); 8 is recommended"),
+        ((32, 16, -1), "overlap -1 must be at least 0; 8 is recommended"),
+    ):
+        with pytest.raises(UserError, match=says):
+            window_axis(*arguments)
+
+
+def test_pieces_of_a_periodic_axis_are_in_order_and_do_not_wrap() -> None:
+    volume = np.arange(8)
+    for start, length in itertools.product((-17, -8, -3, 0, 1, 7, 8, 19), (0, 1, 5, 8, 13, 24)):
+        window, found = np.full(length, -1), list(wrapped_segments(start, length, 8))
+        for piece in found:
+            assert 0 <= piece.volume.start < piece.volume.stop <= 8
+            window[piece.window] = volume[piece.volume]
+        cells = np.arange(start, start + length)
+        np.testing.assert_array_equal(window, cells % 8, err_msg=f"start {start}, length {length}")
+        assert len(found) == len(set(cells // 8)), "more pieces than needed"
+
+
+INPUT_VECTORS, OUTPUT_VECTORS = [(1, 2, 3)], [(2, 3, 1)]  # the target's components in another order
+
+
+def mean_over(predict_windows: Predict, count: int) -> Predict:
+    return symmetry_mean(predict_windows, count, (4, 5), (INPUT_VECTORS, OUTPUT_VECTORS), ALONE)
+
+
+def largest_error(predict_windows: Predict, index: int) -> float:
+    """Largest difference between the prediction of a transformed window and the transformed prediction."""
+    window = random_field((8, 8, 8))
+    transformed = symmetry.apply(window, index, INPUT_VECTORS)
+    found, expected = (predict_windows(torch.from_numpy(field)[None])[0].numpy() for field in (transformed, window))
+    return float(np.abs(found - symmetry.apply(expected, index, OUTPUT_VECTORS)).max())
+
+
+@pytest.mark.parametrize("count", SYMMETRIES)
+def test_the_mean_over_a_group_is_equivariant_under_it_and_the_network_is_not(count: int) -> None:
+    errors = [largest_error(mean_over(small_unet(), count), index) for index in range(symmetry.COUNT)]
+    assert max(errors[:count]) < 1e-5
+    assert min(errors[count:], default=1) > 0.1
+
+
+def equivariant(windows: torch.Tensor) -> torch.Tensor:
+    """Density from density, divergence and speed; velocity from velocity and the density's gradient."""
+
+    def slope(field: torch.Tensor, axis: int) -> torch.Tensor:
+        return (field.roll(-1, axis) - field.roll(1, axis)) / 2
+
+    density, velocity = windows[:, 0], windows[:, 1:]
+    divergence = sum(slope(velocity[:, axis], 1 + axis) for axis in range(3))
+    x, y, z = (velocity[:, axis] * density + slope(density, 1 + axis) for axis in range(3))
+    return torch.stack([density + divergence, z, x, y, velocity.square().sum(1)], dim=1)
+
+
+def test_an_equivariant_network_predicts_the_same_with_any_number_of_symmetries() -> None:
+    """Lower precision is summed in float32."""
+    windows = torch.from_numpy(random_field((3, 8, 8, 8))).movedim(0, 1).contiguous()
+    expected = equivariant(windows)
+    for count in SYMMETRIES:
+        torch.testing.assert_close(mean_over(equivariant, count)(windows), expected, rtol=0, atol=1e-5)
+    mean = mean_over(lambda windows: equivariant(windows).bfloat16(), 48)(windows)
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(mean, expected, rtol=0.02, atol=0.02)
+
+
+def test_the_gas_of_a_rotated_box_is_the_rotated_gas(trained_run: Path, tmp_path: Path) -> None:
+    """With the vectors of the checkpoint's config, and windows that overlap."""
+    vectors, index = [(1, 2, 3)], 30
+    box = smooth_field(4, 16, np.random.default_rng(5)).astype(np.float32)
+    gas = []
+    for name, field in (("box", box), ("rotated", symmetry.apply(box, index, vectors))):
+        path, output = tmp_path / f"{name}.h5", tmp_path / f"{name}_gas.h5"
+        with h5py.File(path, "w") as file:
+            file["Nbody"] = field
+        predict.main([f"--checkpoint={trained_run}", f"--input={path}", f"--output={output}", "--symmetries=48"])
+        with h5py.File(output) as file:
+            gas.append(file["Hydro"][...])
+            assert file.attrs["symmetries"] == 48
+    expected = symmetry.apply(gas[0], index, vectors)
+    np.testing.assert_allclose(gas[1], expected, atol=1e-5 * float(np.abs(expected).max()))

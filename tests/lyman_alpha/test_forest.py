@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import ALONE
 from sample_results import SIMULATION, slab_fields
 from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
@@ -25,7 +26,6 @@ from utils.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smoo
 from utils.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux, FluxField
 from utils.lyman_alpha.setup import FluxSetup
 
-ONE = World(Launch("test"), torch.device("cpu"))
 SHAPE, CELL = (12, 10, 8), 0.2
 UNIVERSE = Universe.of(SIMULATION)
 WIDTH = UNIVERSE.pixel_width(CELL)
@@ -59,7 +59,7 @@ def fields() -> Fields:
     return tuple(values.astype(np.float32) for values in (1.1 * target[:4], predicted, target))
 
 
-def measured(volumes: Fields, world: World = ONE, known: KnownFlux | None = None, **options: Any) -> Flux:
+def measured(volumes: Fields, world: World = ALONE, known: KnownFlux | None = None, **options: Any) -> Flux:
     slabs = Slabs(SHAPE, world)
     prepared = setup(**{"mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
     return FluxStatistics(prepared, slabs, known).results(slab_fields(slabs, *volumes))
@@ -156,7 +156,7 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
 @pytest.mark.parametrize("shape", [(24, 36, 18), (7, 4, 9), (5, 4, 5)])
 def test_no_mode_is_lost(shape: tuple[int, int, int]) -> None:
     modes = [np.arange(1.0, side // 2 + 1) / side for side in shape]
-    along, mean = FluxStatistics(setup(shape=shape), Slabs(shape, ONE))._average(modes)
+    along, mean = FluxStatistics(setup(shape=shape), Slabs(shape, ALONE))._average(modes)
     for axis, expected in zip(along, modes, strict=True):
         np.testing.assert_array_equal(axis[np.isfinite(axis)], expected)
     assert (np.diff(mean) > 0).all()
@@ -178,11 +178,11 @@ def test_the_smoothing_is_applied_if_cells_resolve_it_without_tf32(monkeypatch: 
     """It ends at the mean. Training switches TF32 on; the baseline must not depend on that."""
     assert [setup(pressure_smoothing=length).smoothing for length in (0.0, 0.099, 0.1)] == [0, 0, 0.1]
     field = torch.rand(5, 6, 7, generator=torch.Generator().manual_seed(0))
-    np.testing.assert_allclose(smooth(field.clone(), math.inf, Slabs((5, 6, 7), ONE)), field.mean(), rtol=1e-6)
+    np.testing.assert_allclose(smooth(field.clone(), math.inf, Slabs((5, 6, 7), ALONE)), field.mean(), rtol=1e-6)
     switches, seen = torch.backends.cuda.matmul, []
     before, switches.allow_tf32 = switches.allow_tf32, True
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: seen.append(switches.allow_tf32))
-    smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ONE))
+    smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ALONE))
     after, switches.allow_tf32 = switches.allow_tf32, before
     assert (set(seen), after) == ({False}, True)
 
@@ -193,7 +193,7 @@ def on_ranks(world: World) -> tuple[Flux, Flux]:
 
 
 def test_results_do_not_depend_on_ranks_and_pieces(found: Flux, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, answers = on_ranks(ONE), run_ranks(on_ranks, 4)
+    alone, answers = on_ranks(ALONE), run_ranks(on_ranks, 4)
     for answer in answers:
         for flux, expected, first in zip(answer, alone, answers[0], strict=True):
             agree(flux, expected, 1e-6)
@@ -228,7 +228,7 @@ def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress
 ) -> None:
     """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
     (inputs, predicted, target), known, calls = fields(), KnownFlux(), []
-    monkeypatch.setattr(ONE.heartbeat, "progress", calls.append)
+    monkeypatch.setattr(ALONE.heartbeat, "progress", calls.append)
     measured((inputs, target, target), known=known)
     rows, exchanges = 3 * (10 + 12 + 12), 3 + 3 + 2  # of target, prediction and baseline
     assert len(calls) >= rows + exchanges

@@ -7,14 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from reference_samples import ALONE
 
 from utils.data.modes import bin_edges
 from utils.data.slabs import Slabs
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.lyman_alpha.power import RATIO, AnisotropicPower
 
-ONE = World(Launch("test"), torch.device("cpu"))
 SIDE, CELL = 24, 0.4
 FUNDAMENTAL = 2 * math.pi / (SIDE * CELL)
 VOLUME = (SIDE * CELL) ** 3
@@ -22,7 +20,7 @@ VOLUME = (SIDE * CELL) ** 3
 
 def measured(fields: list[np.ndarray]) -> tuple[AnisotropicPower, np.ndarray]:
     """P(k, mu) of fields with sight-lines along x, y and z."""
-    power = AnisotropicPower(Slabs(fields[0].shape, ONE), CELL)
+    power = AnisotropicPower(Slabs(fields[0].shape, ALONE), CELL)
     sums = [power.sums(torch.tensor(field, dtype=torch.float32), axis) for axis, field in enumerate(fields)]
     return power, power.power(torch.stack(sums).sum(0))
 
@@ -61,7 +59,7 @@ def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
 def test_power_agrees_with_powerbox(axis: int) -> None:
     tools = pytest.importorskip("powerbox.tools")
     field = np.random.default_rng(0).standard_normal([SIDE] * 3)
-    slabs = Slabs(field.shape, ONE)
+    slabs = Slabs(field.shape, ALONE)
     power = AnisotropicPower(slabs, CELL)
     sums = power.sums(torch.tensor(field, dtype=torch.float32), axis).numpy()
     edges, (k, mu) = np.array(bin_edges(SIDE // 2, RATIO)), wavenumbers(axis)
