@@ -71,19 +71,14 @@ def test_expansion_alone_keeps_theta_times_the_squared_scale_factor(gas: Primord
 
 @pytest.mark.parametrize("end", [7.5, 7.499])
 def test_reionization_heats_cold_gas_to_its_temperature_and_keeps_hot_gas(gas: PrimordialGas, end: float) -> None:
+    """A step across it is one before and one after it: gas cools as soon as it is ionized, not at the end."""
     density, theta = torch.tensor([0.1, 1.0, 10.0, 1.0]), torch.tensor([0.1, 2.0, 100.0, 3e6])
-    theta = theta * gas.change(7.7, end).factor(density, theta) * ((1 + end) / 8.7) ** 2
-    temperature = gas.temperature(density, theta, end)
+    ionized = theta * gas.change(7.7, end).factor(density, theta) * ((1 + end) / 8.7) ** 2
+    temperature = gas.temperature(density, ionized, end)
     torch.testing.assert_close(temperature[:3], torch.full((3,), 2e4), rtol=0.01, atol=0)
     assert 1.5e6 < temperature[3] < 1.8e6
-
-
-def test_a_step_across_reionization_is_one_before_and_one_after_it(gas: PrimordialGas) -> None:
-    """The gas cools as soon as it is ionized, not at the end of the step."""
-    density, theta = torch.tensor([0.1, 1.0, 10.0]), torch.tensor([0.1, 2.0, 100.0])
     at_once = theta * gas.change(7.7, 7.2).factor(density, theta)
-    ionized = theta * gas.change(7.7, 7.5).factor(density, theta) * (8.5 / 8.7) ** 2
-    after = ionized * gas.change(7.5, 7.2).factor(density, ionized) * (8.7 / 8.5) ** 2
+    after = ionized * gas.change(end, 7.2).factor(density, ionized) * (8.7 / (1 + end)) ** 2
     torch.testing.assert_close(at_once, after, rtol=0.01, atol=0)
 
 

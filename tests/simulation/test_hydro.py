@@ -23,13 +23,6 @@ def gas_of(density: Tensor, velocity: Tensor, pressure: Tensor, threads: int = 1
     return Gas(torch.cat([density[None], density * velocity, (pressure * density ** (-2 / 3))[None]]), threads)
 
 
-def energy(gas: Gas) -> float:
-    """Total energy, kinetic and thermal."""
-    state = gas.state.double()
-    kinetic = 0.5 * (state[1:4] ** 2).sum(0) / state[0]
-    return float((kinetic + state[4] * state[0] ** (2 / 3) / (GAMMA - 1)).sum())
-
-
 def sod(places: np.ndarray) -> np.ndarray:
     """Density at x / t of Sod's shock tube with gamma = 5/3: (1, 1) on the left, (0.125, 0.1) on the right (Toro 2009).
 
@@ -132,13 +125,19 @@ def turbulence(n: int, mach: float, threads: int = 1) -> Gas:
 
 def test_supersonic_turbulence_conserves_mass_momentum_and_energy() -> None:
     """The energy is conserved where the thermal one can be trusted: in shocks, which is nearly everywhere here."""
+
+    def totals() -> np.ndarray:
+        """Mass, momentum and energy."""
+        density, *momentum, entropy = gas.state.double()
+        energy = sum(part**2 for part in momentum) / density / 2 + entropy * density ** (2 / 3) / (GAMMA - 1)
+        return np.array([float(part.sum()) for part in (density, *momentum, energy)])
+
     gas = turbulence(32, mach=8.0)
-    mass, momentum, before = 32**3, gas.state[1:4].double().sum((1, 2, 3)), energy(gas)
+    before = totals()
     gas.advance(32 / 8.0 / 3)
     assert float(gas.density.std()) > 0.6, "there are shocks"
-    assert float(gas.density.double().sum()) == pytest.approx(mass, rel=1e-7)
-    assert (gas.state[1:4].double().sum((1, 2, 3)) - momentum).abs().max() < 1e-7 * 8 * mass
-    assert energy(gas) == pytest.approx(before, rel=0.03)
+    np.testing.assert_allclose(totals()[:4], before[:4], rtol=1e-7, atol=1e-7 * 8 * before[0])
+    assert totals()[4] == pytest.approx(before[4], rel=0.03)
 
 
 def test_size_of_tiles_and_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,23 +154,10 @@ def test_density_stays_positive_where_fast_gas_meets_a_dense_cell() -> None:
     density = torch.tensor([0.34, 0.4, 0.49, 27.4, 654.0, 251.0, 10.6, 3.8]).view(8, 1, 1)
     speed = torch.tensor([4.0, 4.4, 5.3, 5.9, 2.6, 0.5, -0.4, -0.9]).view(8, 1, 1)
     pressure = density * torch.tensor([0.02, 0.024, 0.09, 1.14, 4.5, 4.1, 2.2, 0.09]).view(8, 1, 1)
-    gas = gas_of(density, torch.stack([speed, torch.zeros_like(speed), torch.zeros_like(speed)]), pressure)
+    gas = gas_of(density, torch.stack([speed, 0 * speed, 0 * speed]), pressure)
     hydro._sweep((gas.state[0], *gas.state[1:4], gas.state[4]), 0.09)
     assert float(gas.density[:7].min()) > 0
     assert float(gas.state[4].min()) > 0
-
-
-def test_specific_entropy_does_not_fall_below_the_lowest_one_nearby() -> None:
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(50):
-        density, speed, heat = torch.randn(3, 8, 1, 1, generator=generator)
-        density, speed, heat = (1.5 * density).exp(), 3 * speed, 0.01 * (2 * heat).exp()
-        gas = gas_of(density, torch.stack([speed, 0 * speed, 0 * speed]), density * heat)
-        before = gas.state[4] / gas.density
-        step = hydro.COURANT / float((speed.abs() + (GAMMA * heat).sqrt()).max())
-        hydro._sweep((gas.state[0], *gas.state[1:4], gas.state[4]), step)
-        lowest = torch.stack([before.roll(1, 0), before, before.roll(-1, 0)]).amin(0)
-        assert (gas.state[4] / gas.density > (1 - 1e-5) * lowest).all()
 
 
 def test_a_value_that_is_not_finite_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
