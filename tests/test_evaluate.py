@@ -80,7 +80,9 @@ def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
         np.testing.assert_allclose(values, measured, rtol=1e-5)
     assert {f"k at {level}": k for level, k in spectrum.resolutions.items()}.items() <= stored.items()
     np.testing.assert_allclose(summary["bispectrum"]["B ratio"], found.bispectrum.ratio, rtol=1e-5)
-    assert "gas velocity x" in (written / "report.html").read_text()
+    page = (written / "report.html").read_text()
+    assert "gas velocity x" in page
+    assert page.count("data:image/png;base64,") == 1 + len(pictures), "also the losses of the checkpoint's run"
 
 
 def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -111,14 +111,6 @@ def test_slices_of_one_channel_have_one_color_scale(found: Results) -> None:
     assert first.get_clim() == second.get_clim()
 
 
-def test_channels_of_unknown_units_are_drawn_as_channel_values() -> None:
-    unknown = sample_results(BOX, channels=(1, 2))
-    grid = np.array(figures.slices(unknown).axes[:8]).reshape(2, 4)
-    np.testing.assert_allclose(grid[0, 0].images[0].get_array(), unknown.slices["input"][0].T)
-    np.testing.assert_allclose(grid[1, 2].images[0].get_array(), unknown.slices["predicted"][1].T)
-    assert grid[1, 3].get_xlabel() == "y (cells)"
-
-
 def test_loss_curves_show_losses_and_metrics() -> None:
     records = [
         {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1, "Loss/valid/valid": 2.2},
@@ -197,3 +189,12 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(
     monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux, "flux_3d": figures.flux_3d})
     assert list(figures.draw_all(replace(found, flux=replace(measured, p3d_k=np.empty((4, 0)))))) == ["flux"]
     assert not figures.draw_all(replace(found, flux=None))
+
+
+def test_channels_of_unknown_units_are_drawn_as_channel_values() -> None:
+    unknown = sample_results(BOX, channels=(1, 2))
+    drawn = figures.draw_all(unknown)
+    assert list(drawn) == ["slices", "spectra", "distributions"]
+    images = [axes.images[0].get_array() for axes in drawn["slices"].axes[:4]]
+    np.testing.assert_allclose(images[0], unknown.slices["input"][0].T)
+    np.testing.assert_allclose(images[2], unknown.slices["predicted"][0].T)

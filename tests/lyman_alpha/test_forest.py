@@ -23,6 +23,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from utils.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
+from utils.lyman_alpha.power import AnisotropicPower
 from utils.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux, FluxField
 from utils.lyman_alpha.setup import FluxSetup
 
@@ -95,20 +96,13 @@ def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
 
 
 def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
-    """P(k, mu) of all modes along x, y and z, in shells of one fundamental: the bins of a small box."""
-    sums, modes = np.zeros((2, 4, max(SHAPE) // 2))
-    waves = np.stack(np.meshgrid(*(np.fft.fftfreq(side) * max(SHAPE) for side in SHAPE), indexing="ij"))
-    k = np.sqrt((waves**2).sum(0))
-    used = (k >= 0.5) & (k < max(SHAPE) // 2 + 0.5)
+    """P(k, mu) of all modes along x, y and z; tests/lyman_alpha/test_power.py tests the sums."""
+    power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
     for axis, tau in enumerate(taus):
         others = [side for other, side in enumerate(SHAPE) if other != axis]
         flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
-        power = np.abs(np.fft.fftn(flux / field.mean - 1) / flux.size) ** 2 * flux.size * CELL**3
-        mu = np.minimum(4 * np.abs(waves[axis][used]) / k[used], 3).astype(int)
-        place = mu, np.floor(k[used] + 0.5).astype(int) - 1
-        np.add.at(sums, place, power[used])
-        np.add.at(modes, place, 1)
-    return np.where(modes > 0, sums / np.maximum(modes, 1), np.nan)
+        sums.append(power.sums(torch.tensor(flux / field.mean - 1).float(), axis))
+    return power.power(sum(sums))
 
 
 def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
