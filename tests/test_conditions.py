@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
 import signal
 from collections.abc import Callable
@@ -35,18 +35,6 @@ CONDITIONED = "--set=network.conditions=[redshift,cell]"
 QUIET = ["--set=report_pictures=false", "--set=report_baselines=false"]
 
 
-class StoppingStep(EagerStep):
-    """Requests a stop in the fifth step of the process."""
-
-    calls = 0
-
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 5:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return super().__call__(*arguments)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Volumes with the same inputs, whose gas has an offset proportional to the redshift that they state."""
@@ -62,12 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def training(folder: Path) -> Callable[..., Path]:
-    """training(expdir, *flags, step): a run on two volumes; its directory."""
+    """training(expdir, *flags): a run on two volumes; its directory."""
 
-    def go(expdir: str, *flags: str, step: type[EagerStep] = EagerStep) -> Path:
+    def go(expdir: str, *flags: str) -> Path:
         data = [f"--set=train_path=[{folder}/first.h5,{folder}/second.h5]", f"--set=val_path={folder}/valid.h5"]
         common = [f"--yaml_config={YAML}", "--config=test", "--set=device=cpu", f"--set=expdir={folder / expdir}"]
-        train.main([*common, *QUIET, *data, CONDITIONED, *flags], step_class=step)
+        train.main([*common, *QUIET, *data, CONDITIONED, *flags])
         return directory(folder / expdir)
 
     return go
@@ -100,10 +88,20 @@ def test_conditions_that_are_constant_or_outside_the_trained_range_get_a_warning
     assert any("late.h5: redshift 5 is outside the trained range 2 to 2" in line for line in printed)
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callable[..., Path]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        training("parts", step=StoppingStep)
-    assert stop.value.code == 75
+def test_a_stopped_run_resumes_to_the_same_bits(
+    run: Path, training: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, calls = EagerStep.__call__, itertools.count(1)
+
+    def stop_in_the_fifth(step: EagerStep, *arguments: Any) -> torch.Tensor:
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGUSR1)
+        return call(step, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EagerStep, "__call__", stop_in_the_fifth)
+        with pytest.raises(SystemExit, match="75"):
+            training("parts")
     assert_same_training(run, training("parts"))
 
 

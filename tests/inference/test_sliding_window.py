@@ -25,7 +25,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.inference.sliding_window import Predict, SlidingWindowPredictor, symmetry_mean
 from utils.inference.trained_network import SYMMETRIES
-from utils.inference.window_grid import build_window_grid, split_blocks, window_axis, window_count, wrapped_segments
+from utils.inference.window_grid import build_window_grid, split_blocks, window_axis, window_count
 
 SHAPES = [  # X, Y, Z, window, overlap, periodic
     ((24, 16, 8), 8, 4, True),
@@ -38,8 +38,8 @@ SHAPES = [  # X, Y, Z, window, overlap, periodic
 shapes = pytest.mark.parametrize(("shape", "window", "overlap", "periodic"), SHAPES)
 
 
-def random_field(shape: tuple[int, ...], channels: int = 4, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).uniform(-1, 1, (channels, *shape)).astype(np.float32)
+def random_field(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(0).uniform(-1, 1, (4, *shape)).astype(np.float32)
 
 
 def affine(windows: torch.Tensor) -> torch.Tensor:
@@ -55,11 +55,9 @@ def build_predictor(
     predict: Predict = affine,
     batch_size: int = 3,
     world: World = ALONE,
-    out_channels: int = 5,
 ) -> SlidingWindowPredictor:
     grid = build_window_grid(field.shape[1:], window, overlap, periodic)  # type: ignore[arg-type]
-    channels = (len(field), out_channels)
-    return SlidingWindowPredictor(predict, lambda x, y, z: field[:, x, y, z], grid, channels, batch_size, world)
+    return SlidingWindowPredictor(predict, lambda x, y, z: field[:, x, y, z], grid, (4, 5), batch_size, world)
 
 
 def predict_volume(predictor: SlidingWindowPredictor, advance: Callable[[int], object] = lambda _: None) -> np.ndarray:
@@ -92,16 +90,14 @@ def test_each_cell_is_the_weighted_mean_of_its_windows_for_any_batch_size(period
     """Compared with a sum over the whole volume at once, window by window, in float64."""
     network, field = small_unet(), random_field((20, 12, 8))
     predictor = build_predictor(field, 8, 5, periodic, network)
-    expected = np.zeros((5, 20, 12, 8))
-    axes = (predictor.grid.x, predictor.grid.y, predictor.grid.z)
+    expected, axes = np.zeros((5, 20, 12, 8)), predictor.grid.axes
     for numbers in itertools.product(*(range(len(axis.origins)) for axis in axes)):
-        window = np.ix_(
-            *((axis.origins[number] + np.arange(8)) % axis.size for axis, number in zip(axes, numbers, strict=True))
-        )
+        along = [*zip(axes, numbers, strict=True)]
+        window = np.ix_(*((axis.origins[number] + np.arange(8)) % axis.size for axis, number in along))
         cells = (slice(None), *window)
         output = network(torch.from_numpy(field[cells])[None])[0].double().numpy()
-        x, y, z = (axis.weights[number].astype(float) for axis, number in zip(axes, numbers, strict=True))
-        expected[cells] += output * np.einsum("x,y,z->xyz", x, y, z)
+        weights = [axis.weights[number].astype(float) for axis, number in along]
+        expected[cells] += output * np.einsum("x,y,z->xyz", *weights)
     for batch_size in (1, 3, 8, 100):
         found = predict_volume(replace(predictor, batch_size=batch_size))
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=f"{batch_size} windows per forward pass")
@@ -250,28 +246,6 @@ def test_weights_and_origins_of_known_grids() -> None:
     np.testing.assert_array_equal(faces.weights[1, 8:], 1)
     assert window_axis(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
     assert build_window_grid((3, 2, 1), 1).count == 6, "windows are at least one cell apart by default"
-
-
-def test_windows_that_do_not_fit_are_refused_with_the_remedy() -> None:
-    for arguments, says in (
-        ((15, 16, 8), "the box has 15 cells per side, fewer than a window's 16; give a larger box or smaller --window"),
-        ((32, 16, 16), r"overlap 16 must be smaller than the window \(16\); 8 is recommended"),
-        ((32, 16, -1), "overlap -1 must be at least 0; 8 is recommended"),
-    ):
-        with pytest.raises(UserError, match=says):
-            window_axis(*arguments)
-
-
-def test_pieces_of_a_periodic_axis_are_in_order_and_do_not_wrap() -> None:
-    volume = np.arange(8)
-    for start, length in itertools.product((-17, -8, -3, 0, 1, 7, 8, 19), (0, 1, 5, 8, 13, 24)):
-        window, found = np.full(length, -1), list(wrapped_segments(start, length, 8))
-        for piece in found:
-            assert 0 <= piece.volume.start < piece.volume.stop <= 8
-            window[piece.window] = volume[piece.volume]
-        cells = np.arange(start, start + length)
-        np.testing.assert_array_equal(window, cells % 8, err_msg=f"start {start}, length {length}")
-        assert len(found) == len(set(cells // 8)), "more pieces than needed"
 
 
 INPUT_VECTORS, OUTPUT_VECTORS = [(1, 2, 3)], [(2, 3, 1)]  # the target's components in another order
