@@ -24,6 +24,7 @@ from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels, volume_channels
 from utils.data.files.attributes import file_transform, simulation_of
 from utils.inference.export import METADATA, ExportedNetwork, finite_record
+from utils.inference.trained_network import TrainedNetwork
 from utils.simulation import channels as simulated
 from utils.steps import build
 from utils.training import checkpoint
@@ -224,18 +225,11 @@ def test_metadata_and_help_say_how_to_use_the_file(files: Path, capsys: pytest.C
 def test_what_cannot_be_exported_is_a_one_line_error(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last file would compute something else: one weight of thousands is off by a thousandth."""
-    pack = ExportedNetwork._pack
-
-    def pack_a_changed_weight(exported: ExportedNetwork, text: str) -> bytes:
-        bias = exported.module.get_parameter("network.last.bias")
-        before = bias[0].item()
-        bias[0] *= 1.001
-        content = pack(exported, text)
-        bias[0] = before
-        return content
-
-    monkeypatch.setattr(ExportedNetwork, "_pack", pack_a_changed_weight)
+    """A file that computes something else than the network is not written."""
+    packed = ExportedNetwork.of(TrainedNetwork.load(files / "run", torch.device("cpu")), "physical")
+    difference = packed.largest_difference(lambda fields: 1.001 * packed.module(fields))
+    assert difference == pytest.approx(1e-3, rel=0.01)
+    monkeypatch.setattr("utils.inference.export.LARGEST_DIFFERENCE", -1.0)
     (tmp_path / "old.pt2").write_text("older")
     unknown = save(tmp_path / "unknown", config_of(transform={"velocity_scale_km_s": None}))
     for checkpoint_path, output, says, *more in (

@@ -186,7 +186,6 @@ SAMPLES = 5
 # Loss of each cell for differences d, and lambda_rho of the config.
 CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
     "l1": (np.abs, 0.0),
-    "mse": (np.square, 0.0),
     "huber": (lambda d: np.where(np.abs(d) < 0.1, d**2 / 2, 0.1 * (np.abs(d) - 0.05)), 0.0),
     "mse with density term": (np.square, 1e-4),
 }

@@ -20,6 +20,7 @@ from utils.evaluation import figures
 from utils.evaluation.loss_curves import loss_curves
 from utils.evaluation.results import Results
 from utils.evaluation.training_figures import ERROR, EXAMINED, STRUCTURE, choose_planes
+from utils.lyman_alpha.results import FluxField
 
 BOX, CELL = 16, 0.5
 
@@ -163,16 +164,14 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(
     measured, density = found.flux, found.spectra["density"]
     predicted = found.slices["predicted"] * np.nan
     predicted[0] = 1e4  # exp(140000) overflows
-    nan = replace(
-        measured.fields["prediction"], **{key: value * np.nan for key, value in vars(measured.fields["FGPA"]).items()}
-    )
+    nan = {key: value * np.nan for key, value in vars(measured.fields["FGPA"]).items()}
     diverged = replace(
         found,
         spectra={
             "constant": replace(density, predicted=0 * density.k, cross=0 * density.k),
             "density": replace(density, target=0 * density.k * np.nan),
         },
-        flux=replace(measured, fields={**measured.fields, "prediction": nan}),
+        flux=replace(measured, fields={**measured.fields, "prediction": FluxField(**nan)}),
         slices={**found.slices, "predicted": predicted},
     )
     checkpoint = "/logs/demo/2ranks/00/checkpoints/step_00000800/weights.pt"
