@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +13,7 @@ import pytest
 import torch
 from log_lines import messages, refusal
 from matplotlib.figure import Figure
-from trainings import YAML, assert_same_training, directory, last, metrics
+from trainings import YAML, directory, last, metrics
 from volume_files import write_volume
 
 import evaluate
@@ -27,7 +25,6 @@ from utils.data.files.attributes import CONDITIONS, simulation_of
 from utils.evaluation import figures
 from utils.inference.trained_network import TrainedNetwork
 from utils.simulation.simulate import SimulationOptions, file_attributes
-from utils.steps.eager import EagerStep
 from utils.training.evaluations import FOLDER
 
 REDSHIFTS, SIDES = {"first": 2.0, "second": 4.0, "valid": 2.0, "late": 5.0, "silent": None}, {"second": 24.0}
@@ -86,23 +83,6 @@ def test_conditions_that_are_constant_or_outside_the_trained_range_get_a_warning
     printed = messages(capsys.readouterr().err, "WARNING")
     assert "network.conditions: redshift is 2 in all training volumes, so it has no effect" in printed
     assert any("late.h5: redshift 5 is outside the trained range 2 to 2" in line for line in printed)
-
-
-def test_a_stopped_run_resumes_to_the_same_bits(
-    run: Path, training: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, calls = EagerStep.__call__, itertools.count(1)
-
-    def stop_in_the_fifth(step: EagerStep, *arguments: Any) -> torch.Tensor:
-        if next(calls) == 5:
-            signal.raise_signal(signal.SIGUSR1)
-        return call(step, *arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(EagerStep, "__call__", stop_in_the_fifth)
-        with pytest.raises(SystemExit, match="75"):
-            training("parts")
-    assert_same_training(run, training("parts"))
 
 
 def test_everything_that_calls_the_network_has_its_conditions(

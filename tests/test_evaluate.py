@@ -30,7 +30,7 @@ def box(tmp_path_factory: pytest.TempPathFactory, volume_file: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def written(trained_run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report whose figures are not rendered; tests/evaluation/test_figures.py renders them."""
+    """A report whose figures are not rendered; tests/evaluation/test_report.py renders them."""
     output = tmp_path_factory.mktemp("reports") / "evaluation"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "encode_png", lambda figure: b"PNG" if figure.axes else b"")
