@@ -10,7 +10,8 @@ from reference_samples import ALONE
 from volume_files import smooth_field
 
 from utils.config import Config
-from utils.data.channels import volume_channels
+from utils.config.sections import TransformConfig
+from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
 from utils.data.slabs import SlabFields, Slabs
 from utils.evaluation.results import Results
@@ -38,7 +39,6 @@ def sample_results(
     box: int = 16,
     noise: float = 0.1,
     channels: Any = (4, 5),
-    seed: int = 0,
     cell: Any = None,
     flux: bool = False,
     **metadata: Any,
@@ -47,15 +47,13 @@ def sample_results(
 
     Units are unknown unless the numbers of channels are (4, 5); `cell` is in Mpc/h.
     """
-    rng, slabs = np.random.default_rng(seed), Slabs((box, box, box), ALONE)
+    rng, slabs = np.random.default_rng(0), Slabs((box, box, box), ALONE)
     inputs, target = (0.4 * smooth_field(count, box, rng) for count in channels)
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
-    triples = {} if channels == (4, 5) else {"inputs": [], "targets": []}
-    config = Config(N_in_channels=channels[0], N_out_channels=channels[1], vector_channels=triples)
-    sources, targets = volume_channels(config)
+    sources, targets = input_channels(channels[0], TransformConfig()), target_channels(channels[1], TransformConfig())
     fields = slab_fields(slabs, *(field.astype(np.float32) for field in (inputs, predicted, target)))
     results = VolumeStatistics(targets, sources, cell, slabs).results(fields, metadata)
     if not flux:
         return results
-    setup = FluxSetup.of(Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION), config)
+    setup = FluxSetup.of(Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION), Config())
     return dataclasses.replace(results, flux=FluxStatistics(setup, slabs).results(fields))

@@ -142,6 +142,16 @@ def test_groups_and_blocks_do_not_change_the_optical_depth(monkeypatch: pytest.M
         np.testing.assert_allclose(optical_depth(*fields, UNIVERSE, FINE), tau, rtol=1e-6)
 
 
+@DEVICES
+@pytest.mark.parametrize(("temperature", "velocity"), [(0.0, -1e6), (1e30, 1e6)])
+def test_extreme_predictions_are_bounded(temperature: float, velocity: float, device: str) -> None:
+    """Far beyond temperatures and velocities of gas: profiles become uniform instead of ever wider."""
+    fields = [np.full((2, 16), value) for value in (1e6, velocity, temperature)]
+    tau = optical_depth(*tensors(fields, device), UNIVERSE, FINE).cpu()
+    assert tau.isfinite().all()
+    np.testing.assert_allclose(tau, np.full((2, 16), tau.mean()), rtol=1e-5)
+
+
 class Flux:
     """The mean of exp(-A τ) and its derivative, as `solve_scale` asks for them; counts the calls."""
 

@@ -258,6 +258,12 @@ def test_flow_of_a_linear_rate_is_an_exponential() -> None:
         torch.testing.assert_close(cooling.flow(nodes, speed * (1.5 - nodes), start, duration), expected)
 
 
+@pytest.mark.parametrize(("start", "end"), [(4.0, 3.9), (2.1, 2.0), (7.7, 7.4)])
+def test_twice_the_substeps_change_no_entry_by_a_percent(gas: PrimordialGas, start: float, end: float) -> None:
+    change, finer = gas.change(start, end), gas.change(start, end, cooling.LONGEST_SUBSTEP / 2)
+    assert (change.logarithm - finer.logarithm).abs().max() < 0.01
+
+
 def test_interpolated_change_is_that_of_direct_integration(gas: PrimordialGas) -> None:
     nodes = torch.linspace(math.log(300), math.log(1e8), 4000, dtype=torch.float64)
     rates = CollisionRates.at(nodes.exp())
