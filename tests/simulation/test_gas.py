@@ -165,6 +165,19 @@ def test_density_stays_positive_where_fast_gas_meets_a_dense_cell() -> None:
     assert float(gas.state[4].min()) > 0
 
 
+def test_specific_entropy_does_not_fall_below_the_lowest_one_nearby() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        density, speed, heat = torch.randn(3, 8, 1, 1, generator=generator)
+        density, speed, heat = (1.5 * density).exp(), 3 * speed, 0.01 * (2 * heat).exp()
+        gas = gas_of(density, torch.stack([speed, 0 * speed, 0 * speed]), density * heat)
+        before = gas.state[4] / gas.density
+        step = hydro.COURANT / float((speed.abs() + (GAMMA * heat).sqrt()).max())
+        hydro._sweep((gas.state[0], *gas.state[1:4], gas.state[4]), step)
+        lowest = torch.stack([before.roll(1, 0), before, before.roll(-1, 0)]).amin(0)
+        assert (gas.state[4] / gas.density > (1 - 1e-5) * lowest).all()
+
+
 def test_a_value_that_is_not_finite_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the last of several tiles, too, which Python's max would pass over."""
     monkeypatch.setitem(hydro.CELLS_AT_ONCE, "cpu", 1 << 8)
