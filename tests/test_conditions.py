@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +13,7 @@ import pytest
 import torch
 from log_lines import messages, refusal
 from matplotlib.figure import Figure
-from trainings import YAML, assert_same_training, directory, last, metrics
+from trainings import YAML, directory, last, metrics
 from volume_files import write_volume
 
 import evaluate
@@ -27,24 +25,11 @@ from utils.data.files.attributes import CONDITIONS, simulation_of
 from utils.evaluation import figures
 from utils.inference.trained_network import TrainedNetwork
 from utils.simulation.simulate import SimulationOptions, file_attributes
-from utils.steps.eager import EagerStep
 from utils.training.evaluations import FOLDER
 
 REDSHIFTS, SIDES = {"first": 2.0, "second": 4.0, "valid": 2.0, "late": 5.0, "silent": None}, {"second": 24.0}
 CONDITIONED = "--set=network.conditions=[redshift,cell]"
 QUIET = ["--set=report_pictures=false", "--set=report_baselines=false"]
-
-
-class StoppingStep(EagerStep):
-    """Requests a stop in the fifth step of the process."""
-
-    calls = 0
-
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 5:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return super().__call__(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def training(folder: Path) -> Callable[..., Path]:
-    """training(expdir, *flags, step): a run on two volumes; its directory."""
+    """training(expdir, *flags): a run on two volumes; its directory."""
 
-    def go(expdir: str, *flags: str, step: type[EagerStep] = EagerStep) -> Path:
+    def go(expdir: str, *flags: str) -> Path:
         data = [f"--set=train_path=[{folder}/first.h5,{folder}/second.h5]", f"--set=val_path={folder}/valid.h5"]
         common = [f"--yaml_config={YAML}", "--config=test", "--set=device=cpu", f"--set=expdir={folder / expdir}"]
-        train.main([*common, *QUIET, *data, CONDITIONED, *flags], step_class=step)
+        train.main([*common, *QUIET, *data, CONDITIONED, *flags])
         return directory(folder / expdir)
 
     return go
@@ -90,19 +75,14 @@ def test_conditions_lower_the_loss_of_gas_that_depends_on_them(run: Path, traini
     assert valid_loss(training("with", *length)) < 0.7 * without
 
 
-def test_a_condition_that_is_constant_in_training_gets_a_warning(
+def test_conditions_that_are_constant_or_outside_the_trained_range_get_a_warning(
     training: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training("constant", f"--set=train_path={folder}/first.h5", "--num_epochs=1")
+    volumes = f"--set=train_path={folder}/first.h5", f"--set=val_path={folder}/late.h5"
+    training("warned", *volumes, "--num_epochs=1")
     printed = messages(capsys.readouterr().err, "WARNING")
     assert "network.conditions: redshift is 2 in all training volumes, so it has no effect" in printed
-
-
-def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callable[..., Path]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        training("parts", step=StoppingStep)
-    assert stop.value.code == 75
-    assert_same_training(run, training("parts"))
+    assert any("late.h5: redshift 5 is outside the trained range 2 to 2" in line for line in printed)
 
 
 def test_everything_that_calls_the_network_has_its_conditions(
@@ -126,17 +106,17 @@ def test_everything_that_calls_the_network_has_its_conditions(
 
 
 def test_predict_and_evaluate_use_the_conditions_of_their_input(
-    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All windows get those of the input. Values outside the trained range give a warning with both."""
-    trained = TrainedNetwork.load(run, torch.device("cpu"))
+    network = torch.no_grad()(TrainedNetwork.load(run, torch.device("cpu")).network)
     with h5py.File(folder / "late.h5") as file:
         fields = torch.from_numpy(file["Nbody"][...])[None]
     for name, redshift in (("first", 2.0), ("late", 5.0)):
         flags = [f"--checkpoint={run}", f"--input={folder / name}.h5", "--device=cpu", "--window=16", "--overlap=0"]
         predict.main([*flags, f"--output={tmp_path / name}.h5"])
-        with torch.no_grad(), h5py.File(tmp_path / f"{name}.h5") as file:
-            expected = trained.network(fields, torch.tensor([[redshift, 1.0]]))[0]
+        with h5py.File(tmp_path / f"{name}.h5") as file:
+            expected = network(fields, torch.tensor([[redshift, 1.0]]))[0]
             np.testing.assert_allclose(file["Hydro"][...], expected, atol=1e-6)
         warnings = [line for line in messages(capsys.readouterr().err, "WARNING") if "trained range" in line]
         warning = f"{folder}/late.h5: redshift 5 is outside the trained range 2 to 4; check the prediction"
@@ -145,62 +125,39 @@ def test_predict_and_evaluate_use_the_conditions_of_their_input(
     for command, output in ((predict.main, "gas.h5"), (evaluate.main, "report")):
         flags = [f"--checkpoint={run}", f"--input={folder}/silent.h5", "--device=cpu", f"--output={tmp_path / output}"]
         assert line in refusal(command, flags, capsys)
-    export.main([f"--checkpoint={run}", f"--output={tmp_path / 'gas.pt2'}"])
-    assert "in physical units" in capsys.readouterr().out
+    export.main([f"--checkpoint={run}", f"--output={tmp_path / 'gas.pt2'}"])  # compares the file with the network
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["network.conditions=[redhift]"], r"network\.conditions\.0 must be 'redshift', 'cell', .* or 'n_s'"),
-        (
-            ["network.conditions=[omega_m]"],
-            r"first\.h5: cosmology_Om0, which .* omega_m needs, is not stated as a number; set it",
-        ),
-        (
-            ["val_path=FOLDER/silent.h5"],
-            r"silent\.h5: redshift, which .* is not stated as a number; set it, in Python: h5py\.File",
-        ),
+        (["network.conditions=[omega_m]"], r"first\.h5: cosmology_Om0, which .* is not stated as a number; set it"),
+        (["val_path=FOLDER/silent.h5"], r"silent\.h5: redshift, which .*; set it, in Python: h5py\.File"),
         (["data_loader_config=synthetic"], r"synthetic reads no volumes that state them; remove network\.conditions"),
         (["network.conditions=[cell,cell]"], r"conditions cell, cell has a name twice; remove one"),
         (["network.condition_ranges=[[1,2]]"], r"has 1 ranges for 2 conditions; set \[lowest, highest\] for each"),
         (["network.condition_ranges=[[1,2],[3,2]]"], r"condition_ranges has \[3, 2\]; set \[lowest, highest\]"),
         (
             ["network.conditions=[redshift]", "init_from"],
-            r"trained with network\.conditions .*cell.*, this run has \['red",
+            r"trained with network\.conditions .*cell.*, this run has \['r",
         ),
         (
             ["train_path=[FOLDER/first.h5,FOLDER/late.h5]", "init_from"],
-            r"was trained with network\.condition_ranges \[\[2\.0, 4\.0\], .*, this run has \[\[2\.0, 5\.0\], \[1\.0, "
-            r"1\.0\]\]; to keep the former, --set network\.condition_ranges=\[\[2\.0,4\.0\],\[1\.0,1\.5\]\]$",
+            r"with network\.condition_ranges .* --set network\.condition_ranges=\[\[2\.0,4\.0\],\[1\.0,1\.5\]\]",
         ),
     ],
     ids=str,
 )
 def test_what_cannot_be_conditioned_is_refused_in_one_line(
-    run: Path,
-    folder: Path,
-    training: Callable[..., Path],
-    flags: list[str],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, folder: Path, training: Callable[..., Path], flags: list[str], says: str, capsys: Any
 ) -> None:
     given = [f"--init_from={run}" if key == "init_from" else f"--set={key}" for key in flags]
-
-    def command(arguments: list[str]) -> None:
-        training("refused", *(flag.replace("FOLDER", str(folder)) for flag in arguments))
-
-    assert re.search(says, refusal(command, given, capsys))
+    given = [flag.replace("FOLDER", str(folder)) for flag in given]
+    assert re.search(says, refusal(lambda arguments: training("refused", *arguments), given, capsys))
 
 
 def test_every_known_condition_is_an_attribute_that_simulated_files_state() -> None:
     stated = simulation_of(file_attributes(SimulationOptions()), 0.1)
     assert set(CONDITIONS) == set(get_args(Condition))
     assert set(CONDITIONS.values()) <= set(stated)
-
-
-def test_a_validation_volume_outside_the_trained_range_is_a_warning(
-    training: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    training("outside", f"--set=val_path={folder}/late.h5", "--num_epochs=1")
-    assert "late.h5: redshift 5 is outside the trained range 2 to 4" in capsys.readouterr().err

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
 import pytest
-from disks import fill, small_disk
 from log_lines import refusal
 
 import evaluate
@@ -27,7 +30,7 @@ def box(tmp_path_factory: pytest.TempPathFactory, volume_file: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def written(trained_run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report whose figures are not rendered; tests/evaluation/test_figures.py renders them."""
+    """A report whose figures are not rendered; tests/evaluation/test_report.py renders them."""
     output = tmp_path_factory.mktemp("reports") / "evaluation"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "encode_png", lambda figure: b"PNG" if figure.axes else b"")
@@ -72,134 +75,101 @@ def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
     assert summary["metadata"]["checkpoint"].startswith(str(trained_run.resolve()))
     assert summary["provenance"]["git_commit"]
     assert summary["spectra"].keys() == found.spectra.keys()
-    (*stored, _, _, _, _), spectrum = summary["spectra"]["velocity"].values(), found.spectra["velocity"]
-    for values, measured in zip(stored, (spectrum.k, spectrum.ratio, spectrum.correlation), strict=True):
+    stored, spectrum = summary["spectra"]["velocity"], found.spectra["velocity"]
+    for values, measured in zip(stored.values(), (spectrum.k, spectrum.ratio, spectrum.correlation), strict=False):
         np.testing.assert_allclose(values, measured, rtol=1e-5)
-    assert (
-        spectrum.resolutions.items()
-        <= {name.removeprefix("k at "): k for name, k in summary["spectra"]["velocity"].items()}.items()
-    )
-    assert found.bispectrum is not None
+    assert {f"k at {level}": k for level, k in spectrum.resolutions.items()}.items() <= stored.items()
     np.testing.assert_allclose(summary["bispectrum"]["B ratio"], found.bispectrum.ratio, rtol=1e-5)
-    assert "gas velocity x" in (written / "report.html").read_text()
+    page = (written / "report.html").read_text()
+    assert "gas velocity x" in page
+    assert page.count("data:image/png;base64,") == 1 + len(pictures), "also the losses of the checkpoint's run"
 
 
-def test_flux_of_a_simulated_box(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """From the simulation through predicted files to the report, without a network."""
     monkeypatch.setattr(figures, "encode_png", lambda figure: b"PNG")
-    box, gas, output = (str(tmp_path / name) for name in ("box.h5", "gas.h5", "report"))
-    assert simulate(["--output", box, "--grid", "12", "--box_size", "2.4", "--n_steps", "1", "--redshift", "2"]) == 0
+    box, gas, output = (tmp_path / name for name in ("box.h5", "gas.h5", "report"))
+    assert simulate([f"--output={box}", "--grid=12", "--box_size=2.4", "--n_steps=1", "--redshift=2"]) == 0
     with h5py.File(box) as true, h5py.File(gas, "w") as predicted:
         predicted.attrs.update(true.attrs)
         predicted["Hydro"] = true["Hydro"][:]
     command = [f"--prediction={gas}", f"--input={box}", "--device=cpu"]
     evaluate.main([*command, f"--output={output}", "--mean_flux=0.8", "--sightlines=64", "--pressure_smoothing=0.2"])
-    flux = results.load(Path(output) / "evaluation.npz").flux
-    assert flux is not None
+    flux = results.load(output / "evaluation.npz").flux
     assert (flux.redshift, flux.mean_flux, flux.smoothing, flux.sightlines) == (2.0, 0.8, 0.2, [64] * 3)
     assert flux.power_error("prediction") == 0 < flux.power_error("FGPA")
     assert flux.velocity[1] == pytest.approx(0.2 * 301.6 / 3, rel=1e-3)  # H(z = 2) is 301.6 km/s per Mpc/h
-    assert (Path(output) / "flux.png").exists()
-    assert "Lyman-alpha flux" in (Path(output) / "report.html").read_text()
-    summary = json.loads((Path(output) / "evaluation.json").read_text())["flux"]
-    np.testing.assert_allclose(summary["fields"]["FGPA"]["P1D (km/s)"], flux.fields["FGPA"].power, rtol=1e-5)
     assert (flux.p3d_k.size, flux.fields["prediction"].correlation) == (0, pytest.approx(1)), "64 of 144 sight-lines"
-    capfd.readouterr()
+    assert (output / "flux.png").exists()
+    summary = json.loads((output / "evaluation.json").read_text())["flux"]
+    np.testing.assert_allclose(summary["fields"]["FGPA"]["P1D (km/s)"], flux.fields["FGPA"].power, rtol=1e-5)
     without_page(monkeypatch)
     evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux"])
-    assert "Lyman-alpha" not in capfd.readouterr().err
     assert results.load(tmp_path / "none" / "evaluation.npz").flux is None
-    assert "mean_flux must be less than 1" in error_line(
-        capfd, *command, f"--output={tmp_path / 'new'}", "--mean_flux=1.5"
-    )
+    capsys.readouterr()
+    command += [f"--output={tmp_path / 'new'}"]
+    assert "mean_flux must be less than 1" in refusal(evaluate.main, [*command, "--mean_flux=1.5"], capsys)
     with h5py.File(gas, "r+") as predicted:
         predicted.attrs["seed"] = 99
-    line = error_line(capfd, *command, f"--output={tmp_path / 'new'}")
-    assert line.endswith("gas.h5 is a prediction of another box than " + f"{box}: seed 99 instead of 0"), line
-
-
-def error_line(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    return refusal(evaluate.main, [*arguments, "--device=cpu"], capfd)
+    line = refusal(evaluate.main, command, capsys)
+    assert line.endswith(f"gas.h5 is a prediction of another box than {box}: seed 99 instead of 0")
 
 
 def test_bad_input_is_a_one_line_error_and_nothing_is_written(
-    trained_run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capfd: Any, monkeypatch: Any
+    trained_run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capsys: Any, monkeypatch: Any
 ) -> None:
     larger, new = volume_file(tmp_path / "larger.h5", box=20), f"--output={tmp_path / 'new'}"
     with h5py.File(box) as source:
         nbody, hydro = source["Nbody"][:], source["Hydro"][:]
     spoilt = hydro.copy()
     spoilt[4, 1, 2, 3] = np.nan
-    for name, values in (("dark", None), ("nan", spoilt), ("zero", 0 * hydro), ("physical", 1000 * hydro)):
+    for name, values in (("nan", spoilt), ("zero", 0 * hydro), ("physical", 1000 * hydro)):
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
-            file["Nbody"] = nbody
-            if values is not None:
-                file["Hydro"] = values
-    checkpoint, given, zero = f"--checkpoint={trained_run}", f"--input={box}", tmp_path / "zero.h5"
-    for message, arguments in (
-        (f"{written} has a report; give --overwrite", (checkpoint, given, f"--output={written}")),
-        ("is a file; give the name of a directory", (checkpoint, given, f"--output={box}")),
-        ("has no dataset Hydro", (checkpoint, f"--input={tmp_path / 'dark.h5'}", new)),
-        ("(20, 20, 20) cells", (f"--prediction={larger}", given, new)),
-        ("Hydro[4, 1, 2, 3] is nan", (checkpoint, f"--input={tmp_path / 'nan.h5'}", new)),
-        ("one of the arguments --checkpoint --prediction", (given, new)),
-        ("--symmetries has no effect on a", (f"--prediction={larger}", given, new, "--symmetries=8")),
-        ("not allowed with", (checkpoint, "--prediction=x.h5", given, new)),
-        ("no such file", (f"--checkpoint={tmp_path / 'none'}", given, new)),
-        ("no such file: ", (f"--prediction={tmp_path / 'x.h5'}", given, new)),
+            file["Nbody"], file["Hydro"] = nbody, values
+    checkpoint, given = f"--checkpoint={trained_run}", f"--input={box}"
+    zero, physical = tmp_path / "zero.h5", tmp_path / "physical.h5"
+    for message, *arguments in (
+        (f"{written} has a report; give --overwrite", checkpoint, given, f"--output={written}"),
+        ("is a file; give the name of a directory", checkpoint, given, f"--output={box}"),
+        ("(20, 20, 20) cells", f"--prediction={larger}", given, new),
+        ("Hydro[4, 1, 2, 3] is nan", checkpoint, f"--input={tmp_path / 'nan.h5'}", new),
+        ("one of the arguments --checkpoint --prediction", given, new),
+        ("--symmetries has no effect on a", f"--prediction={larger}", given, new, "--symmetries=8"),
+        ("no such file: ", f"--prediction={tmp_path / 'x.h5'}", given, new),
         # Once these ended with "R² nan" and exit code 0. Training refuses them as well.
-        ("zero.h5: Hydro is 0 everywhere; write", (checkpoint, f"--input={zero}", new)),
-        ("zero.h5: Hydro is 0 everywhere; write", (f"--prediction={zero}", given, new)),
-        ("physical.h5: Hydro[0] holds physical values", (checkpoint, f"--input={tmp_path / 'physical.h5'}", new)),
+        ("zero.h5: Hydro is 0 everywhere; write", checkpoint, f"--input={zero}", new),
+        ("zero.h5: Hydro is 0 everywhere; write", f"--prediction={zero}", given, new),
+        ("physical.h5: Hydro[0] holds physical values", checkpoint, f"--input={physical}", new),
     ):
-        assert message in error_line(capfd, *arguments)
-    assert not (tmp_path / "new").exists()
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+        assert message in refusal(evaluate.main, [*arguments, "--device=cpu"], capsys)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["larger", "nan", "physical", "zero"]
     without_page(monkeypatch)
-    evaluate.main([f"--prediction={tmp_path / 'physical.h5'}", given, new, "--device=cpu"])
+    evaluate.main([f"--prediction={physical}", given, new, "--device=cpu"])
     assert (tmp_path / "new").exists(), "a stored prediction may hold physical values"
 
 
-def test_a_full_disk_is_reported_before_the_prediction_or_leaves_the_earlier_report(
-    trained_run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_report_replaces_another_unless_the_disk_is_full(
+    trained_run: Path, box: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prediction may take hours."""
-    without_page(monkeypatch)
-    save = results.save
-
-    def fill_and_save(*arguments: Any) -> None:
-        fill(disk)
-        save(*arguments)
-
-    with small_disk(tmp_path / "disk", "2m") as disk:
-        (disk / "evaluation").mkdir()
-        (disk / "evaluation" / "report.html").write_text("the earlier report")
-        command = [f"--checkpoint={trained_run}", f"--input={box}", f"--output={disk / 'evaluation'}", "--overwrite"]
-        filler = fill(disk)
-        with monkeypatch.context() as patched:
-            patched.setattr(VolumeFields, "evaluate", None)
-            assert "0.0 MB free and the output needs 1.0 MB; free some space" in error_line(capfd, *command)
-        filler.unlink()
-        monkeypatch.setattr(results, "save", fill_and_save)
-        says = "No space left on device; free some space"
-        assert says in error_line(capfd, *command)
-        assert sorted(path.name for path in disk.iterdir()) == ["evaluation", "filler"]
-        assert (disk / "evaluation" / "report.html").read_text() == "the earlier report"
-
-
-def test_a_box_that_is_not_periodic_is_noted_in_a_report_that_replaces_another(
-    trained_run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Other files stay. A prediction may take hours, so the space is checked before. The box is not periodic."""
     without_page(monkeypatch)
     output = tmp_path / "evaluation"
     output.mkdir()
     for name in ("report.html", "thesis.tex"):
-        (output / name).touch()
-    command = [f"--checkpoint={trained_run}", f"--input={box}", f"--output={output}", "--device=cpu", "--not_periodic"]
-    evaluate.main([*command, "--window=8", "--overlap=0", "--overwrite"])
+        (output / name).write_text("earlier")
+    command = [f"--checkpoint={trained_run}", f"--input={box}", f"--output={output}", "--device=cpu", "--overwrite"]
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        patched.setattr(VolumeFields, "evaluate", None)
+        assert "free and the output needs 1.0 MB; free some space" in refusal(evaluate.main, command, capsys)
+    with monkeypatch.context() as patched:
+        patched.setattr(results, "save", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        assert "No space left on device; free some space" in refusal(evaluate.main, command, capsys)
+    assert (output / "report.html").read_text() == "earlier"
+    evaluate.main([*command, "--not_periodic", "--window=8", "--overlap=0"])
     assert sorted(os.listdir(output)) == ["evaluation.json", "evaluation.npz", "report.html", "thesis.tex"]
     assert (output / "report.html").read_text() == "a page"
-    assert "the volume is not periodic" in capfd.readouterr().err
+    assert "the volume is not periodic" in capsys.readouterr().err
     metadata = results.load(output / "evaluation.npz").metadata
     assert "the volume is not periodic" in metadata["note"]
     assert metadata["windows"].startswith("8 windows of 8³ cells")

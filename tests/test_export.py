@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +21,23 @@ from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
-from utils.data.channels import input_channels, target_channels
+from utils.data.channels import input_channels, target_channels, volume_channels
 from utils.data.files.attributes import file_transform, simulation_of
 from utils.inference.export import METADATA, ExportedNetwork, finite_record
+from utils.inference.trained_network import TrainedNetwork
 from utils.simulation import channels as simulated
 from utils.steps import build
 from utils.training import checkpoint
 
-SMALL = {"network": {"width": 4, "scales": 2}, "data_size": 8, "box_size": [16, 16]}
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].
 SIZES = [(1, 4, 4, 4), (2, 4, 8, 12), (3, 16, 4, 4), (1, 12, 12, 12)]
 FLOOR = 1e-6  # of the training files; imported volumes have another one than simulated ones
-# float32 rounds a channel's value by up to 6e-8, relatively 14 times as much after exp(14 x).
-ROUNDING = 5e-6
 
 
 def config_of(**values: Any) -> Config:
     """A small network's config; `network` is merged."""
-    network = {**SMALL["network"], **values.pop("network", {})}
-    return configs.validate({**SMALL, **values, "network": network}, "small")
+    network = {"width": 4, "scales": 2, **values.pop("network", {})}
+    return configs.validate({"data_size": 8, "box_size": [16, 16], **values, "network": network}, "small")
 
 
 def network_of(config: Config) -> nn.Module:
@@ -64,6 +58,12 @@ def save(folder: Path, config: Config, network: nn.Module | None = None, **recor
     return folder
 
 
+def exported(folder: Path, *flags: str) -> Path:
+    """The file that the command makes of the checkpoint <folder>/run."""
+    export.main([f"--checkpoint={folder / 'run'}", f"--output={folder / 'gas.pt2'}", *flags])
+    return folder / "gas.pt2"
+
+
 def dark_matter(samples: int, *sides: int) -> torch.Tensor:
     """[N, 4, X, Y, Z] in physical units; some cells are empty."""
     generator = torch.Generator().manual_seed(sum(sides))
@@ -72,22 +72,15 @@ def dark_matter(samples: int, *sides: int) -> torch.Tensor:
     return torch.cat([density, 400 * torch.randn(samples, 3, *sides, generator=generator)], dim=1)
 
 
-def by_channels(network: nn.Module, config: Config, fields: torch.Tensor, floor: float = 1e-3) -> torch.Tensor:
-    """The reference: input transforms, network, output transforms."""
-    inputs = input_channels(config.N_in_channels, config.transform)
-    targets = target_channels(config.N_out_channels, config.transform)
-    linear = torch.cat([fields[:, :1].clamp(min=floor).log(), fields[:, 1:]], dim=1)
-    scaled = [(linear[:, i] - channel.center) / channel.scale for i, channel in enumerate(inputs)]
+def assert_physical(
+    found: torch.Tensor, network: nn.Module, config: Config, fields: torch.Tensor, floor: float
+) -> None:
+    """float32 rounds a channel's value by up to 6e-8, relatively 14 times as much after exp(14 x)."""
     with torch.no_grad():
-        x = network(torch.stack(scaled, dim=1))
-    return torch.stack([targets[i].to_physical(x[:, i]) for i in range(len(targets))], dim=1)
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDING) -> None:
-    """Within the tolerance of each channel's largest value."""
+        expected = PhysicalNetwork(network, *volume_channels(config), floor)(fields)
     assert found.shape == expected.shape
     difference = (found - expected).abs().amax((0, 2, 3, 4)) / expected.abs().amax((0, 2, 3, 4))
-    assert difference.max() <= tolerance, difference
+    assert difference.max() <= 5e-6, difference
 
 
 def load(path: Path) -> Any:
@@ -100,51 +93,35 @@ def metadata(path: Path) -> dict[str, Any]:
     return json.loads(found[METADATA])
 
 
-# --- the network with the transforms inside --------------------------------------------------------------------------
-
-
 def test_the_transforms_are_those_that_made_the_training_data() -> None:
     """Compared with the simulation's own numpy code. Gradients are finite, though exp(velocity) would overflow."""
     assert DENSITY_FLOOR == simulated.DENSITY_FLOOR
-    fields = dark_matter(2, 6, 5, 4)
-    seen: list[torch.Tensor] = []
+    fields, seen = dark_matter(2, 6, 5, 4).requires_grad_(), []
 
     class FiveChannels(nn.Module):
-        """Makes five channels of four."""
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.tanh(torch.cat([x, x[:, :1]], dim=1))
-            seen.extend([x, y])
-            return y
+            seen.extend([x, torch.tanh(torch.cat([x, x[:, :1]], dim=1))])
+            return seen[-1]
 
-    fields.requires_grad_()
     transform = file_transform(TransformConfig(), {"simulated": simulated.attributes()})
     channels = input_channels(4, transform), target_channels(5, transform)
     physical = PhysicalNetwork(FiveChannels(), *channels, DENSITY_FLOOR)(fields)
     for x, values in zip(seen, (fields, physical), strict=True):
-        for sample in range(2):
-            expected = simulated.to_channels(values[sample].detach().numpy().copy())
-            np.testing.assert_allclose(x[sample].detach(), expected, atol=1e-6)
+        expected = [simulated.to_channels(sample.detach().numpy().copy()) for sample in values]
+        np.testing.assert_allclose(x.detach(), np.stack(expected), atol=1e-6)
     physical.sum().backward()
-    assert fields.grad is not None
     assert fields.grad.isfinite().all()
     assert (fields.grad[:, 1:] != 0).all()
 
 
-# --- the file --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint `run`, gas.pt2 exported from it over an older file, and the command's output."""
+    """A checkpoint `run` and gas.pt2, exported from it over an older file."""
     folder = tmp_path_factory.mktemp("export")
     simulation = simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, None)
     save(folder / "run", config_of(), epoch=3, step=24, final_loss=0.125, simulation=simulation)
     (folder / "gas.pt2").write_text("older")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        export.main([f"--checkpoint={folder / 'run'}", f"--output={folder / 'gas.pt2'}", "--overwrite"])
-    (folder / "printed.txt").write_text(printed.getvalue())
+    exported(folder, "--overwrite")
     return folder
 
 
@@ -153,67 +130,58 @@ def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Pat
 
     Empty cells have the density floor of the training files. Fixed: predict.py's results differed there.
     """
-    printed = (
-        f"wrote {files / 'gas.pt2'}: [N, 4, X, Y, Z] -> [N, 5, X, Y, Z] in physical units, X, Y and Z multiples of 4;"
-    )
-    assert (files / "printed.txt").read_text().startswith(printed)
     predict, network = load(files / "gas.pt2"), network_of(config_of())
     for size in SIZES:
         fields = dark_matter(*size)
-        assert_close(predict(fields), by_channels(network, config_of(), fields, FLOOR))
+        assert_physical(predict(fields), network, config_of(), fields, FLOOR)
     for refused in ((1, 4, 6, 8, 8), (1, 5, 8, 8, 8)):
         with pytest.raises(RuntimeError):
             predict(torch.ones(refused))
     fields = dark_matter(1, 4, 4, 4)
     assert not predict(fields).requires_grad, "parameters need no gradients, so no activations are kept"
     assert predict(fields.requires_grad_()).requires_grad
-    on_meta = predict.to("meta")(dark_matter(1, 4, 4, 4).to("meta"))
-    assert on_meta.device.type == "meta", "the file moves to other devices; meta exists on every machine"
-    assert torch.export.load(str(files / "gas.pt2")).example_inputs is None, "for six scales they would take 64 MB"
+    assert predict.to("meta")(fields.to("meta")).device.type == "meta", "the file moves to other devices"
 
 
 def test_norms_other_transforms_and_space_to_depth_are_exported_as_plain_operations(tmp_path: Path) -> None:
-    network = {"width": 4, "norm": "ghost(2)"}
     transform = {"density_log_scale": 10.0, "temperature_log10_center": 4.0}
-    config = config_of(network=network, local_batch_size=2, transform=transform)
-    plain = network_of(config)
-    fast = {"network": {**network, "space_to_depth": ["down1", "last"]}, "fused_pointwise": True, "channels_last": True}
-    save(tmp_path / "run", config_of(**fast, local_batch_size=2, transform=transform), plain)
-    export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'gas.pt2'}"])
-    predict = load(tmp_path / "gas.pt2")
+    common = {"local_batch_size": 2, "transform": transform}
+    config = config_of(network={"norm": "ghost(2)"}, **common)
+    fast = {"network": {"norm": "ghost(2)", "space_to_depth": ["down1", "last"]}, "fused_pointwise": True}
+    network = network_of(config)
+    save(tmp_path / "run", config_of(**fast, channels_last=True, **common), network)
+    target = exported(tmp_path)
     for size in SIZES:
         fields = dark_matter(*size)
-        assert_close(predict(fields), by_channels(plain, config, fields))
-    program = torch.export.load(str(tmp_path / "gas.pt2"))
-    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+        assert_physical(load(target)(fields), network, config, fields, DENSITY_FLOOR)
+    nodes = torch.export.load(str(target)).graph.nodes
+    called = {str(node.target) for node in nodes if node.op == "call_function"}
     assert {name.split(".")[0] for name in called if "getitem" not in name} == {"aten"}
 
 
-def test_conditions_are_an_argument_of_the_exported_network(tmp_path: Path) -> None:
-    """One row per sample; the file names them and their trained ranges."""
-    ranges = [[2.0, 4.0], [0.1, 0.3]]
-    config = config_of(network={"conditions": ["redshift", "cell"], "condition_ranges": ranges})
+def test_channel_units_need_no_transform_and_conditions_are_an_argument(tmp_path: Path) -> None:
+    """One row of conditions per sample; the file names them and their trained ranges."""
+    conditioned = {"conditions": ["redshift", "cell"], "condition_ranges": [[2.0, 4.0], [0.1, 0.3]]}
+    config = config_of(network=conditioned, transform={"density_log_scale": None})
     network = network_of(config)
     for parameter in network.get_submodule("film.layers").parameters():
         nn.init.normal_(parameter, std=0.2)
     save(tmp_path / "run", config, network)
-    export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'gas.pt2'}", "--units=channel"])
-    predict = load(tmp_path / "gas.pt2")
+    target = exported(tmp_path, "--units=channel")
+    predict = load(target)
     for samples in (1, 3):
         fields, conditions = torch.randn(samples, 4, 4, 8, 4), torch.tensor([[2.5, 0.12]] * samples)
         conditions[0] = torch.tensor([3.5, 0.3])
         with torch.no_grad():
-            assert_close(predict(fields, conditions), network(fields, conditions))
+            torch.testing.assert_close(predict(fields, conditions), network(fields, conditions))
             assert not torch.allclose(predict(fields, conditions), predict(fields, conditions - 0.1), atol=1e-3)
-    found = metadata(tmp_path / "gas.pt2")
-    assert found["how_to_call"][-1] == (
-        "gas = predict(dark_matter, conditions)  # [N, 4, X, Y, Z], [N, 2] -> [N, 5, X, Y, Z]"
-    )
-    units = ("redshift", "1"), ("cell", "comoving Mpc/h")
-    columns = [
-        {"name": name, "unit": unit, "trained_range": ends} for (name, unit), ends in zip(units, ranges, strict=True)
+    found = metadata(target)
+    assert found["how_to_call"][-1].startswith("gas = predict(dark_matter, conditions)  # [N, 4, X, Y, Z], [N, 2] -> ")
+    assert found["conditions"]["columns"] == [
+        {"name": "redshift", "unit": "1", "trained_range": [2.0, 4.0]},
+        {"name": "cell", "unit": "comoving Mpc/h", "trained_range": [0.1, 0.3]},
     ]
-    assert found["conditions"] == {"shape": "[N, 2]", "dtype": "float32", "columns": columns}
+    assert found["output"]["channels"][0]["value"] == "unknown"
 
 
 def test_a_file_works_without_this_project(files: Path, tmp_path: Path) -> None:
@@ -233,102 +201,46 @@ numpy.save("gas.npy", names["gas"].numpy())
     environment = {**os.environ, "PYTHONPATH": ""}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    expected = by_channels(network_of(config_of()), config_of(), fields, FLOOR)
-    assert_close(torch.from_numpy(np.load(tmp_path / "gas.npy")), expected)
+    gas = torch.from_numpy(np.load(tmp_path / "gas.npy"))
+    assert_physical(gas, network_of(config_of()), config_of(), fields, FLOOR)
 
 
 def test_metadata_and_help_say_how_to_use_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = metadata(files / "gas.pt2")
     assert (found["format"], found["units"]) == (1, "physical")
-    assert (found["input"]["shape"], found["output"]["shape"]) == ("[N, 4, X, Y, Z]", "[N, 5, X, Y, Z]")
     assert (found["input"]["multiple_of"], found["input"]["density_floor_of_mean"]) == (4, FLOOR)
     units = ["mean density", "km/s", "km/s", "km/s", "K"]
-    assert [channel["unit"] for channel in found["output"]["channels"]] == units
-    assert [channel["unit"] for channel in found["input"]["channels"]] == units[:4]
+    for side, channels in (("input", units[:4]), ("output", units)):
+        assert [channel["unit"] for channel in found[side]["channels"]] == channels
     assert found["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
-    assert re.fullmatch("[0-9a-f]{64}", found["weights_sha256"])
+    assert found["weights_sha256"] == checkpoint.digest(checkpoint.weights_file(files / "run"))
     assert configs.validate(configs.parse_value(found["config"])["trained"], "trained") == config_of()
     with pytest.raises(SystemExit):
         export.main(["--help"])
-    lines = found["how_to_call"]
-    assert lines[1] == 'predict = torch.export.load("gas.pt2").module()'
-    assert "\n".join(f"    {line}" for line in lines) in capsys.readouterr().out
-    record = finite_record({"epoch": 0, "final_loss": math.nan})
-    assert record == {"epoch": 0, "final_loss": None}, "JSON has no NaN"
+    printed = capsys.readouterr().out
+    assert all(f"    {line}\n" in printed for line in found["how_to_call"])
+    assert finite_record({"epoch": 0, "final_loss": math.nan}) == {"epoch": 0, "final_loss": None}, "JSON has no NaN"
 
 
-def test_a_file_in_channel_units_needs_no_transform(tmp_path: Path) -> None:
-    config = config_of(transform={"density_log_scale": None}, N_out_channels=3, vector_channels={"targets": []})
-    network, target = network_of(config), tmp_path / "gas.pt2"
-    save(tmp_path / "run", config, network)
-    export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={target}", "--units=channel"])
-    fields = torch.randn(2, 4, 4, 8, 4)
-    with torch.no_grad():
-        assert_close(load(target)(fields), network(fields), 1e-6)
-    found = metadata(target)
-    assert [channel["value"] for channel in found["output"]["channels"]] == ["unknown"] * 3
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """refuse(flags, *says): the command ends with one line that contains `says`, and changes no file."""
-
-    def run(flags: list[str], *says: str) -> None:
-        before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-        line = refusal(export.main, flags, capsys)
-        assert all(part in line for part in says), line
-        assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--checkpoint=RUN", "--output=HERE/gas.pt"], "gas.pt does not end in .pt2"),
-        (
-            ["--checkpoint=RUN", "--output=HERE/no/gas.pt2"],
-            "no/gas.pt2: No such file or directory; give another --output",
-        ),
-        (["--checkpoint=RUN", "--output=HERE/old.pt2"], "exists; give --overwrite to replace it, or another --output"),
-        (["--checkpoint=HERE/no", "--output=HERE/gas.pt2"], "no such file: "),
-        (["--checkpoint=HERE/unknown", "--output=HERE/gas.pt2"], "values of dark-matter velocity x, "),
-        (["--checkpoint=HERE/unknown", "--output=HERE/gas.pt2"], "; give --units channel"),
-    ],
-)
-def test_bad_flags_are_a_one_line_error(
-    refuse: Callable[..., None], files: Path, tmp_path: Path, flags: list[str], says: str
+def test_what_cannot_be_exported_is_a_one_line_error(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "old.pt2").write_text("words")
-    save(tmp_path / "unknown", config_of(transform={"velocity_scale_km_s": None}))
-    refuse([flag.replace("HERE", str(tmp_path)).replace("RUN", str(files / "run")) for flag in flags], says)
-
-
-def test_a_file_that_computes_something_else_is_not_written(
-    refuse: Callable[..., None], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One weight of thousands is off by a thousandth, or is NaN."""
-    pack = ExportedNetwork._pack
-
-    def pack_a_changed_weight(exported: ExportedNetwork, text: str) -> bytes:
-        bias = exported.module.get_parameter("network.last.bias")
-        before = bias[0].item()
-        bias[0] *= 1.001
-        content = pack(exported, text)
-        bias[0] = before
-        return content
-
-    monkeypatch.setattr(ExportedNetwork, "_pack", pack_a_changed_weight)
-    (tmp_path / "gas.pt2").write_text("of value")
-    flags = [f"--output={tmp_path / 'gas.pt2'}", "--overwrite"]
-    says = "is not written, because its max relative difference from the network is ", "try another checkpoint"
-    refuse([f"--checkpoint={files / 'run'}", *flags], *says)
-    exported = (files / "gas.pt2").read_bytes()
-    monkeypatch.setattr(ExportedNetwork, "_pack", lambda *_: exported)
-    network = network_of(config_of())
-    network.get_parameter("last.bias").data[4] = math.nan
-    run = save(tmp_path / "run", config_of(), network)
-    refuse([f"--checkpoint={run}", *flags], "last.bias has NaN or infinite values; give another checkpoint")
+    """A file that computes something else than the network is not written."""
+    packed = ExportedNetwork.of(TrainedNetwork.load(files / "run", torch.device("cpu")), "physical")
+    difference = packed.largest_difference(lambda fields: 1.001 * packed.module(fields))
+    assert difference == pytest.approx(1e-3, rel=0.01)
+    monkeypatch.setattr("utils.inference.export.LARGEST_DIFFERENCE", -1.0)
+    (tmp_path / "old.pt2").write_text("older")
+    unknown = save(tmp_path / "unknown", config_of(transform={"velocity_scale_km_s": None}))
+    for checkpoint_path, output, says, *more in (
+        (files / "run", "gas.pt", "gas.pt does not end in .pt2"),
+        (files / "run", "no/gas.pt2", "no/gas.pt2: No such file or directory; give another --output"),
+        (files / "run", "old.pt2", "exists; give --overwrite to replace it, or another --output"),
+        (tmp_path / "nowhere", "gas.pt2", "no such file: "),
+        (unknown, "gas.pt2", "values of dark-matter velocity x, "),
+        (files / "run", "old.pt2", "is not written, because its max relative difference from the ", "--overwrite"),
+    ):
+        flags = [f"--checkpoint={checkpoint_path}", f"--output={tmp_path / output}", *more]
+        assert says in refusal(export.main, flags, capsys)
+    assert sorted(os.listdir(tmp_path)) == ["old.pt2", "unknown"]
+    assert (tmp_path / "old.pt2").read_text() == "older"

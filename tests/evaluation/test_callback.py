@@ -1,10 +1,11 @@
-"""Evaluation during training: its outputs, and that it does not change the training."""
+"""Evaluation during training, which does not change the training, and baselines at its end."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,26 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from processes import wait_until
-from sample_results import SIMULATION, slab_fields
-from volume_files import smooth_field
+from processes import run_ranks, wait_until
+from reference_samples import ALONE, cubes, loader_of
+from sample_results import SIMULATION
 
 import train
-from utils.config import Config
-from utils.data.files.hdf5 import Volume
-from utils.data.slabs import Slabs
-from utils.distributed.launch import Launch
+from networks import build_loss
+from utils.data.files.hdf5 import open_volume
+from utils.data.loaders.threaded import ThreadedCropLoader
+from utils.data.plan import SamplePlan
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.evaluation import figures
+from utils.evaluation.baselines import volume_losses
 from utils.evaluation.results import Results, load
 from utils.evaluation.statistics import VolumeStatistics
-from utils.evaluation.volume import evaluate_fields
 from utils.lyman_alpha.forest import FluxStatistics, KnownFlux
 from utils.training.checkpoint import read_weights
 from utils.training.evaluations import FILES, FOLDER
 from utils.training.loggers.base import read_records
+from utils.training.state import FitResult
 
 EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 
@@ -39,14 +41,6 @@ EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 def run(flags: list[str], folder: Path, *more: str) -> Path:
     train.main(["--config=test", *flags, f"--set=expdir={folder}", *more])
     return folder / "test/1ranks/00"
-
-
-def error_line(capfd: pytest.CaptureFixture[str], flags: list[str], folder: Path, *more: str) -> str:
-    """The last line of a training run that exits with code 2."""
-    with pytest.raises(SystemExit) as stop:
-        run(flags, folder, *more)
-    assert stop.value.code == 2
-    return capfd.readouterr().err.splitlines()[-1]
 
 
 def history(run: Path) -> list[Results]:
@@ -57,60 +51,55 @@ def epochs_of(run: Path) -> list[int]:
     return [results.metadata["epoch"] for results in history(run)]
 
 
-@pytest.fixture(scope="module")
-def known() -> list[list[str]]:
-    """The fields whose flux each evaluation of `trained` takes from the one before."""
-    return []
+def assert_same_network(one: Path, other: Path) -> None:
+    weights = [read_weights(path)["network"] for path in (one, other)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained` takes from the one before
 
 
 @pytest.fixture(scope="module")
-def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, known: list[list[str]]) -> Path:
+def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs with an evaluation after each, whose validation file states its simulation.
 
-    Its figures are empty; tests/evaluation/test_figures.py draws the real ones.
+    Its figures are empty; tests/evaluation/test_report.py draws the real ones.
     """
-    begin = FluxStatistics.__init__
+    begin, folder = FluxStatistics.__init__, tmp_path_factory.mktemp("runs")
 
-    def record(self: FluxStatistics, setup: Any, slabs: Slabs, earlier: KnownFlux) -> None:
-        known.append([*earlier.fields])
-        begin(self, setup, slabs, earlier)
+    def record(self: FluxStatistics, setup: Any, slabs: Any, known: KnownFlux) -> None:
+        KNOWN.append([*known.fields])
+        begin(self, setup, slabs, known)
 
-    folder = tmp_path_factory.mktemp("runs")
-    stating = folder / "valid.h5"
-    shutil.copy(data_flags[1].removeprefix("--set=val_path="), stating)
+    stating = shutil.copy(data_flags[1].removeprefix("--set=val_path="), folder / "valid.h5")
     with h5py.File(stating, "r+") as file:
         file.attrs.update(SIMULATION | {"box_size_mpc_h": 3.2})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1))))
         patch.setattr(figures, "encode_png", lambda figure: b"PNG")
         patch.setattr(FluxStatistics, "__init__", record)
-        return run(data_flags, folder, EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
+        return run(data_flags, folder / "runs", EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
 
 
-def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, known: list[list[str]]) -> None:
-    """The flux of target and baseline is computed once: tests/lyman_alpha/test_forest.py tests what is known."""
-    assert known == [[], ["target", "FGPA"]]
+def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path) -> None:
+    """The flux of target and baseline is computed once."""
+    assert KNOWN == [[], ["target", "FGPA"]]
     found = history(trained)
-    assert [(each.metadata["epoch"], each.metadata["step"]) for each in found] == [(1, 8), (2, 16)]
+    assert [(results.metadata["epoch"], results.metadata["step"]) for results in found] == [(1, 8), (2, 16)]
     records = [record for record in read_records(trained / "metrics.jsonl") if "Evaluation L1/all channels" in record]
     assert [record["step"] for record in records] == [8, 16]
-    for record, each in zip(records, found, strict=True):
-        assert {name: record[name] for name in each.scalars()} == pytest.approx(each.scalars())
-        assert any(name.startswith("Evaluation r/density at k = ") for name in record)
-        assert "Evaluation flux/P1D error, prediction" in record
-        assert list(each.flux.fields) == ["target", "prediction", "FGPA"]
-    first, second = (each.flux.fields for each in found)
-    for name in ("target", "FGPA"):
-        assert first[name].scale == second[name].scale
-    assert first["prediction"].scale != second["prediction"].scale
+    for record, results in zip(records, found, strict=True):
+        scalars = results.scalars()
+        assert "Evaluation flux/P1D error, prediction" in scalars
+        assert {name: record[name] for name in scalars} == pytest.approx(scalars)
+    first, second = (results.flux.fields for results in found)
+    assert [name for name in first if first[name].scale == second[name].scale] == ["target", "FGPA"]
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
-    for name in ("slices", "spectra", "distributions", "phase_diagram", "flux", "flux_3d"):
-        assert f"Evaluation/{name}".encode() in events
+    assert all(f"Evaluation/{name}".encode() in events for name in figures.PICTURES)
     report = (trained / "report.html").read_text()
-    assert report.startswith("<!DOCTYPE html>")
     assert "Evaluation: test/1ranks/00, epoch 2, step 16" in report
     assert f"(l1, {next(r['Loss/valid'] for r in records if r['step'] == 16):.5f})" in report
-    assert report.count("data:image/png;base64,") == 7
+    assert report.count("data:image/png;base64,") == 1 + len(figures.PICTURES)
     assert "gas density" in (trained / "out.log").read_text()
 
 
@@ -120,8 +109,7 @@ def test_training_ends_with_the_same_bits_as_without_evaluation(
     plain = run(data_flags, tmp_path)
     assert not (plain / FOLDER).exists()
     assert not (plain / "report.html").exists()
-    weights = [read_weights(path)["network"] for path in (trained, plain)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    assert_same_network(trained, plain)
 
 
 def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
@@ -134,42 +122,29 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
         signals.append(self)
         return enter(self)
 
-    def stop_in_the_second(self: VolumeStatistics, *arguments: Any) -> Results:
-        calls.append(1)
-        if len(calls) == 2:
+    def stop_in_the_second(*arguments: Any) -> Results:
+        calls.append("begin")
+        if calls.count("begin") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: signals[-1].received, what=lambda: "the signal")
-        return evaluate(self, *arguments)
+        results = evaluate(*arguments)
+        calls.append("end")
+        return results
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
     monkeypatch.setattr(VolumeStatistics, "results", stop_in_the_second)
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, EVERY_EPOCH)
-    assert stop.value.code == 75
+    assert (stop.value.code, calls) == (75, ["begin", "end", "begin"]), "it stops between two spectra"
     directory = tmp_path / "test/1ranks/00"
     assert epochs_of(directory) == [1]
     run(data_flags, tmp_path, EVERY_EPOCH)
     assert epochs_of(directory) == [1, 2]
-    weights = [read_weights(path)["network"] for path in (trained, directory)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_same_network(trained, directory)
     records = read_records(directory / "metrics.jsonl")
     assert [record["step"] for record in records if "Evaluation L1/all channels" in record] == [8, 16]
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=1", EVERY_EPOCH)
-    names = [path.name for path in (directory / FOLDER).iterdir()]
-    assert names == ["step_00000008.npz"], "a run from scratch removes the evaluations of the run that it replaces"
-
-
-def test_a_stop_is_possible_between_the_parts_of_an_evaluation() -> None:
-    """A single spectrum of a large volume takes long, and so do the sight-lines of one axis through hot gas."""
-    fields = [0.4 * smooth_field(count, 8, np.random.default_rng(0)).astype(np.float32) for count in (4, 5)]
-    volume = Volume("box.h5", *fields, cell=0.5, simulation=SIMULATION)
-    slabs = Slabs((8, 8, 8), World(Launch("test"), torch.device("cpu")))
-    calls: list[str] = []
-    read = slab_fields(slabs, fields[0], fields[1], fields[1])
-    evaluate_fields(Config(), volume, read, slabs, {}, lambda: calls.append("stop"))
-    spectra = 2 + 1 + 3 + 1  # density, divergence, velocity, temperature
-    sightlines = 3 * 3  # target, prediction and baseline along each axis
-    assert len(calls) == 1 + spectra + sightlines
+    assert epochs_of(directory) == [1], "a run from scratch removes the evaluations of the run that it replaces"
 
 
 def test_every_second_epoch_and_the_last_are_evaluated(
@@ -178,9 +153,7 @@ def test_every_second_epoch_and_the_last_are_evaluated(
     monkeypatch.setattr(figures, "PICTURES", {})
     directory = run(data_flags, tmp_path, "--set=evaluation.every_epochs=2", "--num_epochs=3")
     assert epochs_of(directory) == [2, 3]
-    log = (directory / "out.log").read_text()
-    assert log.count("Lyman-alpha flux skipped: ") == 2
-    assert "valid.h5 does not state redshift, cosmology_H0," in log
+    assert (directory / "out.log").read_text().count("Lyman-alpha flux skipped: ") == 2
 
 
 @pytest.mark.parametrize(
@@ -194,35 +167,74 @@ def test_every_second_epoch_and_the_last_are_evaluated(
     ],
 )
 def test_an_impossible_evaluation_is_refused_before_anything_is_written(
-    flags: list[str], message: str, data_flags: list[str], tmp_path: Path, capfd: Any
+    flags: list[str], message: str, trained: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in error_line(capfd, data_flags, tmp_path / "runs", EVERY_EPOCH, *flags)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_out_of_memory_during_an_evaluation_is_reported_with_a_remedy(
-    data_flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A smaller batch, the remedy in training, would not help."""
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
-
-    monkeypatch.setattr(VolumeStatistics, "results", fail)
+    """Fixed: the refusal came so late that the run's config.yaml had already been replaced."""
+    folder = trained.parents[2]
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        run(data_flags, tmp_path, EVERY_EPOCH)
-    assert stop.value.code != 0
-    assert "(CUDA out of memory); use more ranks, fewer evaluation.sightlines or " in capfd.readouterr().err
+        run(data_flags, folder, EVERY_EPOCH, "--num_epochs=3", *flags)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
 
 
-def test_a_run_directory_is_not_changed_by_a_refused_evaluation(tmp_path: Path, capfd: Any) -> None:
-    """The refusal once came so late that the run's config.yaml had already been replaced."""
-    pytest.importorskip("sklearn")
-    yaml = str(Path(train.__file__).parent / "config" / "classification.yaml")
-    flags = [f"--yaml_config={yaml}", "--set=device=cpu", "--set=Nsamples=64", "--set=Nsamples_val=32"]
-    train.main([*flags, "--config=digits_naive", f"--set=expdir={tmp_path}", "--num_epochs=1"])
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    capfd.readouterr()
-    line = error_line(capfd, flags, tmp_path, "--config=digits_naive", EVERY_EPOCH)
-    assert "data_loader_config classification reads no volumes" in line
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+SAMPLES = 5
+
+
+# Loss of each cell for differences d, and lambda_rho of the config.
+CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
+    "l1": (np.abs, 0.0),
+    "huber": (lambda d: np.where(np.abs(d) < 0.1, d**2 / 2, 0.1 * (np.abs(d) - 0.05)), 0.0),
+    "mse with density term": (np.square, 1e-4),
+}
+
+
+def baselines(world: World, path: str, name: str, copied: int | None = None) -> dict[str, float]:
+    plan = SamplePlan(SAMPLES, cubes(16), 8, split="valid")
+    volume = open_volume(path, (4, 5))
+    keys = {"local_batch_size": 2, "num_data_workers": 1}
+    loader = loader_of(ThreadedCropLoader, [volume], plan, world.rank, world.size, **keys)
+    # Channel weights have no effect on a validation.
+    loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], weights=[1.0, 2.0, 3.0, 4.0, 5.0])
+    return volume_losses(loader, loss, world, copied)
+
+
+@pytest.mark.parametrize("name", CELLWISE)
+def test_baselines_agree_with_numpy_on_one_rank_and_on_two(name: str, tmp_path: Path, volume_file) -> None:
+    """The second of two ranks has fewer crops than the first."""
+    path = str(volume_file(tmp_path / "box.h5"))
+    volume, plan = open_volume(path, (4, 5)), SamplePlan(SAMPLES, cubes(16), 8, split="valid").epoch(0)
+    crops = [tuple(slice(int(start), int(start) + 8) for start in origin) for origin in plan.origins]
+    inputs = np.stack([volume.inputs[(slice(None), *crop)] for crop in crops]).astype(np.float64)
+    targets = np.stack([volume.targets[(slice(None), *crop)] for crop in crops]).astype(np.float64)
+    cellwise, lambda_rho = CELLWISE[name]
+
+    def loss(channel: int, outputs: np.ndarray) -> float:
+        right = targets[:, channel]
+        density = np.abs(np.exp(14 * outputs) - np.exp(14 * right)).mean() if channel == 0 and lambda_rho else 0.0
+        return float(cellwise(outputs - right).mean() + 5 * lambda_rho * density)
+
+    candidates = [[loss(channel, value) for value in np.linspace(-1.5, 1.5, 3001)] for channel in range(5)]
+    constants = np.min(candidates, axis=1)
+    alone = baselines(ALONE, path, name)
+    assert alone["best constant per channel"] == pytest.approx(constants.mean(), rel=1e-4)
+    copy = [*(loss(channel, inputs[:, channel]) for channel in range(4)), constants[4]]
+    assert alone["copying density and velocities"] == pytest.approx(np.mean(copy), rel=1e-4)
+    if name == "l1":
+        assert "copying the density" in baselines(ALONE, path, name, copied=1)
+        for rank in run_ranks(baselines, 2, path, name):
+            assert rank == pytest.approx(alone, rel=1e-6)
+
+
+def test_the_result_table_compares_the_trained_loss_with_the_others() -> None:
+    def table(losses: dict[str, float], *valid: float, **more: int) -> str:
+        return "\n".join(FitResult(400, 0.2, *valid, 50.0, 65.0, **more).table(losses))
+
+    good = table({"constant": 0.08}, 0.01, 0.009, best_step=300)
+    assert "constant                        0.080000      8.00 times the trained network's" in good
+    assert "best checkpoint, step 300       0.009000" in good
+    assert "worse" not in good
+    assert "the trained network is worse than: copy; train longer" in table({"a": 0.2, "copy": 0.04}, 0.05, 0.05)
+    assert "0.200000       inf times the " in table({"untrained": 0.2}, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The flux of a volume agrees with numpy and closed forms, on any number of ranks and for slabs of any thickness."""
+"""The flux of a volume, and P(k, mu), agree with numpy, closed forms and a library, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,34 +9,42 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import ALONE
 from sample_results import SIMULATION, slab_fields
 from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
 from utils.config import Config
 from utils.config.sections import TransformConfig
-from utils.data.channels import input_channels, target_channels
+from utils.data.channels import target_channels
 from utils.data.files.hdf5 import Volume
+from utils.data.modes import bin_edges
 from utils.data.slabs import Slabs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from utils.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
+from utils.lyman_alpha.power import RATIO, AnisotropicPower
 from utils.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux, FluxField
 from utils.lyman_alpha.setup import FluxSetup
 
-ONE = World(Launch("test"), torch.device("cpu"))
 SHAPE, CELL = (12, 10, 8), 0.2
 UNIVERSE = Universe.of(SIMULATION)
 WIDTH = UNIVERSE.pixel_width(CELL)
 TRANSFORM = TransformConfig(velocity_scale_km_s=300.0)
-GAS, DARK_MATTER = target_channels(5, TRANSFORM), input_channels(4, TRANSFORM)
+GAS = target_channels(5, TRANSFORM)
+HIGH = {**SIMULATION, "redshift": 6.0}
+Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def setup(inputs: int = 4, transform: TransformConfig = TRANSFORM, **options: Any) -> FluxSetup | None:
-    shape, cell, simulation = (
-        options.pop(name, default) for name, default in (("shape", SHAPE), ("cell", CELL), ("simulation", SIMULATION))
-    )
+def setup(
+    inputs: int = 4,
+    transform: TransformConfig = TRANSFORM,
+    shape: tuple[int, int, int] = SHAPE,
+    cell: float | None = CELL,
+    simulation: dict[str, Any] = SIMULATION,
+    **options: Any,
+) -> FluxSetup | None:
     values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
     volume = Volume("box.h5", *values, cell=cell, simulation=simulation)
     triples = {"inputs": [[1, 2, 3]] if inputs == 4 else [], "targets": [[1, 2, 3]]}
@@ -44,22 +52,18 @@ def setup(inputs: int = 4, transform: TransformConfig = TRANSFORM, **options: An
     return FluxSetup.of(volume, config)
 
 
-def fields(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def fields() -> Fields:
     """(inputs, predicted, target), channel values: densities from 0.2 to 5, velocities up to 100 km/s."""
-    rng = np.random.default_rng(seed)
-    target = np.stack([smooth_field(1, max(shape), rng)[0, : shape[0], : shape[1], : shape[2]] for _ in range(5)])
-    target = (target * np.array([0.2, 0.6, 0.6, 0.6, 0.1])[:, None, None, None]).astype(np.float32)
+    rng = np.random.default_rng(0)
+    target = np.stack([scale * smooth_field(1, SHAPE, rng)[0] for scale in (0.2, 0.6, 0.6, 0.6, 0.1)])
     target[4] -= 0.3
-    predicted = target + 0.01 * rng.standard_normal(target.shape).astype(np.float32)
-    return 1.1 * target[:4], predicted, target
+    predicted = target + 0.01 * rng.standard_normal(target.shape)
+    return tuple(values.astype(np.float32) for values in (1.1 * target[:4], predicted, target))
 
 
-def measured(
-    volumes: tuple[np.ndarray, ...], world: World = ONE, known: KnownFlux | None = None, **options: Any
-) -> Flux:
-    slabs = Slabs(volumes[0].shape[1:], world)  # type: ignore[arg-type]
-    prepared = setup(**{"shape": slabs.shape, "mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
-    assert prepared is not None
+def measured(volumes: Fields, world: World = ALONE, known: KnownFlux | None = None, **options: Any) -> Flux:
+    slabs = Slabs(SHAPE, world)
+    prepared = setup(**{"mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
     return FluxStatistics(prepared, slabs, known).results(slab_fields(slabs, *volumes))
 
 
@@ -73,44 +77,33 @@ def agree(one: Flux, other: Flux, tolerance: float = 0.0) -> None:
     for name, field in one.fields.items():
         for part, values in vars(field).items():
             np.testing.assert_allclose(values, vars(other.fields[name])[part], rtol=tolerance, err_msg=f"{name} {part}")
-    np.testing.assert_array_equal(one.k, other.k)
 
 
 def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -> list[np.ndarray]:
     """Optical depths [lines, cells] of all sight-lines along x, y and z."""
     found = []
     for axis in range(3):
-        lines = (np.moveaxis(each, axis, -1) for each in (density, velocity[axis], temperature))
-        parts = (torch.from_numpy(each.reshape(-1, each.shape[-1]).astype(np.float32)) for each in lines)
+        lines = (np.moveaxis(field, axis, -1) for field in (density, velocity[axis], temperature))
+        parts = (torch.from_numpy(field.reshape(-1, field.shape[-1]).astype(np.float32)) for field in lines)
         found.append(optical_depth(*parts, UNIVERSE, CELL).numpy().astype(np.float64))
     return found
 
 
-def physical(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
     density, *velocity, temperature = (
         channel.to_physical(part.astype(np.float64)) for channel, part in zip(GAS, values, strict=True)
     )
-    return density, np.stack(velocity), temperature
+    return depths(density, np.stack(velocity), temperature)
 
 
 def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
-    """P(k, mu) of all modes along x, y and z, in shells of one fundamental: the bins of a small box."""
-    sums, modes = np.zeros((2, 4, max(SHAPE) // 2))
-    waves = np.stack(np.meshgrid(*(np.fft.fftfreq(side) * max(SHAPE) for side in SHAPE), indexing="ij"))
-    k = np.sqrt((waves**2).sum(0))
+    """P(k, mu) of all modes along x, y and z; the last tests are of these sums."""
+    power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
     for axis, tau in enumerate(taus):
         others = [side for other, side in enumerate(SHAPE) if other != axis]
         flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
-        power = np.abs(np.fft.fftn(flux / field.mean - 1) / flux.size) ** 2 * flux.size * CELL**3
-        used = (k >= 0.5) & (k < max(SHAPE) // 2 + 0.5)
-        mu = np.minimum(4 * np.abs(waves[axis][used]) / k[used], 3).astype(int)
-        place = mu, np.floor(k[used] + 0.5).astype(int) - 1
-        np.add.at(sums, place, power[used])
-        np.add.at(modes, place, 1)
-    return np.where(modes > 0, sums / np.maximum(modes, 1), np.nan)
-
-
-# --- numpy -----------------------------------------------------------------------------------------------------------
+        sums.append(power.sums(torch.tensor(flux / field.mean - 1).float(), axis))
+    return power.power(sum(sums))
 
 
 def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
@@ -120,8 +113,8 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
     dark = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
     temperature = fgpa_temperature(torch.from_numpy(dark), SIMULATION["redshift"]).numpy()
     expected = {
-        TARGET: depths(*physical(target)),
-        PREDICTION: depths(*physical(predicted)),
+        TARGET: depths_of_gas(target),
+        PREDICTION: depths_of_gas(predicted),
         FGPA: depths(dark, 300 * inputs[1:4], temperature),
     }
     assert list(found.fields) == list(expected)
@@ -151,23 +144,16 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
         middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
         np.testing.assert_allclose(field.sightline, middle, rtol=1e-4)
     np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
-    assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * (80 / 12 + 96 / 10) / 176), (
-        "along z it is in the second bin"
-    )
-    ratio = found.fields[PREDICTION].power / found.fields[TARGET].power
-    np.testing.assert_array_equal(found.ratios[PREDICTION], ratio)
-    assert 0 < found.pdf_distance(PREDICTION) < found.pdf_distance(FGPA) < 1
+    along_x_and_y = (80 / 12 + 96 / 10) / 176  # along z the first mode is in the second bin
+    assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * along_x_and_y)
 
 
-@pytest.mark.parametrize("shape", [(24, 36, 18), (102, 512, 512), (7, 4, 9), (5, 4, 5), (64, 64, 64)])
+@pytest.mark.parametrize("shape", [(24, 36, 18), (7, 4, 9), (5, 4, 5)])
 def test_no_mode_is_lost(shape: tuple[int, int, int]) -> None:
-    prepared = setup(shape=shape)
-    assert prepared is not None
     modes = [np.arange(1.0, side // 2 + 1) / side for side in shape]
-    along, mean = FluxStatistics(prepared, Slabs(shape, ONE))._average(modes)
+    along, mean = FluxStatistics(setup(shape=shape), Slabs(shape, ALONE))._average(modes)
     for axis, expected in zip(along, modes, strict=True):
         np.testing.assert_array_equal(axis[np.isfinite(axis)], expected)
-    assert np.isfinite(mean).all()
     assert (np.diff(mean) > 0).all()
     assert np.nanmax(np.abs(along - mean)) < 1 / max(shape), "modes are within a bin"
 
@@ -183,37 +169,32 @@ def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space() -> No
     assert list(seven.fields) == [TARGET, PREDICTION], "the units of seven channels are unknown"
 
 
-def test_the_smoothing_is_applied_if_the_cells_resolve_it_and_ends_at_the_mean() -> None:
-    lengths = {length: setup(pressure_smoothing=length) for length in (0.0, 0.099, 0.1)}
-    assert {length: each.smoothing for length, each in lengths.items() if each} == {0.0: 0, 0.099: 0, 0.1: 0.1}
+def test_the_smoothing_is_applied_if_cells_resolve_it_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends at the mean. Training switches TF32 on; the baseline must not depend on that."""
+    assert [setup(pressure_smoothing=length).smoothing for length in (0.0, 0.099, 0.1)] == [0, 0, 0.1]
     field = torch.rand(5, 6, 7, generator=torch.Generator().manual_seed(0))
-    for sigma in (7.0, math.inf):
-        smoothed = smooth(field.clone(), sigma, Slabs((5, 6, 7), ONE))
-        np.testing.assert_allclose(smoothed, field.mean(), rtol=1e-6)
-
-
-def test_the_smoothing_does_not_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training switches it on. The baseline must not depend on that."""
+    np.testing.assert_allclose(smooth(field.clone(), math.inf, Slabs((5, 6, 7), ALONE)), field.mean(), rtol=1e-6)
     switches, seen = torch.backends.cuda.matmul, []
     before, switches.allow_tf32 = switches.allow_tf32, True
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: seen.append(switches.allow_tf32))
-    smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ONE))
+    smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ALONE))
     after, switches.allow_tf32 = switches.allow_tf32, before
     assert (set(seen), after) == ({False}, True)
-
-
-# --- ranks and sight-lines -------------------------------------------------------------------------------------------
-
-
-def test_results_do_not_depend_on_the_pieces_that_are_read(found: Flux, monkeypatch: pytest.MonkeyPatch) -> None:
-    for values in (1, 300):  # a plane; three planes
-        monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", values)
-        agree(measured(fields()), found)
 
 
 def on_ranks(world: World) -> tuple[Flux, Flux]:
     """With nine sight-lines per axis there are three rows, fewer than four ranks."""
     return measured(fields(), world=world), measured(fields(), world=world, sightlines=9)
+
+
+def test_results_do_not_depend_on_ranks_and_pieces(found: Flux, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, answers = on_ranks(ALONE), run_ranks(on_ranks, 4)
+    for answer in answers:
+        for flux, expected, first in zip(answer, alone, answers[0], strict=True):
+            agree(flux, expected, 1e-6)
+            agree(flux, first)
+    monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", 300)  # three planes
+    agree(measured(fields()), found)
 
 
 @pytest.mark.gpu
@@ -224,57 +205,32 @@ def test_a_gpu_gets_the_results_of_the_cpu(found: Flux) -> None:
             np.testing.assert_allclose(getattr(field, part), getattr(found.fields[name], part), rtol=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_several_ranks_get_the_results_of_one(ranks: int) -> None:
-    alone, answers = on_ranks(ONE), run_ranks(on_ranks, ranks)
-    for answer in answers:
-        for found, expected, first in zip(answer, alone, answers[0], strict=True):
-            agree(found, expected, 1e-6)
-            agree(found, first)
+@pytest.mark.parametrize(("axis", "limit"), [(0, 100), (1, 65), (2, 7)])
+def test_sight_lines_are_evenly_spaced_and_shared(axis: int, limit: int) -> None:
+    shape = (30, 20, 300)
+    worlds = [World(Launch("test", rank=rank, world_size=3), torch.device("cpu")) for rank in range(3)]
+    lines = [Sightlines(axis, Slabs(shape, world), limit) for world in worlds]
+    rows, columns = sorted(row for part in lines for row in part.rows), lines[0].columns.tolist()
+    assert limit / 2 < lines[0].count == len(rows) * len(columns) <= limit
+    sides = [side for other, side in enumerate(shape) if other != axis]
+    for places, side in ((rows, sides[0]), (columns, sides[1])):
+        gaps = np.diff([*places, places[0] + side])
+        assert gaps.max() - gaps.min() <= 1
 
 
-def test_each_row_counts_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress(
+    found: Flux, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
-    world = World(Launch("test"), torch.device("cpu"))
-    slabs, prepared, calls = Slabs(SHAPE, world), setup(mean_flux=0.7, pressure_smoothing=0.0), []
-    assert prepared is not None
-    monkeypatch.setattr(world.heartbeat, "progress", calls.append)
-    FluxStatistics(prepared, slabs).results(slab_fields(slabs, *fields()))
+    (inputs, predicted, target), known, calls = fields(), KnownFlux(), []
+    monkeypatch.setattr(ALONE.heartbeat, "progress", calls.append)
+    measured((inputs, target, target), known=known)
     rows, exchanges = 3 * (10 + 12 + 12), 3 + 3 + 2  # of target, prediction and baseline
     assert len(calls) >= rows + exchanges
-
-
-def test_sight_lines_are_evenly_spaced_and_shared() -> None:
-    shape = (30, 20, 300)
-    for axis, limit in ((0, 100), (1, 65), (2, 7), (2, 1), (0, 10**9), (1, 0)):
-        worlds = [World(Launch("test", rank=rank, world_size=3), torch.device("cpu")) for rank in range(3)]
-        lines = [Sightlines(axis, Slabs(shape, world), limit) for world in worlds]
-        rows = sorted(row for each in lines for row in each.rows)
-        columns = lines[0].columns.tolist()
-        assert lines[0].count == len(rows) * len(columns)
-        sides = [side for other, side in enumerate(shape) if other != axis]
-        if limit in (0, 10**9):
-            assert lines[0].count == sides[0] * sides[1]
-            continue
-        assert limit / 2 < lines[0].count <= limit
-        for places, side in ((rows, sides[0]), (columns, sides[1])):
-            gaps = np.diff([*places, places[0] + side])
-            assert gaps.max() - gaps.min() <= 1
-        densities = len(rows) / sides[0], len(columns) / sides[1]
-        assert max(densities) / min(densities) < 4 or limit < 10
-
-
-def test_later_evaluations_compute_the_prediction_alone(found: Flux) -> None:
-    inputs, predicted, target = fields()
-    known = KnownFlux()
-    measured((inputs, target, target), known=known)
     agree(measured((0 * inputs, predicted, 0 * target), known=known), found)
 
 
-# --- what may be missing or wrong ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30, -1e30])
+@pytest.mark.parametrize("value", [math.nan, 1e30, -1e30])
 def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, found: Flux) -> None:
     inputs, predicted, target = fields()
     predicted[:, 3, 4] = value
@@ -295,29 +251,79 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, fo
         ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
         ({"simulation": {**SIMULATION, "cosmology_Ob0": 0.0}}, "box.h5 states a universe without baryons"),
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
-        ({"simulation": {**SIMULATION, "redshift": 6.0}}, "no fit of the observed mean flux at redshift 6 "),
-        (
-            {"transform": TransformConfig(temperature_log10_scale=None)},
-            "lacks density, velocity or temperature in physical units",
-        ),
+        ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
+        ({"transform": TransformConfig(temperature_log10_scale=None)}, "lacks density, velocity or temperature in"),
     ],
 )
 def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(
     changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The switch skips it silently; a given mean flux needs no fit."""
     caplog.set_level("INFO")
-    assert setup(**changes) is None
+    assert setup(**changes) is setup(flux=False) is None
     (line,) = caplog.messages
     assert line.startswith("Lyman-alpha flux skipped: ")
     assert reason in line
+    assert setup(simulation=HIGH, mean_flux=0.1) is not None
+    assert 0.7 < setup().mean_flux < 0.9
 
 
-def test_the_switch_skips_the_flux_and_a_given_mean_flux_needs_no_fit(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    assert setup(flux=False) is None
-    assert not caplog.messages
-    high = {**SIMULATION, "redshift": 6.0}
-    assert setup(simulation=high, mean_flux=0.1) is not None
-    fitted = setup()
-    assert fitted is not None
-    assert 0.7 < fitted.mean_flux < 0.9
+SIDE = 24
+FUNDAMENTAL = 2 * math.pi / (SIDE * CELL)
+VOLUME = (SIDE * CELL) ** 3
+
+
+def power_of(fields: list[np.ndarray]) -> tuple[AnisotropicPower, np.ndarray]:
+    """P(k, mu) of fields with sight-lines along x, y and z."""
+    power = AnisotropicPower(Slabs(fields[0].shape, ALONE), CELL)
+    sums = [power.sums(torch.tensor(field, dtype=torch.float32), axis) for axis, field in enumerate(fields)]
+    return power, power.power(torch.stack(sums).sum(0))
+
+
+def wavenumbers(axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """k in fundamentals and |mu| of all modes."""
+    waves = np.stack(np.meshgrid(*[np.fft.fftfreq(SIDE) * SIDE] * 3, indexing="ij"))
+    k = np.sqrt((waves**2).sum(0))
+    return k, np.abs(waves[axis]) / np.maximum(k, 1e-9)
+
+
+def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
+    """P(k, mu) = (1 + beta mu²)² k**-1.5 (Kaiser 1987): all modes have this power, with random phases."""
+    fields, model, modes = [], np.zeros((2, 4, 20)), np.zeros((4, 20))
+    edges = bin_edges(SIDE // 2, RATIO)
+    for axis in range(3):
+        k, mu = wavenumbers(axis)
+        true = (1 + 0.8 * mu**2) ** 2 * np.maximum(k, 0.5) ** -1.5
+        noise = np.fft.fftn(np.random.default_rng(axis).standard_normal([SIDE] * 3))
+        fields.append(np.fft.ifftn(noise / np.abs(noise) * np.sqrt(true / VOLUME)).real * SIDE**3)
+        used = (k > 0.5) & (k < edges[-1])
+        place = np.minimum(4 * mu[used], 3).astype(int), np.digitize(k[used], edges) - 1
+        for row, values in zip((*model, modes), (true, k, np.ones_like(k)), strict=True):
+            np.add.at(row, place, values[used])
+    found, power = power_of(fields)
+    some = slice(len(edges) - 1)
+    np.testing.assert_array_equal(found.modes, modes[:, some])
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(power, (model[0] / modes)[:, some], rtol=1e-5)
+        np.testing.assert_allclose(found.k, (model[1] / modes)[:, some] * FUNDAMENTAL, rtol=1e-9)
+    assert np.isnan(power[1:3, 0]).tolist() == [True, False], "the longest waves have mu = 0, 1/√2 or 1"
+
+
+@pytest.mark.filterwarnings("ignore:One or more radial bins")
+@pytest.mark.parametrize("axis", range(3))
+def test_power_agrees_with_powerbox(axis: int) -> None:
+    tools = pytest.importorskip("powerbox.tools")
+    field = np.random.default_rng(0).standard_normal([SIDE] * 3)
+    slabs = Slabs(field.shape, ALONE)
+    power = AnisotropicPower(slabs, CELL)
+    sums = power.sums(torch.tensor(field, dtype=torch.float32), axis).numpy()
+    edges, (k, mu) = np.array(bin_edges(SIDE // 2, RATIO)), wavenumbers(axis)
+    for number in range(4):
+        inside = (np.minimum(4 * mu, 3).astype(int) == number).astype(float)
+        modes = np.histogram(k, edges, weights=inside)[0]
+        theirs = tools.get_power(
+            field, SIDE * CELL, bins=edges * FUNDAMENTAL, k_weights=np.fft.fftshift(inside), dimensionless=False
+        )
+        expected = theirs.power if hasattr(theirs, "power") else theirs[0]  # before powerbox 1.0
+        filled = modes > 0
+        np.testing.assert_allclose(sums[number][filled] / modes[filled] * VOLUME, expected[filled], rtol=1e-5)

@@ -14,12 +14,15 @@ import pytest
 import torch
 from log_lines import refusal
 from processes import run
+from reference_samples import ALONE
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import input_channels, target_channels
+from utils.data.slabs import Slabs
+from utils.evaluation.spectra import KShells
 from utils.simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
 from utils.simulation.simulate import SimulationOptions
 
@@ -41,20 +44,10 @@ def small() -> Fields:
 
 
 def power_spectrum(contrast: np.ndarray, box_size: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mean k in h/Mpc and mean power in (Mpc/h)^3 of shells one fundamental wide, from the fundamental to Nyquist.
-
-    `contrast` is delta = density / mean - 1, [n, n, n]; `box_size` is in Mpc/h. There is no window correction.
-    """
-    n = len(contrast)
-    power = np.abs(np.fft.fftn(contrast)) ** 2 * (box_size**3 / n**6)
-    index = n * np.fft.fftfreq(n)
-    k = np.sqrt(index[:, None, None] ** 2 + index[:, None] ** 2 + index**2)
-    shell = np.rint(k).astype(int).ravel()
-    count, wave, total = (np.bincount(shell, part.ravel())[1 : n // 2 + 1] for part in (np.ones_like(k), k, power))
-    return wave / count * (2 * np.pi / box_size), total / count
-
-
-# --- linear theory -------------------------------------------------------------------------------------------------
+    """Mean k in h/Mpc and mean power in (Mpc/h)^3 of the shells that tests/evaluation/test_statistics.py tests."""
+    shells = KShells(Slabs(contrast.shape, ALONE), box_size / len(contrast))
+    found = shells.spectrum(shells.sums([torch.tensor(contrast, dtype=torch.float32)] * 2))
+    return found.k, found.target
 
 
 def test_large_scale_power_is_that_of_linear_theory(large: Fields) -> None:
@@ -127,9 +120,6 @@ def test_second_order_displacement_of_two_oblique_waves(axes: tuple[int, int]) -
     assert np.abs(particles.displacement[3 - sum(axes)]).max() < 1e-5
 
 
-# --- mesh and conservation -----------------------------------------------------------------------------------------
-
-
 def test_forces_cancel_between_particles_and_with_the_gas() -> None:
     """The sum over particles of the pull of particles and gas, and that over the gas, by their shares of the mass."""
     rng, share = np.random.default_rng(0), 0.16
@@ -166,46 +156,22 @@ def deposit_in_a_loop(positions: np.ndarray, values: np.ndarray, grid: int) -> n
     return expected
 
 
-# --- seeds and sizes -----------------------------------------------------------------------------------------------
-
-
 def test_a_seed_gives_the_same_bits_for_any_number_of_threads_and_another_seed_gives_another_box() -> None:
-    def nbody_and_hydro(seed: int, threads: int) -> Fields:
-        return simulate.simulate(SimulationOptions(grid=20, seed=seed, n_steps=3, threads=threads))
-
-    first = nbody_and_hydro(seed=7, threads=1)
-    for threads in (1, 2, 3):
-        again = nbody_and_hydro(seed=7, threads=threads)
-        assert [field.tobytes() for field in again] == [field.tobytes() for field in first], f"{threads} threads"
-    other = nbody_and_hydro(seed=8, threads=2)
+    first, *again, other = (
+        simulate.simulate(SimulationOptions(grid=20, seed=seed, n_steps=3, threads=threads))
+        for seed, threads in ((7, 1), (7, 1), (7, 2), (7, 3), (8, 2))
+    )
+    for fields in again:
+        assert [field.tobytes() for field in fields] == [field.tobytes() for field in first]
     assert abs(np.corrcoef(first[0][0].ravel(), other[0][0].ravel())[0, 1]) < 0.3
 
 
 @pytest.mark.parametrize("grid", [8, 17])
 def test_odd_and_small_grids(grid: int) -> None:
-    dark, baryons = simulate.simulate_fields(SimulationOptions(grid=grid, n_steps=1))
-    assert dark.shape == (4, grid, grid, grid)
-    for fields in (dark, baryons):
+    for fields in simulate.simulate_fields(SimulationOptions(grid=grid, n_steps=1)):
+        assert fields.shape[1:] == (grid, grid, grid)
         assert np.isfinite(fields).all()
         assert fields[0].mean(dtype=np.float64) == pytest.approx(1, abs=1e-6), "mass is conserved"
-
-
-# --- channels ------------------------------------------------------------------------------------------------------
-
-
-def test_channels_are_of_order_one_and_differ_between_input_and_target(small: Fields) -> None:
-    """tests/data/test_channels.py tests the transforms."""
-    nbody, hydro = (channels.to_channels(fields.copy()) for fields in small)
-    for values, count in ((nbody, 4), (hydro, 5)):
-        assert values.shape == (count, 40, 40, 40)
-        assert np.abs(values).max() < 1.5
-    assert (hydro.std(axis=(1, 2, 3)) > 0.02).all()
-    difference = np.abs(nbody - hydro[:4]).mean(axis=(1, 2, 3))
-    assert difference[0] > 0.005, "copying the input must not solve the task"
-    assert (difference[1:] > 0.001).all()
-
-
-# --- gas -----------------------------------------------------------------------------------------------------------
 
 
 def test_empty_cells_get_the_velocity_of_their_neighbors() -> None:
@@ -241,16 +207,14 @@ def test_gas_has_the_measured_relation_of_temperature_and_density_and_is_hot_in_
     assert kelvin.min() > 3_000
 
 
-def test_a_mirrored_and_a_rotated_start_give_the_mirrored_and_the_rotated_box(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirrored_and_a_rotated_start_give_the_mirrored_and_the_rotated_box() -> None:
     """Mirrored: within rounding. Rotated: within the error of sweeps along one axis after the other, whose order
     remains."""
-    options, initial = SimulationOptions(grid=24, seed=3, n_steps=20, threads=1), simulate.initial_modes
-    noise = fourier.backward(initial(options, linear_theory.make_cosmology(options.cosmology)), 24, 1)
+    options = SimulationOptions(grid=24, seed=3, n_steps=20, threads=1)
+    noise = fourier.backward(simulate.initial_modes(options, linear_theory.make_cosmology(options.cosmology)), 24, 1)
 
     def gas(start: np.ndarray) -> np.ndarray:
-        modes = fourier.forward(np.ascontiguousarray(start), 1)
-        monkeypatch.setattr(simulate, "initial_modes", lambda *_: modes)
-        return simulate.simulate_fields(options)[1]
+        return simulate.simulate_fields(options, fourier.forward(np.ascontiguousarray(start), 1))[1]
 
     expected = gas(noise)
     mirrored = gas(np.roll(np.flip(noise, 0), 1, 0))  # about cell 0, which is its own image
@@ -273,9 +237,6 @@ def test_gas_on_a_gpu_is_that_of_the_cpu() -> None:
     assert np.median(np.abs(np.log(boxes[1][[0, 4]] / boxes[0][[0, 4]]))) < 1e-3
 
 
-# --- the file and the command --------------------------------------------------------------------------------------
-
-
 def command(path: Path, *more: str) -> list[str]:
     return ["--output", str(path), "--grid", "8", "--n_steps", "1", "--threads", "1", *more]
 
@@ -284,89 +245,59 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new" / "box.h5"
-    assert simulate.main(command(path, "--seed", "4")) == 0
+    assert simulate.main(command(path, "--seed", "4", "--box_size", "8")) == 0
     assert os.listdir(path.parent) == ["box.h5"]
-    assert str(path) in capsys.readouterr().out
-    nbody, hydro = simulate.simulate(SimulationOptions(grid=8, n_steps=1, seed=4))
+    printed = capsys.readouterr()
+    assert str(path) in printed.out
+    assert "cells of 1 Mpc/h are too large" in printed.err
+    assert "1 steps are for tests only" in printed.err
+    expected = simulate.simulate(SimulationOptions(grid=8, n_steps=1, seed=4, box_size=8.0))
     with h5py.File(path) as file:
-        for name, expected in (("Nbody", nbody), ("Hydro", hydro)):
+        for name, values in zip(("Nbody", "Hydro"), expected, strict=True):
             assert file[name].dtype == np.float32
-            assert file[name].chunks is None
-            assert file[name].id.get_offset() is not None, "can be mapped into memory"
-            np.testing.assert_array_equal(file[name][:], expected)
+            assert file[name].id.get_offset() is not None, "contiguous: can be mapped into memory"
+            np.testing.assert_array_equal(file[name][:], values)
         assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
         found = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
-    assert found == [4, 1.25, "planck18", channels.VELOCITY_SCALE]
+    assert found == [4, 8.0, "planck18", channels.VELOCITY_SCALE]
 
 
 def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(tmp_path: Path) -> None:
     snapshot, volume = tmp_path / "snapshot.h5", tmp_path / "box.h5"
     assert simulate.main(command(snapshot, "--seed", "4", "--format", "nyx")) == 0
     import_volume.main(["--input", str(snapshot), "--output", str(volume)])
-    options = SimulationOptions(grid=8, n_steps=1, seed=4)
-    transform = TransformConfig()
-    described_channels = input_channels(4, transform), target_channels(5, transform)
+    options, transform = SimulationOptions(grid=8, n_steps=1, seed=4), TransformConfig()
+    described = {"Nbody": input_channels(4, transform), "Hydro": target_channels(5, transform)}
     with h5py.File(volume) as file:
-        for name, described, expected in zip(
-            ("Nbody", "Hydro"), described_channels, simulate.simulate_fields(options), strict=True
-        ):
-            found = [channel.to_physical(values) for channel, values in zip(described, file[name], strict=True)]
+        for (name, kinds), expected in zip(described.items(), simulate.simulate_fields(options), strict=True):
+            found = [channel.to_physical(values) for channel, values in zip(kinds, file[name], strict=True)]
             np.testing.assert_allclose(np.stack(found), expected, rtol=1e-5, atol=1e-3)
         for key in ("box_size_mpc_h", "redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0"):
             assert file.attrs[key] == pytest.approx(simulate.file_attributes(options)[key])
-
-
-def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "box.h5"
-    path.write_text("precious")
-    assert "give --overwrite" in refusal(simulate.main, command(path), capsys)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        patch.setattr(simulate, "FEWEST_STEPS", 1)
-        assert "No space left on device; free some space" in refusal(
-            simulate.main, command(path, "--overwrite"), capsys
-        )
-    assert (os.listdir(tmp_path), path.read_text()) == (["box.h5"], "precious")
-    assert simulate.main(command(path, "--overwrite")) == 0
-    assert h5py.is_hdf5(path)
 
 
 def test_bad_options_are_reported_in_one_line_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("the simulation ran"))
-    (tmp_path / "file").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "file").write_text("precious")
     for arguments, words in (
         ("--grid 4", "grid is 4; give at least 8"),
-        ("--box_size -1", "box_size is -1.0; give a positive length"),
         ("--box_size nan", "box_size is nan; give a positive length"),
         ("--box_size inf", "for 8 cells per side give 0.08 to 160 Mpc/h"),
         ("--seed -1", "seed is -1; give a number from 0"),
         ("--grid 30000", "GB; give a smaller --grid"),
-        ("--cosmology EdS", "invalid choice"),
         ("--cosmology plank18", "invalid choice: 'plank18'"),
         ("--redshift 60", "redshift is 60.0; give one from 0 to less than 49"),
         ("--device cuda", "finds no GPU; give --device cpu"),
-        ("--sed 1", "did you mean --seed?"),
+        (f"--output {tmp_path / 'file'}", "give --overwrite"),
         (f"--output {tmp_path / 'file' / 'box.h5'}", "File exists"),
     ):
         assert words in refusal(simulate.main, [*command(tmp_path / "box.h5"), *arguments.split()], capsys)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "free some space" in refusal(simulate.main, command(tmp_path / "box.h5"), capsys)
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_large_cells_and_few_steps_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate.main(command(tmp_path / "box.h5", "--box_size", "8")) == 0
-    printed = capsys.readouterr().err
-    assert "cells of 1 Mpc/h are too large" in printed
-    assert "1 steps are for tests only" in printed
+    assert (os.listdir(tmp_path), (tmp_path / "file").read_text()) == (["file"], "precious")
 
 
 def test_the_module_can_be_run(tmp_path: Path) -> None:
