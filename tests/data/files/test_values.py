@@ -16,19 +16,19 @@ from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.errors import UserError
 
 CHANNELS = (4, 5)
-BOX = 32
 
 
 def volume(seed: int) -> Volume:
     rng = np.random.default_rng(seed)
-    fields = (rng.standard_normal((channels, BOX, BOX, BOX), dtype=np.float32) for channels in CHANNELS)
-    return Volume(f"{seed}.h5", *fields)
+    return Volume(f"{seed}.h5", *(rng.standard_normal((channels, 32, 32, 32), "f4") for channels in CHANNELS))
 
 
-@pytest.mark.parametrize("storage", [{}, {"chunks": (1, 4, 4, 4)}])
-@pytest.mark.parametrize(("value", "name", "place"), [(np.nan, "Nbody", (0, 0, 0, 0)), (np.inf, "Hydro", (4, 7, 2, 7))])
+@pytest.mark.parametrize(
+    ("storage", "name", "place", "value"),
+    [({}, "Nbody", (0, 0, 0, 0), np.nan), ({"chunks": (1, 4, 4, 4)}, "Hydro", (4, 7, 2, 7), np.inf)],
+)
 def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_warning(
-    volume_file: VolumeFile, tmp_path: Path, name: str, place: tuple[int, ...], value: float, storage: dict
+    volume_file: VolumeFile, tmp_path: Path, storage: dict, name: str, place: tuple[int, ...], value: float
 ) -> None:
     path = volume_file(tmp_path / "a.h5", box=8, **storage)
     with h5py.File(path, "r+") as file:
@@ -42,47 +42,38 @@ def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_war
     assert str(caught.value).startswith(f"{path}: {name}[{', '.join(map(str, place))}] is {value}; ")
 
 
-@pytest.mark.parametrize(("scale", "center"), [(300.0, 0.0), (1e7, 2e4)])
-def test_physical_channels_are_refused_unless_they_are_allowed(scale: float, center: float) -> None:
-    """Velocities in km/s around zero, temperatures in K."""
-    fine, bad = volume(1), volume(2)
-    bad.targets[3] = center + scale * bad.targets[3]
-    with pytest.raises(UserError, match=r"^2\.h5: Hydro\[3\] holds physical values .*docs/data\.md.*: true$"):
-        check_samples([fine, bad], allow_physical=False)
-    check_samples([fine, bad], allow_physical=True)
+def test_physical_channels_are_refused_unless_they_are_allowed() -> None:
+    """Velocities in km/s around zero, temperatures in K; unscaled logarithms and rare high peaks are no such values."""
+    for scale, center in ((300.0, 0.0), (1e7, 2e4)):
+        fine, bad = volume(1), volume(2)
+        bad.targets[3] = center + scale * bad.targets[3]
+        with pytest.raises(UserError, match=r"^2\.h5: Hydro\[3\] holds physical values .*docs/data\.md.*: true$"):
+            check_samples([fine, bad], allow_physical=False)
+        check_samples([fine, bad], allow_physical=True)
+    fine.inputs[0] = -70 + fine.inputs[0]  # ln of g/cm³
+    fine.targets[4] = 4 + fine.targets[4]  # log10 of K
+    fine.targets[0].reshape(-1)[::20] = 1000
+    check_samples([fine, volume(2)], allow_physical=False)
+    check_all(fine)
 
 
-def test_channels_that_networks_can_learn_are_not_refused() -> None:
-    """Unscaled logarithms, and standardized densities whose rare peaks are a thousand standard deviations high."""
+def test_a_dataset_with_one_value_everywhere_is_refused() -> None:
     train = volume(1)
-    train.inputs[0] = -70 + train.inputs[0]  # ln of g/cm³
-    train.targets[4] = 4 + train.targets[4]  # log10 of K
-    peaks = train.targets[0].ravel()
-    peaks[::20] = 1000
-    check_samples([train, volume(2)], allow_physical=False)
-    check_all(train)
-
-
-@pytest.mark.parametrize("value", [0.0, -0.25])
-def test_a_dataset_with_one_value_everywhere_is_refused(value: float) -> None:
-    train = volume(1)
-    train.targets[...] = value
+    train.targets[...] = -0.25
     for check in (lambda: check_all(train), lambda: check_samples([train, volume(2)], True)):
-        with pytest.raises(UserError, match=rf"^1\.h5: Hydro is {value:g} everywhere; write its values, or "):
+        with pytest.raises(UserError, match=r"^1\.h5: Hydro is -0\.25 everywhere; write its values, or "):
             check()
 
 
 def test_a_sample_with_a_non_finite_value_is_refused_before_a_training() -> None:
     """A training run on such a file once removed the earlier run, skipped ten updates and failed."""
-    for value, channel in ((np.nan, slice(4, 5)), (-np.inf, slice(None))):
-        bad = volume(2)
-        bad.targets[channel, 5:] = value
-        with pytest.raises(UserError) as caught:
-            check_samples([volume(1), bad], True)
-        found = re.fullmatch(r"2\.h5: Hydro\[(\d), (\d+), (\d+), (\d+)\] is (\S+); correct or .*", str(caught.value))
-        assert found is not None
-        assert bad.targets[tuple(map(int, found.groups()[:4]))] == pytest.approx(value, nan_ok=True)
-        assert found[5] == str(value)
+    bad = volume(2)
+    bad.targets[4, 5:] = -np.inf
+    with pytest.raises(UserError) as caught:
+        check_samples([volume(1), bad], True)
+    found = re.fullmatch(r"2\.h5: Hydro\[(\d), (\d+), (\d+), (\d+)\] is -inf; correct or .*", str(caught.value))
+    assert found is not None
+    assert bad.targets[tuple(map(int, found.groups()))] == -np.inf
 
 
 def test_a_volume_for_training_and_validation_gets_a_warning(volume_file: VolumeFile, tmp_path: Path) -> None:
@@ -92,10 +83,6 @@ def test_a_volume_for_training_and_validation_gets_a_warning(volume_file: Volume
     with h5py.File(volume_file(tmp_path / "c.h5", seed=1), "r+") as file:
         file["Hydro"][4] *= 0.9
     changed = open_volume(tmp_path / "c.h5", CHANNELS)
-    for volumes, names in (
-        ({"train": [train], "valid": [train]}, train.path),
-        ({"train": [changed, train], "valid": [copy]}, f"{train.path} and {copy.path}"),
-    ):
-        (line,) = check_distinct(volumes)
-        assert line.startswith(f"{names}: training and validation use the same volume")
+    (line,) = check_distinct({"train": [changed, train], "valid": [copy]})
+    assert line.startswith(f"{train.path} and {copy.path}: training and validation use the same volume")
     assert check_distinct({"train": [train], "valid": [changed]}) == []
