@@ -5,39 +5,38 @@ from __future__ import annotations
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import ALONE
 
 from utils.data.slabs import Slabs
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 
 SHAPE = (7, 6, 5)
-ONE = World(Launch("test"), torch.device("cpu"))
 
 
 def exchanged(world: World) -> int:
     """The number of own planes; each exchange is compared with the whole field."""
     slabs, field = Slabs(SHAPE, world), torch.rand(SHAPE, generator=torch.Generator().manual_seed(0))
+    field = torch.complex(field, -field)
     own, mine = field[slabs.planes], slabs.divide(SHAPE[1])[world.rank]
-    columns = slabs.to_columns((own[slabs.local(piece)] for piece in slabs.pieces()), *SHAPE[1:])
-    assert torch.equal(columns, field[:, mine])
-    assert torch.equal(slabs.to_planes(columns, SHAPE[1]), own)
-    pieces = (torch.complex(own[slabs.local(piece)], -own[slabs.local(piece)]) for piece in slabs.pieces())
-    both = slabs.to_columns(pieces, *SHAPE[1:], dtype=torch.complex64)
-    assert torch.equal(both, torch.complex(field[:, mine], -field[:, mine]))
-    edges = (own[0], own[-1]) if slabs.count else (torch.zeros(SHAPE[1:]),) * 2
+    both = slabs.to_columns((own[slabs.local(piece)] for piece in slabs.pieces()), *SHAPE[1:], dtype=torch.complex64)
+    assert torch.equal(both, field[:, mine])
+    columns = slabs.to_columns((own.real[slabs.local(piece)] for piece in slabs.pieces()), *SHAPE[1:])
+    assert torch.equal(columns, field.real[:, mine])
+    assert torch.equal(slabs.to_planes(columns, SHAPE[1]), own.real)
+    edges = (own.real[0], own.real[-1]) if slabs.count else (torch.zeros(SHAPE[1:]),) * 2
     before, behind = slabs.neighbors(*edges)
     if slabs.count:
-        assert torch.equal(before, field[slabs.planes.start - 1])
-        assert torch.equal(behind, field[slabs.planes.stop % SHAPE[0]])
+        assert torch.equal(before, field.real[slabs.planes.start - 1])
+        assert torch.equal(behind, field.real[slabs.planes.stop % SHAPE[0]])
     return slabs.count
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 9])
+@pytest.mark.parametrize("ranks", [2, 9])
 def test_exchanged_planes_and_columns_are_those_of_the_whole_field(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exchanged(ONE) == SHAPE[0]
+    assert exchanged(ALONE) == SHAPE[0]
     monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", 60)  # pieces of two planes
-    assert exchanged(ONE) == SHAPE[0]
+    assert exchanged(ALONE) == SHAPE[0]
     counts = run_ranks(exchanged, ranks)
     assert sum(counts) == SHAPE[0]
     assert max(counts) - min(counts) <= 1
