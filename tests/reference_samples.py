@@ -17,7 +17,6 @@ from utils.data.plan import Box, SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 
-VolumeFile = Callable[..., Path]
 Fields = Sequence[np.ndarray]
 VECTORS = [(1, 2, 3)]
 ALONE = World(Launch("test"), torch.device("cpu"))

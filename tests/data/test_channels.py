@@ -40,15 +40,6 @@ def test_channels_are_those_of_the_simulation() -> None:
         np.testing.assert_allclose(channel.from_physical(physical.copy()), stored, atol=3e-7)
 
 
-def test_names_units_and_formulas() -> None:
-    names = ["density", "velocity x", "velocity y", "velocity z"]
-    assert [channel.name for channel in GAS] == [*(f"gas {name}" for name in names), "temperature"]
-    assert [channel.name for channel in DARK] == [f"dark-matter {name}" for name in names]
-    assert [channel.unit for channel in GAS] == ["mean density", "km/s", "km/s", "km/s", "K"]
-    formulas = ["ln(value / mean density) / 14", "value / (1000 km/s)", "(log10(value / K) - 5) / 2.5"]
-    assert [SIMULATED[number].formula() for number in (0, 1, 4)] == formulas
-
-
 def test_channels_without_a_known_transform_have_names_only() -> None:
     for found in (
         input_channels(3, DEFAULT),
@@ -61,14 +52,6 @@ def test_channels_without_a_known_transform_have_names_only() -> None:
         assert (channel.unit, channel.formula()) == (None, "unknown")
     partly = target_channels(5, TransformConfig(density_log_scale=None))
     assert [channel.unit is None for channel in partly] == [True, False, False, False, False]
-
-
-def test_files_without_velocities_or_temperature_have_the_other_channels() -> None:
-    """The importer writes such files; the config states their number of channels and their vectors."""
-    assert input_channels(1, DEFAULT, []) == DARK[:1]
-    assert target_channels(4, DEFAULT) == GAS[:4]
-    assert target_channels(2, DEFAULT, []) == (GAS[0], GAS[4])
-    assert target_channels(1, DEFAULT, []) == GAS[:1]
 
 
 @pytest.mark.parametrize(("inputs", "targets", "common"), [(4, 5, 4), (1, 5, 1), (4, 2, 1), (3, 5, 3)])

@@ -13,7 +13,8 @@ import h5py
 import numpy as np
 import pytest
 from log_lines import refusal
-from reference_samples import VolumeFile, read_fields
+from reference_samples import read_fields
+from volume_files import write_volume
 
 from utils.data.convert_to_npy import convert, main
 from utils.data.files import hdf5
@@ -21,10 +22,10 @@ from utils.data.files import hdf5
 
 @pytest.mark.parametrize("storage", [{}, {"chunks": (1, 5, 4, 7), "compression": "gzip"}])
 def test_copies_hold_the_fields_with_channels_last_in_slabs_of_any_size(
-    volume_file: VolumeFile, tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DALI and numpy's mapping expect float32 in C order, [L, L, L, C]."""
-    source = volume_file(tmp_path / "train.h5", box=12, **storage)
+    source = write_volume(tmp_path / "train.h5", box=12, **storage)
     for slab_values in (1, 5 * 12 * 12, 10**6):
         monkeypatch.setattr(hdf5, "SLAB_VALUES", slab_values)
         copies = convert(source, overwrite=True)
@@ -35,12 +36,10 @@ def test_copies_hold_the_fields_with_channels_last_in_slabs_of_any_size(
             np.testing.assert_array_equal(values, np.moveaxis(field, 0, -1))
 
 
-def test_faults_end_in_one_line_and_leave_existing_files_alone(
-    volume_file: VolumeFile, tmp_path: Path, capsys: Any
-) -> None:
+def test_faults_end_in_one_line_and_leave_existing_files_alone(tmp_path: Path, capsys: Any) -> None:
     """The second dataset is damaged: the first file is complete by then, and must not appear without the other."""
     source, damaged = (
-        volume_file(tmp_path / name, chunks=(1, 8, 8, 8), compression="gzip") for name in ("train.h5", "damaged.h5")
+        write_volume(tmp_path / name, chunks=(1, 8, 8, 8), compression="gzip") for name in ("train.h5", "damaged.h5")
     )
     with h5py.File(source, "r+") as file:
         file["small"] = np.zeros((5, 8, 8, 8), np.float32)

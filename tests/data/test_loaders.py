@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import shutil
@@ -17,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
-from reference_samples import ALONE, VolumeFile, digest, rank_batches, read_fields, reference, write_signed_zeros
+from reference_samples import ALONE, digest, rank_batches, read_fields, reference, write_signed_zeros
+from volume_files import write_volume
 
 from utils.config import Config, load, result_changes, to_yaml, validate
 from utils.data import LOADERS, DataSplits, get_loader
@@ -72,11 +72,11 @@ READINGS = [*WHOLE, *ENDED_EARLY, Reading("train", 2, 30), *RESUMED]
 
 
 @pytest.fixture(scope="module")
-def paths(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> Paths:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Paths:
     folder = tmp_path_factory.mktemp("loaders")
     found: Paths = {}
     for seed, ((key, name), box) in enumerate(BOXES.items()):
-        path = volume_file(folder / f"{name}.h5", box, seed)
+        path = write_volume(folder / f"{name}.h5", box, seed)
         write_signed_zeros(path)
         with h5py.File(path, "r+") as file:
             file.attrs.update({"redshift": REDSHIFTS[name], "box_size_mpc_h": LENGTHS[name]})
@@ -172,11 +172,9 @@ def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_la
 
 
 @pytest.mark.parametrize("name", [*NAMES, "synthetic"])
-def test_channels_last_strides_hold_for_a_single_channel_too(
-    volume_file: VolumeFile, tmp_path: Path, name: str
-) -> None:
+def test_channels_last_strides_hold_for_a_single_channel_too(tmp_path: Path, name: str) -> None:
     """A single channel has both formats in memory; PyTorch then chooses its kernels by the strides."""
-    keys = same_volume(volume_file(tmp_path / "box.h5", box=8, channels=(1, 2)))
+    keys = same_volume(write_volume(tmp_path / "box.h5", box=8, channels=(1, 2)))
     channels = {"N_in_channels": 1, "N_out_channels": 2, "vector_channels.inputs": [], "vector_channels.targets": []}
     config = config_for(keys, name, box_size=[8, 8], channels_last=True, **channels)
     with build_loaders(config) as loaders:
@@ -199,11 +197,9 @@ def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[st
 @pytest.mark.parametrize(
     ("size", "names"), [(2, NAMES), (4, ["lowmem"]), pytest.param(4, NAMES, marks=pytest.mark.slow)], ids=str
 )
-def test_ranks_together_get_the_samples_of_the_plan(
-    paths: Paths, volume_file: VolumeFile, size: int, names: list[str]
-) -> None:
+def test_ranks_together_get_the_samples_of_the_plan(paths: Paths, size: int, names: list[str]) -> None:
     """Each step has the global batch of one rank; with three validation samples, one of four ranks gets none."""
-    volume_file(Path(paths["val_path"]).with_name("chunked.h5"), chunks=(1, 8, 8, 8))
+    write_volume(Path(paths["val_path"]).with_name("chunked.h5"), chunks=(1, 8, 8, 8))
     for rank, (found, built) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
         for name, batches in found.items():
             config, few = config_for(paths, name, **CONDITIONS), config_for(paths, name, Nsamples_val=3)
@@ -243,11 +239,9 @@ def test_a_run_records_the_shapes_of_volumes_that_are_not_one_cube(paths: Paths,
 
 
 @pytest.mark.parametrize("reads", ["hdf5", "npy"])
-def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_files(
-    volume_file: VolumeFile, tmp_path: Path, reads: str
-) -> None:
+def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_files(tmp_path: Path, reads: str) -> None:
     """A named value that is wrong is refused; vectors that a file cannot have are no longer the default."""
-    file = volume_file(tmp_path / "volume.h5", 16, channels=(2, 7))
+    file = write_volume(tmp_path / "volume.h5", 16, channels=(2, 7))
     keys = same_volume(file)
     if reads == "npy":
         file.rename(tmp_path / "gone.h5")
@@ -273,15 +267,6 @@ def test_volumes_that_do_not_fit_the_config_are_refused_by_name(paths: Paths) ->
         fewer = config_for({**paths, key: paths[key][:1]}, "dali-lowmem")
         with pytest.raises(UserError, match=r"train_path list (2 and 1|1 and 2) files"):
             open_split_npy(fewer, "train")
-
-
-def test_inmem_needs_memory_for_all_volumes_before_it_reads_the_first(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_memory, "free_shared_memory", lambda _: SIZE - 1)
-    monkeypatch.setattr(shared_memory, "_fill", lambda *_: pytest.fail("a volume was read"))
-    with pytest.raises(UserError, match=r"train\.h5, .*more\.h5, .*valid\.h5 need 0\.00 GiB of memory"):
-        build_loaders(config_for(paths, "inmem"))
 
 
 def test_if_the_second_loader_fails_the_first_is_closed() -> None:
@@ -310,22 +295,10 @@ AMP = {"enable_amp": True}
     ],
 )
 def test_auto_builds_the_fastest_loader_that_fits(
-    paths: Paths,
-    volume_file: VolumeFile,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: Any,
-    device: str,
-    changes: dict[str, Any],
-    fails: list[str],
-    wanted: str,
+    paths: Paths, tmp_path: Path, monkeypatch: Any, device: str, changes: Any, fails: list[str], wanted: str
 ) -> None:
-    """Device memory, with mixed precision as float16 unless deterministic; on a CPU chunked files are unpacked.
-
-    The log has the reasons against the others.
-    """
-    caplog.set_level(logging.INFO)
-    file = volume_file(tmp_path / "first.h5", BOXES["train", "train"], chunks=changes.get("chunks"))
+    """Device memory, with mixed precision as float16 unless deterministic; on a CPU chunked files are unpacked."""
+    file = write_volume(tmp_path / "first.h5", BOXES["train", "train"], chunks=changes.get("chunks"))
     config = config_for(paths, "auto", train_path=[str(file), paths["train_path"][1]]).model_copy(update=changes)
     built = []
 
@@ -341,4 +314,3 @@ def test_auto_builds_the_fastest_loader_that_fits(
         monkeypatch.setattr(module, function, lambda config, *_, name=name: build(name, config))
     auto.build(config, World(Launch("test"), torch.device(device)))
     assert built == [wanted]
-    assert all(f"not {loader.split()[0]}: {loader} fails" in caplog.text for loader in fails)

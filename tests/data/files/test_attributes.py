@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from nyx_files import DARK_MATTER, physical_fields, write_nyx
 from trainings import YAML
+from volume_files import write_volume
 
 from utils import config as configs
 from utils.config.sections import TransformConfig
@@ -74,9 +75,9 @@ def test_a_box_size_that_cannot_be_one_is_refused() -> None:
             cell_size({"box_size_mpc_h": length}, 24, "a.h5")
 
 
-def test_a_training_has_the_transform_of_its_files(volume_file: Any, tmp_path: Path) -> None:
+def test_a_training_has_the_transform_of_its_files(tmp_path: Path) -> None:
     """It can be repeated from its own config.yaml, which sets all keys, and continued by the same command."""
-    files = {key: str(volume_file(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
+    files = {key: str(write_volume(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
     for path in files.values():
         with h5py.File(path, "r+") as file:
             file.attrs.update(OTHER)

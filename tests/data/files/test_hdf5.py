@@ -9,7 +9,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from reference_samples import VolumeFile, read_fields
+from reference_samples import read_fields
+from volume_files import write_volume
 
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import as_float32, open_volume
@@ -22,12 +23,12 @@ FIELDS = [np.random.default_rng(0).random((channels, 6, 6, 6), dtype=np.float32)
 
 @pytest.mark.parametrize("storage", [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}])
 def test_contiguous_datasets_are_mapped_read_only_and_others_read(
-    volume_file: VolumeFile, tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Large chunks are logged once: one of 2 GB was read for a minute without a word."""
     caplog.set_level("INFO")
     monkeypatch.setattr(hdf5, "LARGE_CHUNK", 2000)
-    path = volume_file(tmp_path / "a.h5", **storage)
+    path = write_volume(tmp_path / "a.h5", **storage)
     for _ in range(2):
         volume = open_volume(path, CHANNELS)
     assert (volume.mapped, volume.shape, volume.bytes) == (not storage, (16, 16, 16), 4 * 9 * 16**3)
@@ -97,20 +98,20 @@ def test_what_is_no_volume_of_these_channels_is_refused_in_one_line(tmp_path: Pa
     assert str(path) in str(caught.value)
 
 
-def test_staging_copies_a_file_once_and_again_if_its_content_changes(volume_file: VolumeFile, tmp_path: Path) -> None:
-    path, cache = volume_file(tmp_path / "a.h5", seed=1), tmp_path / "node" / "cache"
+def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: Path) -> None:
+    path, cache = write_volume(tmp_path / "a.h5", seed=1), tmp_path / "node" / "cache"
     copy = Path(stage(str(path), str(cache)))
     assert (copy.parent, copy.suffix, copy.read_bytes()) == (cache, ".h5", path.read_bytes())
     with open(copy, "rb") as held:  # keeps its inode number in use
         assert stage(str(path), str(cache)) == str(copy)
         assert os.path.samestat(os.fstat(held.fileno()), copy.stat()), "it was copied again"
     before = path.stat()
-    volume_file(path, seed=2)  # the same size
+    write_volume(path, seed=2)  # the same size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert stage(str(path), str(cache)) == str(copy)
     assert copy.read_bytes() == path.read_bytes()
     (tmp_path / "other").mkdir()
-    namesake = volume_file(tmp_path / "other" / "a.h5", seed=3)
+    namesake = write_volume(tmp_path / "other" / "a.h5", seed=3)
     assert Path(stage(str(namesake), str(cache))).read_bytes() == namesake.read_bytes() != copy.read_bytes()
     with pytest.raises(UserError, match=r"cannot stage .*use_cache=.*; choose another use_cache"):
         stage(str(path), str(copy))

@@ -28,7 +28,7 @@ def fail_on_two_ranks(world: World, directory: str) -> list[str]:
     """The errors if the memory is too small, cannot be reserved, mapped, or filled."""
     shared.SHARED_MEMORY, errors = directory, []
     for module, name, replacement in (
-        (shared, "free_shared_memory", lambda _: VOLUME.bytes - 1),
+        (shared, "free_shared_memory", lambda _: 2 * VOLUME.bytes - 1),
         (os, "posix_fallocate", fail),
         (shared.np, "memmap", fail),
         (shared, "_fill", fail),
@@ -36,7 +36,7 @@ def fail_on_two_ranks(world: World, directory: str) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, replacement)
             try:
-                check_room([VOLUME], world)
+                check_room([VOLUME, VOLUME], world)
                 share_volume(VOLUME, world)
             except UserError as error:
                 errors.append(str(error))

@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from reference_samples import VolumeFile
+from volume_files import write_volume
 
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.values import check_all, check_distinct, check_samples
@@ -28,9 +28,9 @@ def volume(seed: int) -> Volume:
     [({}, "Nbody", (0, 0, 0, 0), np.nan), ({"chunks": (1, 4, 4, 4)}, "Hydro", (4, 7, 2, 7), np.inf)],
 )
 def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_warning(
-    volume_file: VolumeFile, tmp_path: Path, storage: dict, name: str, place: tuple[int, ...], value: float
+    tmp_path: Path, storage: dict, name: str, place: tuple[int, ...], value: float
 ) -> None:
-    path = volume_file(tmp_path / "a.h5", box=8, **storage)
+    path = write_volume(tmp_path / "a.h5", box=8, **storage)
     with h5py.File(path, "r+") as file:
         file[name][place] = value
         file["Hydro"][4, 7, 7, 7] = -np.inf  # infinities of both signs may be summed
@@ -76,11 +76,11 @@ def test_a_sample_with_a_non_finite_value_is_refused_before_a_training() -> None
     assert bad.targets[tuple(map(int, found.groups()))] == -np.inf
 
 
-def test_a_volume_for_training_and_validation_gets_a_warning(volume_file: VolumeFile, tmp_path: Path) -> None:
+def test_a_volume_for_training_and_validation_gets_a_warning(tmp_path: Path) -> None:
     """A copy under another name, too; a volume that differs only in its last channel is another one."""
-    train = open_volume(volume_file(tmp_path / "a.h5", seed=1), CHANNELS)
-    copy = open_volume(volume_file(tmp_path / "b.h5", seed=1, chunks=(1, 8, 8, 8)), CHANNELS)
-    with h5py.File(volume_file(tmp_path / "c.h5", seed=1), "r+") as file:
+    train = open_volume(write_volume(tmp_path / "a.h5", seed=1), CHANNELS)
+    copy = open_volume(write_volume(tmp_path / "b.h5", seed=1, chunks=(1, 8, 8, 8)), CHANNELS)
+    with h5py.File(write_volume(tmp_path / "c.h5", seed=1), "r+") as file:
         file["Hydro"][4] *= 0.9
     changed = open_volume(tmp_path / "c.h5", CHANNELS)
     (line,) = check_distinct({"train": [changed, train], "valid": [copy]})

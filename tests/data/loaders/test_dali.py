@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference_samples import VolumeFile
+from volume_files import write_volume
 
 from utils.data.convert_to_npy import convert
 from utils.data.files.hdf5 import open_volume
@@ -38,10 +38,8 @@ def test_without_dali_the_error_names_the_install_command(monkeypatch: pytest.Mo
         (None, r"train_path_npy_data is not set; "),
     ],
 )
-def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(
-    volume_file: VolumeFile, tmp_path: Path, damage: Any, says: str
-) -> None:
-    source = volume_file(tmp_path / "bad.h5", box=12)
+def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(tmp_path: Path, damage: Any, says: str) -> None:
+    source = write_volume(tmp_path / "bad.h5", box=12)
     inputs, targets = convert(source)
     if damage:
         damage(inputs)

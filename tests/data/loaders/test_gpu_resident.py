@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference_samples import VolumeFile, digest, loader_of, rank_batches, read_fields, reference
+from reference_samples import digest, loader_of, rank_batches, read_fields, reference
+from volume_files import write_volume
 
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
@@ -36,7 +37,6 @@ GIB = 2**30
     ],
 )
 def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
-    volume_file: VolumeFile,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
@@ -54,7 +54,7 @@ def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
     plan = SamplePlan(12, BOXES, CROP, seed=3, split=split)
     assert set(plan.epoch(0).volumes) == {0, 1}
     places = zip(BOXES, STORAGES, strict=True)
-    paths = [volume_file(tmp_path / f"{n}.h5", box=box, seed=n, **how) for n, (box, how) in enumerate(places)]
+    paths = [write_volume(tmp_path / f"{n}.h5", box=box, seed=n, **how) for n, (box, how) in enumerate(places)]
     volumes = load_resident([open_volume(path, (4, 5)) for path in paths], CPU, stored)
     both = [[torch.from_numpy(field).to(stored).float().numpy() for field in read_fields(path)] for path in paths]
     channels_last = split == "train"

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,22 +183,3 @@ def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, sched
     for end_after in (1, 2, 3, 4, 7):
         device = Device(monkeypatch, *schedule)
         consume(device, CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device), end_after)
-
-
-def test_a_fill_that_fails_ends_only_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example a kernel that cannot be compiled."""
-    device = Device(monkeypatch, consumer=0, copier=0)
-    prefetcher, loader = CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device)
-
-    def failing() -> Fills:
-        with closing(loader.epoch(list(range(7)))) as fills:
-            for number, (size, fill) in enumerate(fills):
-                yield size, (lambda _: 1 / 0) if number == 2 else fill
-
-    batches = prefetcher.prefetch(failing())
-    next(batches)
-    with pytest.raises(ZeroDivisionError):
-        next(batches)
-    assert device.current is device.consumer
-    assert loader.closed == 1
-    consume(device, prefetcher, HostLoader(device), 7)

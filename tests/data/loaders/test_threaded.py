@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from processes import wait_until
-from reference_samples import Fields, VolumeFile, cubes, digest, loader_of, rank_batches, read_fields, reference
+from reference_samples import Fields, cubes, digest, loader_of, rank_batches, read_fields, reference
+from volume_files import write_volume
 
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.loaders.threaded import ThreadedCropLoader
@@ -23,8 +24,8 @@ STORAGES: list[dict[str, Any]] = [{}, {"chunks": (1, 5, 4, 7)}, {"chunks": True,
 
 
 @pytest.fixture(scope="module")
-def path(volume_file: VolumeFile, tmp_path_factory: Any) -> Path:
-    return volume_file(tmp_path_factory.mktemp("volumes") / "mapped.h5", box=BOX)
+def path(tmp_path_factory: Any) -> Path:
+    return write_volume(tmp_path_factory.mktemp("volumes") / "mapped.h5", box=BOX)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,9 @@ def batches_of(fields: Fields, epoch: int, samples: int = 20, batch_size: int = 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["mapped", "chunked", "compressed"])
 def test_every_storage_format_and_number_of_threads_gives_the_same_bits(
-    volume_file: VolumeFile, tmp_path: Path, fields: Fields, storage: dict[str, Any]
+    tmp_path: Path, fields: Fields, storage: dict[str, Any]
 ) -> None:
-    volume = open_volume(volume_file(tmp_path / "box.h5", box=BOX, **storage), (4, 5))
+    volume = open_volume(write_volume(tmp_path / "box.h5", box=BOX, **storage), (4, 5))
     assert volume.mapped == (not storage)
     for threads in (1, 3):
         with closing(threaded(volume, samples=320, local_batch_size=16, num_data_workers=threads)) as loader:
