@@ -6,7 +6,9 @@ import itertools
 import math
 import os
 import shutil
+import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -25,6 +27,7 @@ from utils.data.convert_to_npy import convert
 from utils.data.files import shared_memory
 from utils.data.loaders import auto, dali, gpu_resident, threaded
 from utils.data.loaders.base import build_splits, memory_format, sample_plan
+from utils.data.loaders.synthetic import SyntheticLoader
 from utils.data.volumes import open_split, open_split_npy, with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -132,9 +135,6 @@ def expected(
         batches = rank_batches(samples, GLOBAL_BATCH, rank, size, split == "train", plan.parts)
         found.append(batches[first:][:taken])
     return found
-
-
-# --- equal bits ----------------------------------------------------------------------------------------------------
 
 
 @EVERY_LOADER
@@ -276,7 +276,28 @@ def test_if_the_second_loader_fails_the_first_is_closed() -> None:
     first.close.assert_called_once_with()
 
 
-# --- auto ------------------------------------------------------------------------------------------------------------
+def test_without_dali_the_error_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ["nvidia.dali", *(name for name in sys.modules if name.startswith("nvidia.dali."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"NVIDIA DALI cannot be imported .*; install it with pip install"):
+        dali.import_dali()
+
+
+def test_the_synthetic_loader_repeats_one_batch_per_seed_and_rank(paths: Paths) -> None:
+    """Values in [-1, 1), as many batches as the plan has; training drops an incomplete one."""
+    config = config_for(paths, "synthetic", Nsamples=10, Nsamples_val=10, global_batch_size=3)
+    loaders, second = build_loaders(config), World(Launch("test", 1, 1, 2), torch.device("cpu"))
+    batches = list(loaders.train.epoch(0))
+    assert [len(batch.inputs) for batch in batches] == [3, 3, 3]
+    assert [len(batch.inputs) for batch in loaders.valid.epoch(0, first_batch=2)] == [3, 1]
+    assert len({batch.inputs.data_ptr() for batch in batches}) == 1
+    for part, again in zip(batches[0], next(build_loaders(config).train.epoch(5)), strict=True):
+        assert -1 <= part.min() < -0.9 < 0.9 < part.max() < 1
+        assert torch.equal(part, again)
+    plan, resolved = sample_plan(config, "train", [(8, 8, 8)]), config.for_world(1)
+    for other in (SyntheticLoader(plan, resolved, second), SyntheticLoader(replace(plan, seed=7), resolved, ALONE)):
+        assert not torch.equal(batches[0].inputs, next(other.epoch(0)).inputs)
+
 
 AMP = {"enable_amp": True}
 

@@ -98,15 +98,6 @@ def test_blocks_are_flushed_before_the_record_counts_them(tmp_path: Path, monkey
     assert counted == [0, 1, 1, 2], "at each flush of a block, and then of the record"
 
 
-def test_a_request_to_stop_reaches_all_writers(tmp_path: Path) -> None:
-    with closing(begin(tmp_path / "box.h5")):
-        first, second = (BlockWriter(tmp_path / "box.h5", [*SHAPES]) for _ in range(2))
-        for value in (True, False):
-            first.stops = value
-            assert (first.stops, second.stops) == (value, value)
-        assert len(second.missing) == len(BLOCKS["planes"])
-
-
 def states_of_the_disk(folder: Path, work: Callable[[], Any]) -> list[dict[str, bytes]]:
     """The files in the folder after each line that changes them, as a process killed at that line leaves them."""
     states: list[dict[str, bytes]] = []

@@ -1,30 +1,147 @@
-"""The loader of volumes in device memory, with Triton's interpreter in place of a GPU."""
+"""The loader of volumes in device memory and its gather kernel, which runs in Triton's interpreter.
+
+Batches are compared with the definition, bit for bit: a slice of the volume, then symmetry.apply.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from reference_samples import digest, loader_of, rank_batches, read_fields, reference
+from reference_samples import VECTORS, cut, digest, loader_of, rank_batches, read_fields, reference
+from triton_compile import compile_kernel
+from triton_interpreter import interpreted
 from volume_files import write_volume
 
+from utils.data import symmetry
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.loaders import gpu_resident
+from utils.data.loaders import crop_kernels, gpu_resident
 from utils.data.loaders.base import memory_format
+from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.prefetcher import HostPrefetcher
-from utils.data.plan import SamplePlan
+from utils.data.plan import EpochPlan, SamplePlan
 from utils.errors import UserError
 
-CROP, BOXES = 3, ((7, 8, 4), (3, 5, 9))
+BOX, CROP = 7, 3
+ALL = np.arange(symmetry.COUNT)
+BITS = {4: torch.int32, 2: torch.int16}
+BOXES = ((7, 8, 4), (3, 5, 9))
 STORAGES = ({}, {"chunks": (1, 2, 4, 7), "compression": "gzip"})
 CPU = torch.device("cpu")
 GIB = 2**30
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels compiled in the test run in Triton's interpreter."""
+    with interpreted(monkeypatch):
+        crop_kernels._kernel.cache_clear()
+        yield
+    crop_kernels._kernel.cache_clear()
+
+
+def random_field(channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal values that two bytes hold without rounding, zeros of both signs, and infinity."""
+    generator = torch.Generator().manual_seed(channels)
+    field = torch.randn((channels, BOX, BOX, BOX), generator=generator).to(torch.bfloat16).to(dtype)
+    field.view(-1)[::7] = 0.0
+    field.view(-1)[1::7] = -0.0
+    field[:, BOX // 2, BOX // 2, BOX // 2] = float("inf")
+    return field
+
+
+def assert_gathered(
+    field: torch.Tensor,
+    symmetries: np.ndarray,
+    crop: int = CROP,
+    channels_last: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compares crops at random origins, including both ends of the box."""
+    origins = np.random.default_rng(1).integers(0, BOX - crop + 1, (len(symmetries), 3))
+    origins[0], origins[-1] = 0, BOX - crop
+    plan, form = EpochPlan(np.zeros(len(origins), int), origins, symmetries), memory_format(channels_last)
+    out = torch.empty((len(plan), len(field), *(crop,) * 3), dtype=dtype, memory_format=form).fill_(torch.nan)
+    gather = TritonGather([field], crop, VECTORS, "full", channels_last)
+    gather(torch.from_numpy(device_plan(plan, [field.shape[1:]])), 0, 1, out)
+    samples = [cut(field.numpy(), *pair) for pair in zip(origins, [crop] * len(plan), symmetries, strict=True)]
+    expected = torch.from_numpy(np.stack(samples)).to(dtype)
+    bits = BITS[dtype.itemsize]
+    assert torch.equal(out.isnan(), expected.isnan())
+    out, expected = (part.contiguous().masked_fill(part.isnan(), 5) for part in (out, expected))
+    assert torch.equal(out.view(bits), expected.view(bits))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_all_48_symmetries_and_crops_of_any_size_match_the_definition(
+    monkeypatch: pytest.MonkeyPatch, channels_last: bool
+) -> None:
+    """In one tile; and in complete and partial ones, under symmetries that move the field's fastest axis and others."""
+    field = random_field(5 if channels_last else 4)
+    some = ALL[5::8] if channels_last else np.array([7, 29])
+    for tile, crop, symmetries in ((None, 3, ALL), ((2, 4), 5, some), ((2, 4), 1, ALL[:2]), ((2, 4), 7, ALL[29:30])):
+        if tile:
+            monkeypatch.setattr(crop_kernels, "TILE_ALL_CHANNELS", tile)
+            monkeypatch.setattr(crop_kernels, "TILE_ONE_CHANNEL", tile)
+        assert_gathered(field, symmetries, crop, channels_last)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
+def test_fields_and_batches_of_each_type(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """NaN and subnormals are kept. The values need no rounding: Triton's interpreter truncates to bfloat16.
+
+    On a GPU, tests/test_gpu.py rounds.
+    """
+    field = random_field(5, dtype=stored)
+    field[:, 3] = torch.nan
+    if stored == dtype:
+        field[:, 4] = torch.tensor(1, dtype=BITS[stored.itemsize]).view(stored)  # the smallest positive number
+    assert_gathered(field, ALL[3::11], dtype=dtype)
+
+
+def test_addresses_of_the_full_volume_do_not_overflow() -> None:
+    """Channels of 1024³ cells start beyond 2³¹ from the third on; the last crop ends at the end of the box."""
+    box, zeros = (1024, 1024, 1024), np.zeros(1, dtype=int)
+    rows = device_plan(EpochPlan(zeros, np.full((1, 3), 960, dtype=np.int32), np.array([47])), [box])
+    table = walks(box, 64, (0, 0, 0))
+    assert rows.dtype == table.dtype == np.int64
+    assert rows.tolist() == [[960 * (1024**2 + 1024 + 1), 47]]
+    start, strides = table[:, 1], table[:, 2:5]
+    assert (start + 63 * strides.clip(max=0).sum(1) == 0).all(), "each path starts at the first cell"
+    assert (start + 63 * strides.clip(min=0).sum(1) + rows[0, 0] == 1024**3 - 1).all()
+    assert TritonGather([random_field(5)], 1, VECTORS, "full")._inputs[2].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("channels", "channels_last", "architecture"),
+    [(4, False, 80), (4, True, 80), (5, True, 90)],
+    ids=["channels first, A100", "4 channels, A100", "5 channels, H200"],
+)
+def test_the_kernel_compiles_for_a_gpu(channels: int, channels_last: bool, architecture: int, tmp_path: Path) -> None:
+    """Also after tests that used the interpreter. A thread writes the four channels of a cell at once."""
+    field = torch.zeros(channels, 8, 8, 8)
+    gather = TritonGather([field], 8, VECTORS, "full", channels_last)
+    constants = gather._constants | ({"channel_stride": 1} if channels_last else {})
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "sources": "*i64"}
+    types |= {"flips": "*i32"} | dict.fromkeys(("first", "step", "sample_stride", "channel_stride"), "i32")
+    compiled = compile_kernel(
+        gather._kernel, types, constants, tmp_path, architecture, ("first", "step", "channel_stride"), **options
+    )
+    assert compiled.registers <= 64
+    assert compiled.stack == 0
+    assert "cvt.rn.bf16" in compiled.ptx, "a cast to bfloat16 rounds to nearest"
+    assert ("st.global.v2.b32" in compiled.ptx) == (channels_last and channels == 4)
 
 
 @pytest.mark.usefixtures("interpreter")

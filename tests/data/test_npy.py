@@ -1,4 +1,4 @@
-"""The converter: `.npy` files equal to the HDF5 fields, atomic writes, errors in one line.
+"""The `.npy` files: equal to the HDF5 fields, written atomically, refused in one line if they do not match.
 
 test_import_volume.py measures its memory.
 """
@@ -18,6 +18,12 @@ from volume_files import write_volume
 
 from utils.data.convert_to_npy import convert, main
 from utils.data.files import hdf5
+from utils.data.files.hdf5 import open_volume
+from utils.data.files.npy import open_npy_volume
+from utils.errors import UserError
+
+KEYS = ("train_path_npy_data", "train_path_npy_label")
+ZEROS = np.zeros((12, 12, 12, 4), np.float32)
 
 
 @pytest.mark.parametrize("storage", [{}, {"chunks": (1, 5, 4, 7), "compression": "gzip"}])
@@ -59,3 +65,27 @@ def test_faults_end_in_one_line_and_leave_existing_files_alone(tmp_path: Path, c
         assert says in refusal(main, flags, capsys)
     assert sorted(os.listdir(tmp_path)) == before
     assert (tmp_path / "train_data.npy").read_text() == "earlier"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.unlink(), "no such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "cannot read"),
+        (lambda path: np.save(path, ZEROS.astype(">f4")), r"is >f4 .*, expected float32 \(12, 12, 12, 4\) in C order"),
+        (lambda path: np.save(path, np.asfortranarray(ZEROS)), "in Fortran order, expected .* in C order"),
+        (lambda path: np.save(path, ZEROS), r"does not match .*bad\.h5: other values"),
+        (None, r"train_path_npy_data is not set; "),
+    ],
+)
+def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(tmp_path: Path, damage: Any, says: str) -> None:
+    source = write_volume(tmp_path / "bad.h5", box=12)
+    inputs, targets = convert(source)
+    if damage:
+        damage(inputs)
+    paths = (str(inputs) if damage else None, str(targets))
+    with pytest.raises(UserError, match=says) as caught:
+        open_npy_volume(paths, KEYS, str(source), (4, 5), open_volume(source, (4, 5)))
+    assert "\n" not in str(caught.value)
+    assert str(inputs) in str(caught.value)
+    assert f"python -m utils.data.convert_to_npy -i {source}" in str(caught.value)
