@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import pickle
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,16 +130,13 @@ def test_missing_scikit_learn_is_reported_with_the_remedy(monkeypatch: pytest.Mo
 
 
 def python2_pickle(lists: list[list[int]]) -> bytes:
-    """A pickle as written by Python 2 and its numpy: byte strings, an older module name, flags as integers."""
-    head = (
-        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\nq\x00cnumpy\nndarray\nq\x01K\x00\x85q\x02U\x01bq\x03\x87q\x04"
-    )
-    head += b"Rq\x05(K\x01" + b"J" + struct.pack("<i", len(lists)) + b"\x85q\x06cnumpy\ndtype\nq\x07U\x02O8q\x08"
-    head += b"K\x00K\x01\x87q\tRq\n(K\x03U\x01|q\x0bNNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tq\x0cb\x89]q\r("
-    body = b"".join(
-        b"](" + b"".join(b"J" + struct.pack("<i", word) for word in words) + b"e" if words else b"]" for words in lists
-    )
-    return head + body + b"etb."
+    """A pickle as of Python 2 and its numpy: byte strings, and an older name of a module."""
+    pickled = pickle.dumps(object_array(lists), 3).replace(b"numpy._core", b"numpy.core", 1)
+    strings = ((b"C\x01b", b"U\x01b"), (b"X\x02\0\0\0O8", b"U\x02O8"), (b"X\x01\0\0\0|", b"U\x01|"))
+    for new, old in ((b"\x80\x03", b"\x80\x02"), *strings):
+        assert new in pickled
+        pickled = pickled.replace(new, old, 1)
+    return pickled
 
 
 def test_pickles_of_all_protocols_and_of_python_2_are_read(tmp_path: Path) -> None:

@@ -38,24 +38,15 @@ ABOUT = ["--box_size=6", "--hubble=0.675", "--omega_m=0.31", "--omega_l=0.69", "
 COSMOLOGY = {"cosmology_H0": 67.5, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69, "cosmology_Ob0": 0.0487}
 
 
-def contents(path: Path) -> dict[str, np.ndarray]:
+def contents(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Datasets and attributes."""
     with h5py.File(path) as file:
-        return {name: file[name][...] for name in file}
-
-
-def attributes(path: Path) -> dict[str, Any]:
-    with h5py.File(path) as file:
-        return dict(file.attrs)
-
-
-@pytest.fixture(scope="module")
-def snapshot(tmp_path_factory: Any) -> Path:
-    return write_nyx(tmp_path_factory.mktemp("nyx") / "snapshot.h5", FIELDS)
+        return {name: file[name][...] for name in file}, dict(file.attrs)
 
 
 @pytest.fixture
 def box(tmp_path: Path) -> Path:
-    """The output of `run` and `refuse`."""
+    """The output of `run`."""
     return tmp_path / "out" / "box.h5"
 
 
@@ -66,17 +57,6 @@ def run(box: Path, capsys: Any) -> Any:
     def go(source: Path, *flags: str) -> str:
         main([f"--input={source}", f"--output={box}", *flags])
         return capsys.readouterr().out
-
-    return go
-
-
-@pytest.fixture
-def refuse(box: Path, capsys: Any) -> Any:
-    """refuse(input, *flags, says=…): one line, exit code 2, and no file."""
-
-    def go(source: Path, *flags: str, says: str) -> None:
-        assert says in refusal(main, [f"--input={source}", f"--output={box}", *flags], capsys)
-        assert not box.parent.exists() or os.listdir(box.parent) == []
 
     return go
 
@@ -124,7 +104,7 @@ def test_every_layout_gives_the_published_channels_and_attributes_that_state_eve
     np.testing.assert_allclose(volume.targets, targets, atol=3e-7)
     simulation = {"box_size_mpc_h": 6.0, "redshift": 3.0, "density_floor_of_mean": np.exp(-14), **COSMOLOGY}
     origin = {"input": str(source), "made_by": "utils.data.import_volume", "periodic": name != "arrays"}
-    assert attributes(box) == pytest.approx({**simulation, **origin, **TransformConfig().model_dump()})
+    assert contents(box)[1] == pytest.approx({**simulation, **origin, **TransformConfig().model_dump()})
 
 
 def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
@@ -136,7 +116,7 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
         np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", grids + (key == "T"))
     run(tmp_path, "--index=1", "--validation_index=2", "--box_size=25")
     for part, grid in (("train", grids[1]), ("val", grids[2])):
-        found = contents(box.with_name(f"box_{part}.h5"))
+        found, _ = contents(box.with_name(f"box_{part}.h5"))
         density = np.log(np.maximum(grid / grid.mean(), np.exp(-14))) / 14
         np.testing.assert_allclose(found["Nbody"][0], density, atol=1e-7)
         np.testing.assert_allclose(found["Hydro"], [density, np.log(grid + 1) / 8 - 1.5], atol=3e-7)
@@ -159,7 +139,7 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
     assert (config.train_path, config.val_path, config.box_size) == (str(box), str(box), [[[*SHAPE]], [[*SHAPE]]])
     assert (config.N_in_channels, config.N_out_channels) == (len(inputs), len(targets))
     assert volume_channels(config_of_files(str(box), str(box))) == volume_channels(config), "evaluate.py --prediction"
-    stored, channels = contents(box), volume_channels(config)
+    stored, channels = contents(box)[0], volume_channels(config)
     for dataset, names, each in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
         physical = [channel.to_physical(values) for channel, values in zip(each, stored[dataset], strict=True)]
         np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
@@ -221,7 +201,7 @@ def files(ending: str, dtype: str = "f4") -> Any:
     return write
 
 
-VALIDATION = ["--input={snapshot}", "--validation={source}"]  # after a good training box
+VALIDATION = ["--input={good}", "--validation={source}"]
 TEMPERATURE, SPEED = "native_fields/temperature", "native_fields/velocity_z"
 
 
@@ -252,18 +232,21 @@ TEMPERATURE, SPEED = "native_fields/temperature", "native_fields/velocity_z"
     ],
 )
 def test_contradictory_input_is_refused_and_nothing_is_left(
-    refuse: Any, snapshot: Path, tmp_path: Path, write: Any, flags: list[str], says: str
+    box: Path, tmp_path: Path, capsys: Any, write: Any, flags: list[str], says: str
 ) -> None:
     (tmp_path / "in").mkdir()
-    source = write(tmp_path / "in")
-    refuse(source, *(flag.format(snapshot=snapshot, source=source) for flag in flags), says=says)
+    source, good = write(tmp_path / "in"), write_nyx(tmp_path / "good.h5", FIELDS)
+    given = [flag.format(good=good, source=source) for flag in flags]
+    assert says in refusal(main, [f"--input={source}", f"--output={box}", *given], capsys)
+    assert not box.parent.exists() or os.listdir(box.parent) == []
 
 
 def test_parts_of_a_box_do_not_touch_also_across_its_faces(
-    run: Any, box: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    snapshot = write_nyx(tmp_path / "snapshot.h5", FIELDS)
     run(snapshot)
-    whole = contents(box)
+    whole, _ = contents(box)
     monkeypatch.setattr(import_volume, "GAP", 2)
     (box.parent / "box_val.h5").write_text("mine")
     with pytest.raises(SystemExit):
@@ -273,10 +256,9 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(
     assert "kept" in run(snapshot, "--split=0.25", "--overwrite")
     assert box.with_suffix(".yaml").read_text() == written, "it may have been edited"
     for name, planes in (("train", slice(0, 5)), ("val", slice(7, 10))):
-        path = box.parent / f"box_{name}.h5"
-        for dataset, values in contents(path).items():
+        fields, found = contents(box.parent / f"box_{name}.h5")
+        for dataset, values in fields.items():
             np.testing.assert_array_equal(values, whole[dataset][:, planes])
-        found = attributes(path)
         assert (found["box_size_mpc_h"], bool(found["periodic"])) == (4.0, False)
         assert found["input_planes"].tolist() == [planes.start, planes.stop]
     config = configs.load("config/UNet.yaml", "test", {"evaluation.window": 4, "evaluation.overlap": 1})

@@ -102,6 +102,3 @@ def test_groups_of_nyx_stand_in_for_attributes_of_a_volume(tmp_path: Path) -> No
     reader = FieldReader(str(path), "Nbody", 4, TransformConfig())
     found = [reader.simulation[name] for name in ("cosmology_H0", "redshift", "cosmology")]
     assert (reader.cell, found) == (0.5, [67.5, 2.0, "planck18"])
-    with h5py.File(path, "r+") as file:
-        file["domain"].attrs["shape"] = [24, 6, 8]
-    assert FieldReader(str(path), "Nbody", 4, TransformConfig()).cell is None, "of another grid"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,30 @@ CHANNELS = (4, 5)
 FIELDS = [np.random.default_rng(0).random((channels, 6, 6, 6), dtype=np.float32) for channels in CHANNELS]
 
 
-@pytest.mark.parametrize("storage", [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}])
-def test_contiguous_datasets_are_mapped_read_only_and_others_read(
+STORAGES: list[Any] = [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}]
+STORAGES += [{"dtype": dtype} for dtype in (">f8", "<f2", ">f4", "<i2")]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_contiguous_datasets_are_mapped_read_only_and_others_converted(
     tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Large chunks are logged once: one of 2 GB was read for a minute without a word."""
+    """Large chunks are logged once: one of 2 GB was read for a minute without a word. Overflow gives no warning."""
     caplog.set_level("INFO")
     monkeypatch.setattr(hdf5, "LARGE_CHUNK", 2000)
     path = write_volume(tmp_path / "a.h5", **storage)
     for _ in range(2):
         volume = open_volume(path, CHANNELS)
     assert (volume.mapped, volume.shape, volume.bytes) == (not storage, (16, 16, 16), 4 * 9 * 16**3)
-    assert len(caplog.messages) == (2 if storage else 0), "one line for each dataset"
+    assert len(caplog.messages) == (2 if "chunks" in storage else 0), "one line for each dataset"
     for field, expected in zip((volume.inputs, volume.targets), read_fields(path), strict=True):
-        np.testing.assert_array_equal(field[:, 3:9, 0:4, 12:16], expected[:, 3:9, 0:4, 12:16])
+        crop = field[:, 3:9, 0:4, 12:16]
+        np.testing.assert_array_equal(crop, expected[:, 3:9, 0:4, 12:16].astype("f4"))
+        assert crop.dtype == np.float32
         if volume.mapped:
             assert type(field) is np.ndarray
             assert not field.flags.writeable
+    np.testing.assert_array_equal(as_float32(np.array([1e300, -1e300, 0.5])), [np.inf, -np.inf, 0.5])
 
 
 def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapped(tmp_path: Path) -> None:
@@ -53,26 +59,12 @@ def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapp
             file["odd"] = np.zeros(3, np.int8)
             file[dataset] = values
     with h5py.File(tmp_path / "a.h5", "r+") as file:
-        file["Hydro"] = h5py.ExternalLink("hydro.h5", "Hydro")
+        file["gas/all"] = h5py.ExternalLink("hydro.h5", "Hydro")
         file["more"] = np.zeros(10000)
-    volume = open_volume(tmp_path / "a.h5", CHANNELS)
+    volume = open_volume(tmp_path / "a.h5", CHANNELS, ("Nbody", "gas/all"))
     assert volume.mapped
     np.testing.assert_array_equal(volume.inputs, FIELDS[0])
     np.testing.assert_array_equal(volume.targets, FIELDS[1])
-
-
-@pytest.mark.parametrize("dtype", [">f8", "<f2", ">f4", "<i2"])
-def test_other_types_of_numbers_are_converted(tmp_path: Path, dtype: str) -> None:
-    """Values beyond float32 become infinite without a warning."""
-    fields = [(100 * field).astype(dtype) for field in FIELDS]
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["dark"], file["gas/all"] = fields
-    volume = open_volume(tmp_path / "a.h5", CHANNELS, ("dark", "gas/all"))
-    assert not volume.mapped
-    for number, channel, start, values in volume.slabs():
-        assert values.dtype == np.float32
-        np.testing.assert_array_equal(values, fields[number][channel, start : start + len(values)].astype("f4"))
-    np.testing.assert_array_equal(as_float32(np.array([1e300, -1e300, 0.5])), np.array([np.inf, -np.inf, 0.5], "f4"))
 
 
 @pytest.mark.parametrize(
@@ -142,6 +134,10 @@ def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_war
         with pytest.raises(UserError) as caught:
             check_all(open_volume(path, CHANNELS))
     assert str(caught.value).startswith(f"{path}: {name}[{', '.join(map(str, place))}] is {value}; ")
+    bad = volume(2)
+    bad.targets[4, 5:] = -np.inf  # a training on such a file once removed the earlier run, and failed
+    with pytest.raises(UserError, match=r"^2\.h5: Hydro\[4, \d+, \d+, \d+\] is -inf; correct or "):
+        check_samples([volume(1), bad], True)
 
 
 def test_physical_channels_are_refused_unless_they_are_allowed() -> None:
@@ -165,17 +161,6 @@ def test_a_dataset_with_one_value_everywhere_is_refused() -> None:
     for check in (lambda: check_all(train), lambda: check_samples([train, volume(2)], True)):
         with pytest.raises(UserError, match=r"^1\.h5: Hydro is -0\.25 everywhere; write its values, or "):
             check()
-
-
-def test_a_sample_with_a_non_finite_value_is_refused_before_a_training() -> None:
-    """A training run on such a file once removed the earlier run, skipped ten updates and failed."""
-    bad = volume(2)
-    bad.targets[4, 5:] = -np.inf
-    with pytest.raises(UserError) as caught:
-        check_samples([volume(1), bad], True)
-    found = re.fullmatch(r"2\.h5: Hydro\[(\d), (\d+), (\d+), (\d+)\] is -inf; correct or .*", str(caught.value))
-    assert found is not None
-    assert bad.targets[tuple(map(int, found.groups()))] == -np.inf
 
 
 def test_a_volume_for_training_and_validation_gets_a_warning(tmp_path: Path) -> None:

@@ -91,13 +91,16 @@ def test_one_rank_per_node_reads_and_the_others_wait_for_it(tmp_path: Path) -> N
     assert run_ranks(warm_on_two_ranks, 2, str(path)) == [([str(path)], True), ([], True)]
 
 
-def fail(*_: object, **__: object) -> None:
-    raise OSError("filter returned failure")
+def share(world: World, directory: str, private: str, token: str) -> tuple[list[str], list[float], list[str]]:
+    """Errors if the memory is too small, or cannot be reserved, mapped or filled; values; files that are left.
 
+    The last value is one that rank 0 has written to its copy.
+    """
 
-def fail_on_two_ranks(world: World, directory: str) -> list[str]:
-    """The errors if the memory is too small, cannot be reserved, mapped, or filled."""
-    shared.SHARED_MEMORY, errors = directory, []
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("filter returned failure")
+
+    shared.SHARED_MEMORY, errors = private, []
     for module, name, replacement in (
         (shared, "free_shared_memory", lambda _: 2 * VOLUME.bytes - 1),
         (os, "posix_fallocate", fail),
@@ -111,30 +114,22 @@ def fail_on_two_ranks(world: World, directory: str) -> list[str]:
                 share_volume(VOLUME, world)
             except UserError as error:
                 errors.append(str(error))
-    return errors
-
-
-def test_a_failure_is_reported_on_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
-    for errors in run_ranks(fail_on_two_ranks, 2, str(tmp_path)):
-        for error, says in zip(errors, ("are free", "cannot hold", "cannot hold", "cannot read"), strict=True):
-            assert says in error
-            assert error.endswith("use --data_loader_config=lowmem")
-    assert os.listdir(tmp_path) == []
-
-
-def share_on_two_ranks(world: World, directory: str, token: str) -> tuple[float, float, float, list[str]]:
-    """A value of both fields, one that rank 0 has written to its copy, and the files that are left meanwhile."""
     shared.uuid, shared.SHARED_MEMORY = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=token)), directory
     volume = share_volume(VOLUME, world)
-    before = float(volume.inputs.mean()), float(volume.targets.mean())
+    values = [float(volume.inputs.mean()), float(volume.targets.mean())]
     left = [name for name in os.listdir(directory) if token in name]
     world.barrier()
     if world.is_root:
         volume.inputs[1, 2, 3, 3] = 42
     world.barrier()
-    return *before, float(volume.inputs[1, 2, 3, 3]), left
+    return errors, [*values, float(volume.inputs[1, 2, 3, 3])], [*left, *os.listdir(private)]
 
 
-def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(tmp_path: Path) -> None:
+def test_two_ranks_share_one_copy_and_a_failure_is_reported_on_both(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
     directory = shared.SHARED_MEMORY if os.path.isdir(shared.SHARED_MEMORY) else str(tmp_path)
-    assert run_ranks(share_on_two_ranks, 2, directory, uuid.uuid4().hex) == [(4.0, 5.0, 42.0, [])] * 2
+    for errors, values, left in run_ranks(share, 2, directory, str(tmp_path / "private"), uuid.uuid4().hex):
+        for error, says in zip(errors, ("are free", "cannot hold", "cannot hold", "cannot read"), strict=True):
+            assert says in error
+            assert error.endswith("use --data_loader_config=lowmem")
+        assert (values, left) == ([4.0, 5.0, 42.0], [])

@@ -1,4 +1,4 @@
-"""The threaded crop loader: storage formats, buffers, threads, errors. test_loaders.py tests the common contract."""
+"""The threaded crop loader: buffers, threads, errors. test_loaders.py compares its batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,45 +13,27 @@ from processes import wait_until
 from reference_samples import Fields, cubes, digest, loader_of, rank_batches, read_fields, reference
 from volume_files import write_volume
 
-from utils.data.files.hdf5 import Volume, open_volume
+from utils.data.files.hdf5 import Volume
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.errors import UserError
 
 BOX, CROP = 12, 9  # numpy copies crops of this size without the interpreter lock, so that threads overlap
-STORAGES: list[dict[str, Any]] = [{}, {"chunks": (1, 5, 4, 7)}, {"chunks": True, "compression": "gzip"}]
+PLAN = SamplePlan(20, cubes(BOX), CROP, seed=3)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: Any) -> Path:
-    return write_volume(tmp_path_factory.mktemp("volumes") / "mapped.h5", box=BOX)
+def fields(tmp_path_factory: pytest.TempPathFactory) -> Fields:
+    return read_fields(write_volume(tmp_path_factory.mktemp("volumes") / "box.h5", box=BOX))
 
 
-@pytest.fixture(scope="module")
-def fields(path: Path) -> Fields:
-    return read_fields(path)
+def threaded(volume: Volume, **keys: Any) -> ThreadedCropLoader:
+    return loader_of(ThreadedCropLoader, [volume], PLAN, **keys)
 
 
-def threaded(volume: Volume, samples: int = 20, **keys: Any) -> ThreadedCropLoader:
-    return loader_of(ThreadedCropLoader, [volume], SamplePlan(samples, cubes(BOX), CROP, seed=3), **keys)
-
-
-def batches_of(fields: Fields, epoch: int, samples: int = 20, batch_size: int = 4) -> list[list[str]]:
+def batches_of(fields: Fields, epoch: int) -> list[list[str]]:
     """The digests of an epoch's batches by definition."""
-    digests = reference([fields], SamplePlan(samples, cubes(BOX), CROP, seed=3), epoch)
-    return rank_batches(digests, batch_size, 0, 1, drop_last=True)
-
-
-@pytest.mark.parametrize("storage", STORAGES, ids=["mapped", "chunked", "compressed"])
-def test_every_storage_format_and_number_of_threads_gives_the_same_bits(
-    tmp_path: Path, fields: Fields, storage: dict[str, Any]
-) -> None:
-    volume = open_volume(write_volume(tmp_path / "box.h5", box=BOX, **storage), (4, 5))
-    assert volume.mapped == (not storage)
-    for threads in (1, 3):
-        with closing(threaded(volume, samples=320, local_batch_size=16, num_data_workers=threads)) as loader:
-            found = [digest(batch) for batch in loader.epoch(0)]
-            assert found == batches_of(fields, 0, 320, 16), f"{threads} threads"
+    return rank_batches(reference([fields], PLAN, epoch), 4, 0, 1, drop_last=True)
 
 
 class CountedField:
