@@ -75,9 +75,7 @@ def test_missing_and_truncated_files_are_refused(name: str, packed: bool, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["mnist", "reuters"])
-def test_files_are_verified_by_checksum_and_number_of_samples(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_verified_by_checksum(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     expected, dataset = write(name, tmp_path), DATASETS[name]
     file, published = next(iter(dataset.checksums.items()))
     line = refused(name, tmp_path, verify=True)
@@ -86,11 +84,8 @@ def test_files_are_verified_by_checksum_and_number_of_samples(
     read(name, tmp_path)
     digests = {file: f"sha1:{hashlib.sha1((tmp_path / file).read_bytes()).hexdigest()}" for file in dataset.checksums}
     samples = {split: len(labels) for split, (_, labels) in expected.items()}
-    found = dataclasses.replace(dataset, checksums=digests, samples=samples)
-    monkeypatch.setitem(DATASETS, name, found)
+    monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, checksums=digests, samples=samples))
     assert_read(read(name, tmp_path, verify=True), expected)
-    monkeypatch.setitem(DATASETS, name, dataclasses.replace(found, samples=samples | {"valid": 4}))
-    assert f"valid samples, {name} has 4; " in refused(name, tmp_path, verify=True)
 
 
 def test_samples_that_the_data_set_does_not_have_are_refused(tmp_path: Path) -> None:
@@ -124,7 +119,7 @@ def test_digits_are_all_of_scikit_learns_with_a_fixed_split(tmp_path: Path) -> N
         np.testing.assert_array_equal(splits[split].inputs[:4, 0], digits.images[golden])
 
 
-def test_missing_scikit_learn_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_scikit_learn_is_reported_with_the_remedy(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert refused("digits", tmp_path).endswith("pip install scikit-learn")
 
@@ -160,9 +155,7 @@ class Call:
         return os.mkdir, ("created",)
 
 
-def test_malicious_and_malformed_pickles_are_refused_and_call_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_malicious_and_malformed_pickles_are_refused_and_call_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     lists, labels = texts()
     lists[3] = [1, Call(), 2]

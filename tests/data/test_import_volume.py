@@ -84,7 +84,7 @@ def write_layout(folder: Path, name: str) -> tuple[Path, list[str]]:
 
 @pytest.mark.parametrize("name", ["nyx", "compressed", "arrays", "raw", "npy"])
 def test_every_layout_gives_the_published_channels_and_attributes_that_state_everything(
-    run: Any, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    run: Any, box: Path, tmp_path: Path, monkeypatch: Any, name: str
 ) -> None:
     """In one slab or in several, whose sums round differently if densities are divided by their mean.
 
@@ -242,7 +242,7 @@ def test_contradictory_input_is_refused_and_nothing_is_left(
 
 
 def test_parts_of_a_box_do_not_touch_also_across_its_faces(
-    run: Any, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, box: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     snapshot = write_nyx(tmp_path / "snapshot.h5", FIELDS)
     run(snapshot)
@@ -266,9 +266,7 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(
     assert grid.x.origins == (0, 1), "evaluations during a run do not wrap"
 
 
-def test_memory_does_not_grow_with_the_box(
-    run: Any, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_the_box(run: Any, box: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(hdf5, "SLAB_VALUES", 4 * 32 * 32)
     peaks, sizes = [], []
     for planes in (32, 256):

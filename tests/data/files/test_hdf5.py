@@ -29,7 +29,7 @@ STORAGES += [{"dtype": dtype} for dtype in (">f8", "<f2", ">f4", "<i2")]
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_contiguous_datasets_are_mapped_read_only_and_others_converted(
-    tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tmp_path: Path, storage: dict, monkeypatch: Any, caplog: Any
 ) -> None:
     """Large chunks are logged once: one of 2 GB was read for a minute without a word. Overflow gives no warning."""
     caplog.set_level("INFO")

@@ -27,9 +27,7 @@ MIB = 2**20
 VOLUME = Volume("a.h5", *(np.full((channels, 4, 4, 4), channels, np.float32) for channels in (4, 5)))
 
 
-def test_files_are_read_only_if_all_of_them_fit_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_files_are_read_only_if_all_of_them_fit_in_memory(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A file of both splits is read and counted once."""
     for name, size in (("train.h5", 16 * MIB), ("valid.h5", MIB)):
         (tmp_path / name).write_bytes(bytes(size))
@@ -53,7 +51,6 @@ def test_available_memory_is_bounded_by_the_machine_and_its_control_groups(tmp_p
     (proc / "self").mkdir(parents=True)
     step.mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 65536 kB\nMemFree:          1 kB\nMemAvailable:   32768 kB\n")
-    assert available_memory(proc, cgroups) == 32 * MIB, "no groups"
     (proc / "self" / "cgroup").write_text("1:name=systemd:/other\n0::/job/step\n")
     for group in (cgroups, step.parent, step):
         for limit, used, expected in (("max", 5, 32 * MIB), (20 * MIB, 12 * MIB, 16 * MIB), (1024, 9 * MIB, 0)):

@@ -80,7 +80,7 @@ def check_complete(target: Path) -> None:
 
 @pytest.mark.parametrize("blocks", [*CUTS])
 def test_other_byte_orders_types_and_strides_are_written_as_float32_by_short_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: str
+    tmp_path: Path, monkeypatch: Any, blocks: str
 ) -> None:
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, place: write(descriptor, data[:7], place))
@@ -89,7 +89,7 @@ def test_other_byte_orders_types_and_strides_are_written_as_float32_by_short_wri
     assert write_all(tmp_path / "new" / "box.h5", blocks=blocks) == 0
 
 
-def test_blocks_are_flushed_before_the_record_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_flushed_before_the_record_counts_them(tmp_path: Path, monkeypatch: Any) -> None:
     """If the machine crashes, data that were not flushed are lost."""
     counted, record = [], tmp_path / ".box.h5.blocks"
     with closing(begin(tmp_path / "box.h5")):
@@ -169,9 +169,7 @@ def test_a_second_writer_is_refused_and_a_target_that_appears_in_the_meantime_is
     assert write_all(target, overwrite=True) == 6
 
 
-def test_a_full_disk_is_one_line_and_the_output_resumes_when_there_is_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line_and_the_output_resumes_when_there_is_space(tmp_path: Path, monkeypatch: Any) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ GIB = 2**30
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreter(monkeypatch: Any) -> Iterator[None]:
     """Kernels compiled in the test run in Triton's interpreter."""
     with interpreted(monkeypatch):
         crop_kernels._kernel.cache_clear()
@@ -58,11 +59,7 @@ def random_field(channels: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def assert_gathered(
-    field: torch.Tensor,
-    symmetries: np.ndarray,
-    crop: int = CROP,
-    channels_last: bool = True,
-    dtype: torch.dtype = torch.float32,
+    field: torch.Tensor, symmetries: Any, crop: int = CROP, channels_last: bool = True, dtype: Any = torch.float32
 ) -> None:
     """Compares crops at random origins, including both ends of the box."""
     origins = np.random.default_rng(1).integers(0, BOX - crop + 1, (len(symmetries), 3))
@@ -81,9 +78,7 @@ def assert_gathered(
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_all_48_symmetries_and_crops_of_any_size_match_the_definition(
-    monkeypatch: pytest.MonkeyPatch, channels_last: bool
-) -> None:
+def test_all_48_symmetries_and_crops_of_any_size_match_the_definition(monkeypatch: Any, channels_last: bool) -> None:
     """In one tile; and in complete and partial ones, under symmetries that move the field's fastest axis and others."""
     field = random_field(5 if channels_last else 4)
     some = ALL[5::8] if channels_last else np.array([7, 29])
@@ -147,19 +142,10 @@ def test_the_kernel_compiles_for_a_gpu(channels: int, channels_last: bool, archi
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(
     ("mode", "split", "size", "stored"),
-    [
-        ("full", "train", 1, torch.float16),
-        ("grid", "train", 2, torch.float32),
-        ("full", "valid", 4, torch.float32),
-    ],
+    [("full", "train", 1, torch.float16), ("grid", "train", 2, torch.float32), ("full", "valid", 4, torch.float32)],
 )
 def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    split: str,
-    size: int,
-    stored: torch.dtype,
+    tmp_path: Path, monkeypatch: Any, mode: str, split: str, size: int, stored: torch.dtype
 ) -> None:
     """Bit for bit for each rank, over two epochs, one that ends early and one that resumes in the middle.
 

@@ -19,7 +19,7 @@ import pytest
 
 from utils.data.loaders import prefetcher as prefetching
 from utils.data.loaders.base import Batch
-from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, copies
+from utils.data.loaders.prefetcher import CudaPrefetcher, copies
 
 SHAPE = (2, 3)
 HOST_BUFFERS = 3  # as in ThreadedCropLoader
@@ -73,32 +73,28 @@ class Stream:
 class Device:
     """Two streams. After each queued item, each stream runs its ready items, with its own probability per item."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, consumer: float, copier: float, seed: int = 0) -> None:
+    def __init__(self, monkeypatch: Any, consumer: float, copier: float, seed: int = 0) -> None:
         self.consumer, self.copier = Stream(self.run_some), Stream(self.run_some)
         self.current = self.consumer
         self.probabilities = ((self.consumer, consumer), (self.copier, copier))
         self.random = random.Random(seed)
-        monkeypatch.setattr(prefetching, "torch", self.torch())
+        cuda = {"Stream": lambda _: self.copier, "current_stream": lambda _: self.current, "stream": self.stream}
+        empty = lambda shape, **_: Tensor(self, np.full(shape, np.nan))  # noqa: E731
+        torch = SimpleNamespace(cuda=SimpleNamespace(Event=Event, **cuda), empty=empty, float32=None)
+        monkeypatch.setattr(prefetching, "torch", torch)
 
     def run_some(self) -> None:
         for stream, probability in self.probabilities:
             while stream.ready() and self.random.random() < probability:
                 stream.advance()
 
-    def torch(self) -> Any:
-        """The part of torch that prefetcher.py uses."""
-
-        @contextmanager
-        def stream(chosen: Stream) -> Iterator[None]:
-            self.current = chosen
-            try:
-                yield
-            finally:
-                self.current = self.consumer
-
-        cuda = {"Stream": lambda _: self.copier, "current_stream": lambda _: self.current, "stream": stream}
-        empty = lambda shape, **_: Tensor(self, np.full(shape, np.nan))  # noqa: E731
-        return SimpleNamespace(cuda=SimpleNamespace(Event=Event, **cuda), empty=empty, float32=None)
+    @contextmanager
+    def stream(self, chosen: Stream) -> Iterator[None]:
+        self.current = chosen
+        try:
+            yield
+        finally:
+            self.current = self.consumer
 
 
 class Tensor:
@@ -124,9 +120,6 @@ class HostLoader:
     def __init__(self, device: Device) -> None:
         self.buffers = [Batch(*(Tensor(device, np.zeros(SHAPE)) for _ in range(2))) for _ in range(HOST_BUFFERS)]
         self.closed = 0
-
-    def epoch(self, numbers: list[int]) -> Fills:
-        return copies(self.batches(numbers))
 
     def batches(self, numbers: list[int]) -> Generator[Batch, None, None]:
         def assemble(index: int) -> Batch:
@@ -164,7 +157,7 @@ def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader, end_
     expected = []
     for epoch, end in enumerate((end_after, 7, 7)):
         numbers = [100 * epoch + index for index in range(7)]
-        batches = prefetcher.prefetch(loader.epoch(numbers))
+        batches = prefetcher.prefetch(copies(loader.batches(numbers)))
         for index, number in enumerate(numbers[:end]):
             batch = next(batches)
             assert not (lazy and epoch == 0 and index < 4 and read), "the host has waited for a kernel"
@@ -179,7 +172,7 @@ def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader, end_
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: tuple[float, float, int]) -> None:
+def test_every_kernel_reads_its_own_batch(monkeypatch: Any, schedule: tuple[float, float, int]) -> None:
     for end_after in (1, 2, 3, 4, 7):
         device = Device(monkeypatch, *schedule)
         consume(device, CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device), end_after)

@@ -23,12 +23,12 @@ PLAN = SamplePlan(20, cubes(BOX), CROP, seed=3)
 
 
 @pytest.fixture(scope="module")
-def fields(tmp_path_factory: pytest.TempPathFactory) -> Fields:
+def fields(tmp_path_factory: Any) -> Fields:
     return read_fields(write_volume(tmp_path_factory.mktemp("volumes") / "box.h5", box=BOX))
 
 
-def threaded(volume: Volume, **keys: Any) -> ThreadedCropLoader:
-    return loader_of(ThreadedCropLoader, [volume], PLAN, **keys)
+def threaded(fields: Fields, targets: Any, **keys: Any) -> ThreadedCropLoader:
+    return loader_of(ThreadedCropLoader, [Volume("slow.h5", fields[0], targets)], PLAN, **keys)
 
 
 def batches_of(fields: Fields, epoch: int) -> list[list[str]]:
@@ -58,16 +58,11 @@ class CountedField:
                 self.ended += 1
 
 
-def counted_volume(fields: Fields, **how: Any) -> tuple[Volume, CountedField]:
-    targets = CountedField(fields[1], **how)
-    return Volume("slow.h5", fields[0], targets), targets
-
-
 def test_one_batch_is_assembled_ahead_and_the_last_two_are_not_overwritten(fields: Fields) -> None:
     """The copy to the device may still read a batch while the next is requested (prefetcher.py)."""
-    volume, field = counted_volume(fields)
+    field = CountedField(fields[1])
     expected, given = batches_of(fields, 0), []
-    with closing(threaded(volume)) as loader:
+    with closing(threaded(fields, field)) as loader:
         for number, batch in enumerate(loader.epoch(0)):
             given.append(batch)
             ahead = min(20, 4 * (number + 2))
@@ -80,8 +75,8 @@ def test_one_batch_is_assembled_ahead_and_the_last_two_are_not_overwritten(field
 @pytest.mark.parametrize(("end", "threads"), [(1, 3), (2, 3), (3, 3), ("an error", 1), ("an error", 3)])
 def test_an_epoch_that_ends_early_does_not_disturb_the_next(fields: Fields, end: int | str, threads: int) -> None:
     """After some batches, or at an error in one line: the loader once did not wait for the failed batch's tasks."""
-    volume, field = counted_volume(fields, seconds=0.01, fail=1 if end == "an error" else -1)
-    with closing(threaded(volume, num_data_workers=threads)) as loader:
+    field = CountedField(fields[1], seconds=0.01, fail=1 if end == "an error" else -1)
+    with closing(threaded(fields, field, num_data_workers=threads)) as loader:
         batches = loader.epoch(0)
         if end == "an error":
             with pytest.raises(UserError, match=r"cannot read slow\.h5: filter returned failure"):
@@ -97,7 +92,7 @@ def test_an_epoch_that_ends_early_does_not_disturb_the_next(fields: Fields, end:
 
 def test_close_in_the_middle_of_an_epoch_leaves_no_threads(fields: Fields) -> None:
     before = threading.active_count()
-    loader = threaded(counted_volume(fields, seconds=0.01)[0], num_data_workers=3)
+    loader = threaded(fields, CountedField(fields[1], seconds=0.01), num_data_workers=3)
     next(loader.epoch(0))
     assert threading.active_count() > before
     for _ in range(2):
