@@ -292,9 +292,7 @@ def test_import_and_train_are_two_commands_without_further_flags(box: Path, tmp_
     main([f"--input={snapshots[0]}", f"--validation={snapshots[1]}", f"--output={box}"])
     command, yaml = shlex.split(capsys.readouterr().out.splitlines()[-1]), box.with_suffix(".yaml")
     small = "extends: test\n  num_epochs: 1\n  lambda_rho: 1e-3\n  evaluation: {every_epochs: 1}\n  device: cpu"
-    written = yaml.read_text()
-    assert "extends: demo" in written, "the box is too small for base"
-    yaml.write_text(written.replace("extends: demo", small).replace("./runs", str(tmp_path)))
+    yaml.write_text(yaml.read_text().replace("extends: demo", small).replace("./runs", str(tmp_path)))
     train.main(command[2:])
     checkpoint, gas, valid = tmp_path / "box" / "1ranks" / "00", tmp_path / "gas.h5", box.with_name("box_val.h5")
     config = configs.load(str(checkpoint / "config.yaml"), "box")

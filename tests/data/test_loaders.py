@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import shutil
 import sys
@@ -38,7 +37,6 @@ TOP = Path(__file__).parents[2]
 GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and an incomplete one
 # Two volumes to train on and one for validation, none of them a cube, by the config's key and the file's name.
 BOXES = {("train", "train"): (16, 9, 20), ("train", "more"): (8, 24, 12), ("val", "valid"): (18, 16, 8)}
-SIZE = sum(9 * math.prod(box) * 4 for box in BOXES.values())  # bytes of all volumes
 # What each volume states; its side is that of its longest axis.
 REDSHIFTS, LENGTHS = {"train": 2.5, "more": 3.25, "valid": 3.0}, {"train": 10.0, "more": 6.0, "valid": 9.0}
 CONDITIONS = {"network.conditions": ["redshift", "cell"]}
@@ -182,7 +180,7 @@ def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[st
     for name in names:
         config, few = config_for(paths, name, **CONDITIONS), config_for(paths, name, Nsamples_val=3)
         found[name] = read(build_loaders(config, world), READINGS) + read(build_loaders(few, world), FEW)
-    shared_memory.free_shared_memory = lambda _: 0 if world.is_root else SIZE
+    shared_memory.free_shared_memory = lambda _: 0 if world.is_root else 2**40
     threaded.build_lowmem = lambda *_: built.append("lowmem")  # type: ignore[assignment,func-returns-value]
     auto.build(config_for(paths, "auto", train_path=str(Path(paths["val_path"]).with_name("chunked.h5"))), world)
     return found, built

@@ -1,7 +1,4 @@
-"""The `.npy` files: equal to the HDF5 fields, written atomically, refused in one line if they do not match.
-
-test_import_volume.py measures its memory.
-"""
+"""The `.npy` files: equal to the HDF5 fields, written atomically, refused in one line if they do not match."""
 
 from __future__ import annotations
 

@@ -89,10 +89,7 @@ def test_one_rank_per_node_reads_and_the_others_wait_for_it(tmp_path: Path) -> N
 
 
 def share(world: World, directory: str, private: str, token: str) -> tuple[list[str], list[float], list[str]]:
-    """Errors if the memory is too small, or cannot be reserved, mapped or filled; values; files that are left.
-
-    The last value is one that rank 0 has written to its copy.
-    """
+    """Errors if the memory is too small or fails; values, the last one written by rank 0; files that are left."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("filter returned failure")
