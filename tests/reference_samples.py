@@ -17,7 +17,6 @@ from utils.data.plan import Box, SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 
-VolumeFile = Callable[..., Path]
 Fields = Sequence[np.ndarray]
 VECTORS = [(1, 2, 3)]
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -37,7 +36,7 @@ def cubes(*sides: int) -> tuple[Box, ...]:
 
 
 def digest(batch: Batch) -> list[str]:
-    """One digest of the bytes of each sample's inputs and targets, in the order [C, D, D, D]."""
+    """One digest of the bytes of each sample's inputs, targets and conditions, in the order [C, D, D, D]."""
     parts = [part.contiguous().numpy() for part in batch]
     return [_digest([part[slot] for part in parts]) for slot in range(len(parts[0]))]
 
@@ -48,11 +47,14 @@ def cut(field: np.ndarray, origin: np.ndarray, crop: int, index: int, mode: str 
     return symmetry.apply(field[:, x, y, z], int(index), VECTORS, mode)
 
 
-def reference(volumes: Sequence[Fields], plan: SamplePlan, epoch: int, mode: str = "full") -> list[str]:
-    """The digests of all samples of an epoch, in the plan's order."""
+def reference(
+    volumes: Sequence[Fields], plan: SamplePlan, epoch: int, mode: str = "full", conditions: np.ndarray | None = None
+) -> list[str]:
+    """The digests of all samples of an epoch, in the plan's order; `conditions` of each volume, if given."""
     drawn = plan.epoch(epoch)
+    ends = [[]] * len(volumes) if conditions is None else [[row] for row in conditions]
     return [
-        _digest([cut(field, origin, plan.crop, index, mode) for field in volumes[volume]])
+        _digest([*(cut(field, origin, plan.crop, index, mode) for field in volumes[volume]), *ends[volume]])
         for volume, origin, index in zip(drawn.volumes, drawn.origins, drawn.symmetries, strict=True)
     ]
 

@@ -1,45 +1,52 @@
-"""HDF5 volumes: mapping, conversion, errors in one line, and staging."""
+"""HDF5 volumes: mapping, conversion, staging, checks of values, errors in one line."""
 
 from __future__ import annotations
 
-import errno
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from reference_samples import VolumeFile, read_fields
+from reference_samples import read_fields
+from volume_files import write_volume
 
 from utils.data.files import hdf5
-from utils.data.files.hdf5 import as_float32, open_volume
+from utils.data.files.hdf5 import Volume, as_float32, open_volume
+from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.data.volumes import stage
 from utils.errors import UserError
 
 CHANNELS = (4, 5)
+FIELDS = [np.random.default_rng(0).random((channels, 6, 6, 6), dtype=np.float32) for channels in CHANNELS]
 
 
-def random_fields(box: int = 6) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.random((channels, box, box, box), dtype=np.float32) for channels in CHANNELS]
+STORAGES: list[Any] = [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}]
+STORAGES += [{"dtype": dtype} for dtype in (">f8", "<f2", ">f4", "<i2")]
 
 
-# --- opening -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("storage", [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}])
-def test_contiguous_datasets_are_mapped_read_only_and_others_read(
-    volume_file: VolumeFile, tmp_path: Path, storage: dict[str, Any]
+@pytest.mark.parametrize("storage", STORAGES)
+def test_contiguous_datasets_are_mapped_read_only_and_others_converted(
+    tmp_path: Path, storage: dict, monkeypatch: Any, caplog: Any
 ) -> None:
-    path = volume_file(tmp_path / "a.h5", **storage)
-    volume = open_volume(path, CHANNELS)
+    """Large chunks are logged once: one of 2 GB was read for a minute without a word. Overflow gives no warning."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(hdf5, "LARGE_CHUNK", 2000)
+    path = write_volume(tmp_path / "a.h5", **storage)
+    for _ in range(2):
+        volume = open_volume(path, CHANNELS)
     assert (volume.mapped, volume.shape, volume.bytes) == (not storage, (16, 16, 16), 4 * 9 * 16**3)
+    assert len(caplog.messages) == (2 if "chunks" in storage else 0), "one line for each dataset"
     for field, expected in zip((volume.inputs, volume.targets), read_fields(path), strict=True):
-        np.testing.assert_array_equal(field[:, 3:9, 0:4, 12:16], expected[:, 3:9, 0:4, 12:16])
+        crop = field[:, 3:9, 0:4, 12:16]
+        np.testing.assert_array_equal(crop, expected[:, 3:9, 0:4, 12:16].astype("f4"))
+        assert crop.dtype == np.float32
         if volume.mapped:
             assert type(field) is np.ndarray
             assert not field.flags.writeable
+    np.testing.assert_array_equal(as_float32(np.array([1e300, -1e300, 0.5])), [np.inf, -np.inf, 0.5])
 
 
 def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapped(tmp_path: Path) -> None:
@@ -47,131 +54,118 @@ def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapp
 
     A fixed bug: a linked dataset was mapped from the linking file, which silently gave wrong bytes.
     """
-    fields = random_fields()
-    with h5py.File(tmp_path / "hydro.h5", "w", libver="latest", userblock_size=512) as file:
-        file["odd"] = np.zeros(3, np.int8)
-        file["Hydro"] = fields[1]
-    with h5py.File(tmp_path / "a.h5", "w", libver="latest", userblock_size=512) as file:
-        file["odd"] = np.zeros(3, np.int8)
-        file["Nbody"] = fields[0]
-        file["Hydro"] = h5py.ExternalLink("hydro.h5", "Hydro")
+    for name, dataset, values in (("hydro.h5", "Hydro", FIELDS[1]), ("a.h5", "Nbody", FIELDS[0])):
+        with h5py.File(tmp_path / name, "w", libver="latest", userblock_size=512) as file:
+            file["odd"] = np.zeros(3, np.int8)
+            file[dataset] = values
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["gas/all"] = h5py.ExternalLink("hydro.h5", "Hydro")
         file["more"] = np.zeros(10000)
-    volume = open_volume(tmp_path / "a.h5", CHANNELS)
+    volume = open_volume(tmp_path / "a.h5", CHANNELS, ("Nbody", "gas/all"))
     assert volume.mapped
-    np.testing.assert_array_equal(volume.inputs, fields[0])
-    np.testing.assert_array_equal(volume.targets, fields[1])
+    np.testing.assert_array_equal(volume.inputs, FIELDS[0])
+    np.testing.assert_array_equal(volume.targets, FIELDS[1])
 
 
-@pytest.mark.parametrize("dtype", ["<f8", ">f8", "<f2", ">f4", "<i2", "u1"])
-def test_other_types_of_numbers_are_converted(tmp_path: Path, dtype: str) -> None:
-    """Values beyond float32 become infinite without a warning."""
-    fields = [(100 * field).astype(dtype) for field in random_fields()]
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["dark"], file["gas/all"] = fields
-    volume = open_volume(tmp_path / "a.h5", CHANNELS, ("dark", "gas/all"))
-    assert not volume.mapped
-    for number, channel, start, values in volume.slabs():
-        assert values.dtype == np.float32
-        np.testing.assert_array_equal(values, fields[number][channel, start : start + len(values)].astype("f4"))
-    np.testing.assert_array_equal(as_float32(np.array([1e300, -1e300, 0.5])), np.array([np.inf, -np.inf, 0.5], "f4"))
-
-
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
-def refused(path: Path, match: str, channels: tuple[int, int] = CHANNELS) -> None:
-    with pytest.raises(UserError, match=match) as caught:
-        open_volume(path, channels)
+@pytest.mark.parametrize(
+    ("datasets", "says"),
+    [
+        (FIELDS[:1], "no dataset Hydro; it contains Nbody"),
+        ([h5py.Empty("f4")], r"expected \(4, X, Y, Z\)"),  # has no shape; a fixed bug: this was a traceback
+        ([FIELDS[0][0]], r"Nbody is \(6, 6, 6\), expected \(4, X, Y, Z\)"),
+        ([FIELDS[0][:3], FIELDS[1]], r"expected \(4, X, Y, Z\); .* set N_in_channels$"),
+        ([FIELDS[0], FIELDS[1][:, 1:]], r"Hydro \(5, 6, 6\); make them equal"),
+        (0.95, "the file is truncated; copy or recreate it$"),
+        (0, "not an HDF5 file"),
+        (None, "no such file: .*; give another path$"),
+    ],
+)
+def test_what_is_no_volume_of_these_channels_is_refused_in_one_line(tmp_path: Path, datasets: Any, says: str) -> None:
+    path = tmp_path / "a.h5"
+    if datasets is not None:
+        with h5py.File(path, "w") as file:
+            file.update(dict(zip(("Nbody", "Hydro"), datasets if isinstance(datasets, list) else FIELDS, strict=False)))
+        if not isinstance(datasets, list):
+            os.truncate(path, int(path.stat().st_size * datasets))
+    with pytest.raises(UserError, match=says) as caught:
+        open_volume(path, CHANNELS)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
 
-def test_files_that_are_missing_truncated_not_hdf5_or_of_other_channels_are_refused(
-    volume_file: VolumeFile, tmp_path: Path
-) -> None:
-    refused(tmp_path / "none.h5", "no such file: .*; give another path$")
-    (tmp_path / "a.h5").write_text("not HDF5")
-    refused(tmp_path / "a.h5", "not an HDF5 file")
-    refused(tmp_path, "it is not a regular file; give another path$")
-    path = volume_file(tmp_path / "b.h5")
-    refused(path, r"expected \(3, X, Y, Z\); .* set N_in_channels$", (3, 5))
-    refused(path, r"expected \(6, X, Y, Z\); .* set N_out_channels$", (4, 6))
-    for part in (0.5, 0.95):
-        path = volume_file(tmp_path / f"{part}.h5")
-        os.truncate(path, int(path.stat().st_size * part))
-        refused(path, "the file is truncated; copy or recreate it$")
-
-
-def test_a_file_without_permission_to_read_is_not_to_be_recreated(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fixed: the line advised to copy or recreate the file. Root, who may run the tests, can read every file."""
-
-    path = volume_file(tmp_path / "x.h5")
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "unable to open file")
-
-    monkeypatch.setattr(h5py, "File", refuse)
-    with pytest.raises(UserError, match=r"x\.h5: Permission denied; change its permissions$"):
-        open_volume(path, CHANNELS)
-
-
-def test_large_chunks_are_logged_once(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A compressed chunk of 2 GB was read for a minute without a word."""
-    caplog.set_level("INFO")
-    path = volume_file(tmp_path / "x.h5", chunks=(1, 8, 8, 8))
-    open_volume(path, CHANNELS)
-    assert caplog.messages == []
-    monkeypatch.setattr(hdf5, "LARGE_CHUNK", 2000)
-    for _ in range(2):
-        open_volume(path, CHANNELS)
-    assert [line.split(" has ")[0] for line in caplog.messages] == [f"{path}: Nbody", f"{path}: Hydro"]
-
-
-@pytest.mark.parametrize(
-    ("datasets", "match"),
-    [
-        ({"Nbody": random_fields()[0], "gas": random_fields()[1]}, "no dataset Hydro; it contains Nbody, gas"),
-        ({"Nbody": h5py.Empty("f4")}, r"expected \(4, X, Y, Z\)"),  # has no shape; a fixed bug: this was a traceback
-        ({"Nbody": np.zeros((4, 6, 6), "f4")}, r"Nbody is \(4, 6, 6\), expected \(4, X, Y, Z\)"),
-        ({"Nbody": random_fields(6)[0], "Hydro": random_fields(8)[1]}, r"Hydro \(8, 8, 8\); make them equal"),
-    ],
-)
-def test_other_datasets_and_shapes_are_refused(tmp_path: Path, datasets: dict[str, Any], match: str) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for name, data in datasets.items():
-            file[name] = data
-    refused(tmp_path / "a.h5", match)
-
-
-# --- staging -------------------------------------------------------------------------------------------------------
-
-
-def test_staging_copies_each_file_once(volume_file: VolumeFile, tmp_path: Path) -> None:
-    path, cache = volume_file(tmp_path / "a.h5", seed=1), tmp_path / "node" / "cache"
+def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: Path) -> None:
+    path, cache = write_volume(tmp_path / "a.h5", seed=1), tmp_path / "node" / "cache"
     copy = Path(stage(str(path), str(cache)))
-    assert (copy.parent, copy.suffix) == (cache, ".h5")
-    assert copy.read_bytes() == path.read_bytes()
+    assert (copy.parent, copy.suffix, copy.read_bytes()) == (cache, ".h5", path.read_bytes())
     with open(copy, "rb") as held:  # keeps its inode number in use
         assert stage(str(path), str(cache)) == str(copy)
         assert os.path.samestat(os.fstat(held.fileno()), copy.stat()), "it was copied again"
-    (tmp_path / "other").mkdir()
-    namesake = volume_file(tmp_path / "other" / "a.h5", seed=2)
-    assert Path(stage(str(namesake), str(cache))).read_bytes() == namesake.read_bytes() != copy.read_bytes()
-
-
-def test_a_file_of_other_content_and_the_same_size_is_copied_again(volume_file: VolumeFile, tmp_path: Path) -> None:
-    path = volume_file(tmp_path / "a.h5", seed=1)
-    copy = Path(stage(str(path), str(tmp_path / "cache")))
     before = path.stat()
-    volume_file(path, seed=2)
+    write_volume(path, seed=2)  # the same size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    assert stage(str(path), str(tmp_path / "cache")) == str(copy)
+    assert stage(str(path), str(cache)) == str(copy)
     assert copy.read_bytes() == path.read_bytes()
-    assert os.listdir(tmp_path / "cache") == [copy.name]
-    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    namesake = write_volume(tmp_path / "other" / "a.h5", seed=3)
+    assert Path(stage(str(namesake), str(cache))).read_bytes() == namesake.read_bytes() != copy.read_bytes()
     with pytest.raises(UserError, match=r"cannot stage .*use_cache=.*; choose another use_cache"):
-        stage(str(path), str(tmp_path / "file"))
+        stage(str(path), str(copy))
+
+
+def volume(seed: int) -> Volume:
+    rng = np.random.default_rng(seed)
+    return Volume(f"{seed}.h5", *(rng.standard_normal((channels, 32, 32, 32), "f4") for channels in CHANNELS))
+
+
+@pytest.mark.parametrize(
+    ("storage", "name", "place", "value"),
+    [({}, "Nbody", (0, 0, 0, 0), np.nan), ({"chunks": (1, 4, 4, 4)}, "Hydro", (4, 7, 2, 7), np.inf)],
+)
+def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_warning(
+    tmp_path: Path, storage: dict, name: str, place: tuple[int, ...], value: float
+) -> None:
+    path = write_volume(tmp_path / "a.h5", box=8, **storage)
+    with h5py.File(path, "r+") as file:
+        file[name][place] = value
+        file["Hydro"][4, 7, 7, 7] = -np.inf  # infinities of both signs may be summed
+        file["Nbody"][3] = np.finfo(np.float32).max  # large finite values pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserError) as caught:
+            check_all(open_volume(path, CHANNELS))
+    assert str(caught.value).startswith(f"{path}: {name}[{', '.join(map(str, place))}] is {value}; ")
+    bad = volume(2)
+    bad.targets[4, 5:] = -np.inf  # a training on such a file once removed the earlier run, and failed
+    with pytest.raises(UserError, match=r"^2\.h5: Hydro\[4, \d+, \d+, \d+\] is -inf; correct or "):
+        check_samples([volume(1), bad], True)
+
+
+def test_constant_channels_and_physical_ones_that_are_not_allowed_are_refused() -> None:
+    """Velocities in km/s around zero, temperatures in K; unscaled logarithms and rare high peaks are no such values."""
+    for scale, center in ((300.0, 0.0), (1e7, 2e4)):
+        fine, bad = volume(1), volume(2)
+        bad.targets[3] = center + scale * bad.targets[3]
+        with pytest.raises(UserError, match=r"^2\.h5: Hydro\[3\] holds physical values .*docs/data\.md.*: true$"):
+            check_samples([fine, bad], allow_physical=False)
+        check_samples([fine, bad], allow_physical=True)
+    fine.inputs[0] = -70 + fine.inputs[0]  # ln of g/cm³
+    fine.targets[4] = 4 + fine.targets[4]  # log10 of K
+    fine.targets[0].reshape(-1)[::20] = 1000
+    check_samples([fine, volume(2)], allow_physical=False)
+    check_all(fine)
+    fine.targets[...] = -0.25
+    for check in (lambda: check_all(fine), lambda: check_samples([fine, volume(2)], True)):
+        with pytest.raises(UserError, match=r"^1\.h5: Hydro is -0\.25 everywhere; write its values, or "):
+            check()
+
+
+def test_a_volume_for_training_and_validation_gets_a_warning(tmp_path: Path) -> None:
+    """A copy under another name, too; a volume that differs only in its last channel is another one."""
+    train = open_volume(write_volume(tmp_path / "a.h5", seed=1), CHANNELS)
+    copy = open_volume(write_volume(tmp_path / "b.h5", seed=1, chunks=(1, 8, 8, 8)), CHANNELS)
+    with h5py.File(write_volume(tmp_path / "c.h5", seed=1), "r+") as file:
+        file["Hydro"][4] *= 0.9
+    changed = open_volume(tmp_path / "c.h5", CHANNELS)
+    (line,) = check_distinct({"train": [changed, train], "valid": [copy]})
+    assert line.startswith(f"{train.path} and {copy.path}: training and validation use the same volume")
+    assert check_distinct({"train": [train], "valid": [changed]}) == []

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,37 +19,34 @@ import pytest
 
 from utils.data.loaders import prefetcher as prefetching
 from utils.data.loaders.base import Batch
-from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, copies
+from utils.data.loaders.prefetcher import CudaPrefetcher, copies
 
 SHAPE = (2, 3)
 HOST_BUFFERS = 3  # as in ThreadedCropLoader
 
 
 class Event:
-    def __init__(self) -> None:
-        self.done = True  # an event that was never recorded blocks nothing
-        self.stream: Stream | None = None
+    done, stream = True, None  # an event that was never recorded blocks nothing
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Any) -> None:
         self.done, self.stream = False, stream
         stream.add(lambda: setattr(self, "done", True))
 
     def synchronize(self) -> None:
         while not self.done:
-            assert self.stream is not None
             self.stream.advance()
 
 
 class Stream:
     """Queued work: functions, and events to wait for."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.work: deque[Callable[[], None] | Event] = deque()
+    def __init__(self, run_some: Callable[[], None]) -> None:
+        self.work: deque[Any] = deque()
+        self.run_some = run_some
 
-    def add(self, item: Callable[[], None] | Event) -> None:
+    def add(self, item: Any) -> None:
         self.work.append(item)
-        self.device.run_some()
+        self.run_some()
 
     def wait_event(self, event: Event) -> None:
         if not event.done:
@@ -66,10 +63,7 @@ class Stream:
     def advance(self) -> None:
         """Runs one item, and before it only the work it waits for."""
         item = self.work.popleft()
-        if isinstance(item, Event):
-            item.synchronize()
-        else:
-            item()
+        item.synchronize() if isinstance(item, Event) else item()
 
     def synchronize(self) -> None:
         while self.work:
@@ -79,35 +73,28 @@ class Stream:
 class Device:
     """Two streams. After each queued item, each stream runs its ready items, with its own probability per item."""
 
-    def __init__(self, consumer: float, copier: float, seed: int = 0) -> None:
-        self.consumer, self.copier = Stream(self), Stream(self)
+    def __init__(self, monkeypatch: Any, consumer: float, copier: float, seed: int = 0) -> None:
+        self.consumer, self.copier = Stream(self.run_some), Stream(self.run_some)
         self.current = self.consumer
-        self._probabilities = ((self.consumer, consumer), (self.copier, copier))
-        self._random = random.Random(seed)
+        self.probabilities = ((self.consumer, consumer), (self.copier, copier))
+        self.random = random.Random(seed)
+        cuda = {"Stream": lambda _: self.copier, "current_stream": lambda _: self.current, "stream": self.stream}
+        empty = lambda shape, **_: Tensor(self, np.full(shape, np.nan))  # noqa: E731
+        torch = SimpleNamespace(cuda=SimpleNamespace(Event=Event, **cuda), empty=empty, float32=None)
+        monkeypatch.setattr(prefetching, "torch", torch)
 
     def run_some(self) -> None:
-        for stream, probability in self._probabilities:
-            while stream.ready() and self._random.random() < probability:
+        for stream, probability in self.probabilities:
+            while stream.ready() and self.random.random() < probability:
                 stream.advance()
 
-    def torch(self) -> Any:
-        """The part of torch that prefetcher.py uses."""
-
-        @contextmanager
-        def stream(chosen: Stream) -> Iterator[None]:
-            self.current = chosen
-            try:
-                yield
-            finally:
-                self.current = self.consumer
-
-        def empty(shape: tuple[int, ...], **_: object) -> Tensor:
-            return Tensor(self, np.full(shape, np.nan))
-
-        cuda = SimpleNamespace(
-            Stream=lambda _: self.copier, Event=Event, current_stream=lambda _: self.current, stream=stream
-        )
-        return SimpleNamespace(cuda=cuda, empty=empty, float32=None)
+    @contextmanager
+    def stream(self, chosen: Stream) -> Iterator[None]:
+        self.current = chosen
+        try:
+            yield
+        finally:
+            self.current = self.consumer
 
 
 class Tensor:
@@ -131,24 +118,22 @@ class HostLoader:
     """Batches of equal numbers, as from ThreadedCropLoader: a request for batch n rewrites the memory of n - 2."""
 
     def __init__(self, device: Device) -> None:
-        self._buffers = [Batch(*(Tensor(device, np.zeros(SHAPE)) for _ in range(2))) for _ in range(HOST_BUFFERS)]
+        self.buffers = [Batch(*(Tensor(device, np.zeros(SHAPE)) for _ in range(2))) for _ in range(HOST_BUFFERS)]
         self.closed = 0
 
-    def epoch(self, numbers: list[int], last_size: int) -> Fills:
-        return copies(self._batches(numbers, last_size))
-
-    def _batches(self, numbers: list[int], last_size: int) -> Generator[Batch, None, None]:
-        def assemble(index: int) -> None:
-            for part in self._buffers[index % HOST_BUFFERS]:
+    def batches(self, numbers: list[int]) -> Generator[Batch, None, None]:
+        def assemble(index: int) -> Batch:
+            for part in self.buffers[index % HOST_BUFFERS]:
                 part.values[...] = numbers[index]
+            return self.buffers[index % HOST_BUFFERS]
 
         try:
-            assemble(0)
+            following = assemble(0)
             for index in range(len(numbers)):
+                batch, size = following, 1 if index == len(numbers) - 1 else SHAPE[0]
                 if index + 1 < len(numbers):
-                    assemble(index + 1)
-                size = last_size if index == len(numbers) - 1 else SHAPE[0]
-                yield Batch(*(part[:size] for part in self._buffers[index % HOST_BUFFERS]))
+                    following = assemble(index + 1)
+                yield Batch(*(part[:size] for part in batch))
         finally:
             self.closed += 1
 
@@ -159,23 +144,25 @@ SCHEDULES += [(*each, seed) for each in ((0, 0.6), (0.6, 0), (0.6, 0.6), (0.6, 1
 
 
 def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader, end_after: int) -> None:
-    """Reads three epochs, the first only up to `end_after`; a kernel queued with each batch checks it."""
-    read: list[tuple[int, int, bool]] = []
+    """Reads three epochs, the first only up to `end_after`; a kernel queued with each batch checks it.
 
-    def kernel(number: int, size: int, batch: Batch) -> None:
-        for part in batch:
-            good = part.values.shape == (size, SHAPE[1]) and bool((part.values == number).all())
-            read.append((number, size, good))
+    Lazy kernels run only if the host waits for them: it gets the first four batches before.
+    """
+    lazy = device.probabilities[0] == (device.consumer, 0)
+    read: list[tuple[int, tuple[int, ...], bool]] = []
+
+    def kernel(number: int, batch: Batch) -> None:
+        read.extend((number, part.values.shape, bool((part.values == number).all())) for part in batch)
 
     expected = []
     for epoch, end in enumerate((end_after, 7, 7)):
         numbers = [100 * epoch + index for index in range(7)]
-        batches = prefetcher.prefetch(loader.epoch(numbers, last_size=1))
+        batches = prefetcher.prefetch(copies(loader.batches(numbers)))
         for index, number in enumerate(numbers[:end]):
             batch = next(batches)
-            size = 1 if index == 6 else SHAPE[0]
-            device.consumer.add(lambda number=number, size=size, batch=batch: kernel(number, size, batch))
-            expected += [(number, size, True)] * 2
+            assert not (lazy and epoch == 0 and index < 4 and read), "the host has waited for a kernel"
+            device.consumer.add(lambda number=number, batch=batch: kernel(number, batch))
+            expected += [(number, (1 if index == 6 else SHAPE[0], SHAPE[1]), True)] * 2
         if end == 7:
             assert next(batches, None) is None
         batches.close()
@@ -185,46 +172,7 @@ def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader, end_
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: tuple[float, float, int]) -> None:
-    """Over three epochs, of which the first may end early; the host waits for nothing in between."""
+def test_every_kernel_reads_its_own_batch(monkeypatch: Any, schedule: tuple[float, float, int]) -> None:
     for end_after in (1, 2, 3, 4, 7):
-        device = Device(*schedule)
-        monkeypatch.setattr(prefetching, "torch", device.torch())
-        prefetcher = CudaPrefetcher("cuda", [SHAPE, SHAPE])
-        consume(device, prefetcher, HostLoader(device), end_after)
-
-
-def test_the_host_waits_for_no_kernel_during_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host gets three batches before any of their kernels has run."""
-    device = Device(consumer=0, copier=1)
-    monkeypatch.setattr(prefetching, "torch", device.torch())
-    batches = CudaPrefetcher("cuda", [SHAPE, SHAPE]).prefetch(HostLoader(device).epoch(list(range(7)), last_size=2))
-    run: list[int] = []
-    for number in range(3):
-        next(batches)
-        device.consumer.add(lambda number=number: run.append(number))
-    assert run == []
-    batches.close()
-
-
-def test_a_fill_that_fails_ends_only_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example a kernel that cannot be compiled."""
-    device = Device(consumer=0, copier=0)
-    monkeypatch.setattr(prefetching, "torch", device.torch())
-    prefetcher, loader = CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device)
-
-    def fail(_: Batch) -> None:
-        raise ZeroDivisionError
-
-    def failing() -> Fills:
-        with closing(loader.epoch(list(range(7)), last_size=2)) as fills:
-            for number, (size, fill) in enumerate(fills):
-                yield size, fail if number == 2 else fill
-
-    batches = prefetcher.prefetch(failing())
-    next(batches)
-    with pytest.raises(ZeroDivisionError):
-        next(batches)
-    assert device.current is device.consumer
-    assert loader.closed == 1
-    consume(device, prefetcher, HostLoader(device), 7)
+        device = Device(monkeypatch, *schedule)
+        consume(device, CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device), end_after)
