@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks import cost
 from benchmarks.common import RESULTS
-from benchmarks.cost import PHASES, Trace, count_step, is_channels_last, load, markdown, measure
-from benchmarks.step import SETS
+from benchmarks.cost import PHASES, Trace, count_step, is_channels_last, load
 from networks.unet import SPACE_TO_DEPTH
 
 
@@ -54,29 +53,14 @@ def test_no_large_tensor_leaves_channels_last(fastest: Trace) -> None:
 
 def test_the_table_of_kernels_names_their_parameters() -> None:
     """Those that they store; each kernel of the project is in it."""
-    pytest.importorskip("triton")
-    from triton.runtime.jit import JITFunction
-
+    jit = pytest.importorskip("triton.runtime.jit")
     from networks import kernels
 
-    found = {name: kernel for name, kernel in vars(kernels).items() if isinstance(kernel, JITFunction)}
-    assert {name for name in found if name != "tanh"} == set(cost.STORED)
+    found = {name: kernel for name, kernel in vars(kernels).items() if isinstance(kernel, jit.JITFunction)}
+    assert found.keys() - {"tanh"} == cost.STORED.keys()
     for name, stored in cost.STORED.items():
-        source = found[name].src
         assert set(stored) <= set(found[name].arg_names)
-        assert all(f"tl.load({argument}" not in source for argument in stored)
-
-
-def test_a_prediction_adds_the_time_of_all_bytes_to_that_of_the_convolutions() -> None:
-    pytest.importorskip("triton")
-    small = {"local_batch_size": 2, "network.width": 4, "network.scales": 2, "data_size": 16}
-    result = measure("A", small)
-    assert result["operations"][0]["read"] > 0
-    slow, _, fast = result["predicted samples/s"]
-    moved = 1e9 * result["gigabytes"]["total"] / cost.COPY
-    assert 2 / slow - moved == pytest.approx(2 * result["FLOP per sample"] / 0.5 / cost.MATMUL)
-    assert slow < fast
-    assert SETS["A"].text in markdown({"A": result})
+        assert all(f"tl.load({argument}" not in found[name].src for argument in stored)
 
 
 @pytest.mark.parametrize(

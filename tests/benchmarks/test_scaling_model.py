@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,11 +76,13 @@ def test_the_fit_to_one_and_two_nodes_predicts_the_published_runs_on_128_gpus(tm
     stored = json.loads((RESULTS / "scaling_model/scaling_model.json").read_text())
     for key in ("fitted", "predicted", "efficiency"):
         assert flat(found[key]) == pytest.approx(flat(stored[key]), rel=1e-4)
+    assert heads(tmp_path) == heads(RESULTS / "scaling_model")
+
+
+def heads(directory: Path) -> list[str]:
+    return re.findall(r"^(.*)\n\| ---", (directory / "scaling_model.md").read_text(), re.MULTILINE)
 
 
 def flat(values: dict) -> dict[str, float]:
-    return {
-        f"{key} {name}": number
-        for key, value in values.items()
-        for name, number in (value.items() if isinstance(value, dict) else [("", value)])
-    }
+    pairs = ((key, value if isinstance(value, dict) else {"": value}) for key, value in values.items())
+    return {f"{key} {name}": number for key, inner in pairs for name, number in inner.items()}
