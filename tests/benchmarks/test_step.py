@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import common, step, step_profile
+from benchmarks.cost import STORED
 from benchmarks.step import FASTEST, SETS, Part
 from benchmarks.step_profile import Kernel, breakdown, classify
 from utils import config as configs
@@ -29,7 +29,10 @@ def test_sets_are_valid_configs_that_differ() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_call_ends_in_time_and_lists_what_it_does_not_reach(capsys: Any, number: int) -> None:
+def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="on a CPU run make bench-cpu"):
+        step.main([f"--call={number}"])
     for minutes in (2, 8):
         step.main([f"--call={number}", f"--minutes={minutes}", "--dry_run"])
         lines = capsys.readouterr().out.splitlines()[2:]
@@ -46,28 +49,8 @@ def test_a_call_ends_in_time_and_lists_what_it_does_not_reach(capsys: Any, numbe
         assert all(ends[name] for name in ("G, A", "eager 16, graph 16", "loaders"))
 
 
-def test_a_call_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="on a CPU run make bench-cpu"):
-        step.main(["--call=1"])
-
-
-@pytest.fixture
-def small_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """`small_call(parts, *flags)` runs these parts as a call on the CPU, and returns its result."""
-
-    def run(parts: list[Part], *flags: str) -> dict[str, Any]:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(step, "STARTED", time.perf_counter())  # not when the tests were collected
-        monkeypatch.setattr(step, "parts_of", lambda *_: parts)
-        step.main([f"--output={tmp_path}", *flags])
-        return json.loads((tmp_path / "ladder.json").read_text())
-
-    return run
-
-
-def test_a_failure_loses_no_other_result(tmp_path: Path, small_call: Any, capsys: Any) -> None:
-    """A set is measured, another process is killed after its measurement, and a third one fails."""
+def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A process is killed after its measurement, one fails, a set is measured, and the last one hangs."""
     entry = {"name": "B", "options": "text", "TFLOP/s": 1.0, "matmul TFLOP/s": 2.0, "FULL / SYNTHETIC": 1.0}
     entry |= {kind: {"median": 3.0, "min": 2.0, "max": 4.0} for kind in ("SYNTHETIC", "FULL")}
     entry |= {f"{name} of the warm-up steps": [1.0] for name in ("loss", "gradient norm")}
@@ -79,22 +62,29 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, small_call: Any, capsys
         Part("error", ["-c", "raise RuntimeError('an illegal memory access was encountered')"], 0),
         Part("B", ["-c", copy], 0),
         Part("long", ["-c", ""], 1e6),
+        Part("hang", ["-c", "import time; time.sleep(3000)"], 0),
     ]
-    found = small_call(parts)
+    # The call ends after 20 s, counted from here and not from the collection of the tests.
+    settings = {
+        "START": 40.0,
+        "WRITING": 0.0,
+        "GRACE": 0.1,
+        "STARTED": time.perf_counter(),
+        "parts_of": lambda _: parts,
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(step, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    step.main([f"--output={tmp_path}", "--minutes=1"])
+    found = json.loads((tmp_path / "ladder.json").read_text())
     assert [one["name"] for one in found["ladder"]] == ["B", "B"]
     assert found["failed"]["fault"] == "ended by SIGSEGV"
     assert found["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
     assert found["failed"]["long"].startswith("no time left: it needs about 1000000 s")
+    assert found["failed"]["hang"].startswith("stopped after ")
     assert "| B: text | 3 (2 – 4) | 1.000 |" in capsys.readouterr().out
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert found["provenance"]["command"]
-
-
-def test_a_part_that_hangs_ends_with_the_call(monkeypatch: pytest.MonkeyPatch, small_call: Any) -> None:
-    for name, seconds in (("WRITING", 0.0), ("START", 0.0), ("GRACE", 0.1)):
-        monkeypatch.setattr(step, name, seconds)
-    found = small_call([Part("hang", ["-c", "import time; time.sleep(300)"], 0)], "--minutes=0.05")
-    assert found["failed"]["hang"].startswith("stopped after ")
 
 
 def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,19 +159,10 @@ NAMES = {
 }
 
 
-def is_kernel(node: ast.AST) -> bool:
-    """True for a function that Triton compiles and that returns nothing; others are parts of kernels."""
-    if not isinstance(node, ast.FunctionDef) or "triton.jit" not in ast.unparse(node).partition("def ")[0]:
-        return False
-    return not any(isinstance(each, ast.Return) and each.value is not None for each in ast.walk(node))
-
-
-def test_kernels_are_classified_by_name_and_those_of_this_project_have_a_category() -> None:
-    assert {name: classify(name) for name in NAMES} == NAMES
-    paths = [path for folder in ("networks", "utils") for path in (common.REPOSITORY / folder).rglob("*.py")]
-    names = [node.name for path in paths for node in ast.walk(ast.parse(path.read_text())) if is_kernel(node)]
-    assert {"bias_activation", "gather", "tail_l1"} <= set(names)
-    assert [name for name in names if classify(name) == "other"] == []
+def test_kernels_are_classified_by_name() -> None:
+    kernels = dict.fromkeys(STORED, "pointwise") | {"gather": "copies"}  # of this project
+    for name, category in {**NAMES, **kernels}.items():
+        assert classify(name) == category, name
 
 
 def test_overlaps_count_once_and_all_adds_up_to_the_step() -> None:
