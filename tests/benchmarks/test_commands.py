@@ -107,13 +107,6 @@ def test_a_small_run_with_several_ranks_writes_its_result(tmp_path: Path, name: 
         assert all(one["peak GB"] > 0.1 for one in results)
 
 
-def test_gas_is_like_that_of_the_forest() -> None:
-    density, velocity, temperature = flux.make_lines(4000, 128, 0.04, torch.Generator().manual_seed(0))
-    assert float(density.mean()) == pytest.approx(1, rel=0.05)
-    assert float(velocity.std()) == pytest.approx(flux.VELOCITY_SPREAD, rel=1e-3)
-    assert 0.04 < float((temperature > 1e5).double().mean()) < 0.07
-
-
 def test_a_sub_pixel_convolution_can_compute_the_strided_transposed_one() -> None:
     """Along an axis, cell 2i + p gets input i + t - 1 times the strided kernel's weight 3 - 2t + p."""
     strided, layer = nn.ConvTranspose3d(3, 2, 4, stride=2, padding=1), SubPixelConv3d(3, 16, 3, padding=1)
