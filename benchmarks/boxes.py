@@ -11,8 +11,9 @@ A condition with `boxes` trains on boxes of these names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,10 @@ import torch
 from benchmarks import common
 from utils.config.sections import EvaluationConfig
 from utils.data import Batch
-from utils.errors import UserError
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
 from utils.evaluation.volume import VolumeFields
+from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from utils.steps import build
 
@@ -42,63 +43,82 @@ SHOWN = (
     *(f"P ratio of log {field}, k = {k} h/Mpc" for field in ("density", "temperature") for k in (2, 5, 10)),
     *(FLUX_ERROR.format(k, field) for k in FLUX_LARGEST_K for field in ("prediction", "FGPA")),
 )
+Evaluations = Mapping[str, Mapping[str, Mapping[str, Any]]]  # `over_seeds` by volume, condition and measure
 
 
-def box(folder: Path, given: Mapping[str, Any], grid: int, seed: int) -> str:
-    """The file of a box; it is simulated if it is missing."""
-    keys = {key: value for key, value in given.items() if key not in ("cell", "train", "held_out")}
-    keys |= {"box_size": given["cell"] * grid, "grid": grid, "seed": seed}
-    path = folder / f"{'_'.join(f'{key}={value}' for key, value in sorted(keys.items()))}.h5"
-    if not path.exists():
-        sys.stderr.write(f"simulating {path}\n")
-        flags = [f"--{key}={value}" for key, value in keys.items()]
-        command = [sys.executable, "-m", "utils.simulation", *flags, f"--output={path}"]
-        if reason := common.failure_of(command, path.with_suffix(".log")):
-            raise UserError(f"simulating {path} failed: {reason}")
-    return str(path)
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes of a study, simulated in <runs>/boxes when they are needed."""
+
+    simulation: Mapping[str, Any]
+    volumes: Mapping[str, Any]
+    runs: Path
+
+    def file(self, name: str, grid: int, seed: int) -> str:
+        """The file of a box like the volume `name`."""
+        given = {**self.simulation, **self.volumes[name]}
+        keys = {key: value for key, value in given.items() if key not in ("cell", "train", "held_out")}
+        keys |= {"box_size": given["cell"] * grid, "grid": grid, "seed": seed}
+        path = self.runs / "boxes" / f"{'_'.join(f'{key}={value}' for key, value in sorted(keys.items()))}.h5"
+        if not path.exists():
+            sys.stderr.write(f"simulating {path}\n")
+            flags = [f"--{key}={value}" for key, value in keys.items()]
+            command = [sys.executable, "-m", "utils.simulation", *flags, f"--output={path}"]
+            common.call(f"simulating {path}", command, path.with_suffix(".log"))
+        return str(path)
+
+    def training_keys(self, names: Sequence[str]) -> dict[str, Any]:
+        """Keys of the config for a training run on the boxes of these names; none without names."""
+        if not names:
+            return {}
+        (grid, valid_grid), (seed, valid_seed) = self.simulation["train"]["grids"], self.simulation["train"]["seeds"]
+        files = [self.file(name, grid, seed) for name in names]
+        valid = self.file(names[0], valid_grid, valid_seed)
+        return {"train_path": files, "val_path": valid, "box_size": [grid, valid_grid]}
+
+    def held_out(self, name: str) -> list[str]:
+        """The files of the volume `name` for the evaluation."""
+        if isinstance(self.volumes[name], str):
+            return [self.volumes[name]]
+        given = self.simulation["held_out"]
+        return [self.file(name, given["grid"], seed) for seed in given["seeds"]]
+
+    def evaluations(self, checkpoints: Mapping[str, Sequence[Path]], specialists: Mapping[str, str]) -> Evaluations:
+        """Mean and standard deviation of each measure over pairs of a network and a box, by volume and condition.
+
+        specialists: by volume, the condition that trains on a box like it alone. Except for the first condition, its
+        networks are evaluated on that volume only.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        first = next(iter(checkpoints))
+        general = [one for one in checkpoints if one == first or one not in specialists.values()]
+        for name in self.volumes:
+            files, used = self.held_out(name), dict(zip(general, general, strict=True))
+            if specialists.get(name) in checkpoints:
+                used[SPECIALIST] = specialists[name]
+            found[name] = {}
+            for shown, condition in used.items():
+                pairs = [(checkpoint, file) for checkpoint in checkpoints[condition] for file in files]
+                spread = spreads([measures(evaluation(*pair, self.runs)) for pair in pairs])
+                found[name][shown] = {key: spread[key] for key in SHOWN if key in spread}
+            found[name][COPYING] = spreads([{"L1": copying_error(checkpoints[first][0], file)} for file in files])
+        return found
 
 
-def training_files(
-    simulation: Mapping[str, Any], volumes: Mapping[str, Any], names: Sequence[str], runs: Path
-) -> dict[str, Any]:
-    """Keys of the config for a training run on the boxes of these names; none without names."""
-    if not names:
-        return {}
-    (grid, valid_grid), (seed, valid_seed) = simulation["train"]["grids"], simulation["train"]["seeds"]
-    chosen = [{**simulation, **volumes[name]} for name in names]
-    files = [box(runs / "boxes", one, grid, seed) for one in chosen]
-    valid = box(runs / "boxes", chosen[0], valid_grid, valid_seed)
-    return {"train_path": files, "val_path": valid, "box_size": [grid, valid_grid]}
-
-
-def evaluations(
-    simulation: Mapping[str, Any],
-    volumes: Mapping[str, Any],
-    checkpoints: Mapping[str, Sequence[Path]],
-    specialists: Mapping[str, str],
-    runs: Path,
-) -> dict[str, dict[str, Any]]:
-    """Mean and standard deviation of each measure over pairs of a network and a box, by volume and condition.
-
-    specialists: by volume, the condition that trains on a box like it alone. Except for the first condition, its
-    networks are evaluated on that volume only.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    first, *remaining = checkpoints
-    general = [first, *(condition for condition in remaining if condition not in specialists.values())]
-    for name, given in volumes.items():
-        if isinstance(given, str):
-            files = [given]
-        else:
-            held_out, one = simulation["held_out"], {**simulation, **given}
-            files = [box(runs / "boxes", one, held_out["grid"], seed) for seed in held_out["seeds"]]
-        used = {condition: condition for condition in general}
-        used |= {SPECIALIST: specialists[name]} if specialists.get(name) in checkpoints else {}
-        pairs = {shown: [(path, file) for path in checkpoints[one] for file in files] for shown, one in used.items()}
-        spread = {shown: spreads([measures(evaluation(*pair, runs)) for pair in some]) for shown, some in pairs.items()}
-        found[name] = {shown: {key: one[key] for key in SHOWN if key in one} for shown, one in spread.items()}
-        found[name][COPYING] = spreads([{"L1": copying_error(checkpoints[first][0], file)} for file in files])
-    return found
+def evaluate(
+    checkpoint: str | Path,
+    file: str,
+    symmetries: int = 1,
+    change: Callable[[SlidingWindowPredictor], SlidingWindowPredictor] = lambda predictor: predictor,
+    **settings: Any,
+) -> results.Results:
+    """Evaluates a network on a volume, after a change of its predictor; `settings` are those of the evaluation."""
+    world = common.this_machine()
+    trained = TrainedNetwork.load(checkpoint, world.device)
+    options = EvaluationConfig(**{"sightlines": SIGHTLINES, **settings})
+    with closing(VolumeFields(file, None, trained.config.model_copy(update={"evaluation": options}))) as fields:
+        predictor = build_predictor(trained, fields.inputs, InferenceOptions(symmetries=symmetries), world)
+        return fields.evaluate(change(predictor), f"{checkpoint} on {Path(file).stem}", {"input": file}, world)
 
 
 def evaluation(checkpoint: Path, file: str, runs: Path, smoothing: float | None = None) -> results.Results:
@@ -106,19 +126,12 @@ def evaluation(checkpoint: Path, file: str, runs: Path, smoothing: float | None 
 
     `smoothing` is that of the dark matter for FGPA, in Mpc/h, instead of the default.
     """
-    stem = Path(file).stem if smoothing is None else f"{Path(file).stem}_smoothing={smoothing:g}"
+    settings: dict[str, Any] = {} if smoothing is None else {"pressure_smoothing": smoothing}
+    stem = "_".join([Path(file).stem, *(f"smoothing={value:g}" for value in settings.values())])
     path = runs / "evaluations" / checkpoint.parents[1].name / f"{stem}.npz"
     if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
         return results.load(path)
-    world = common.this_machine()
-    trained = TrainedNetwork.load(checkpoint, world.device)
-    options = EvaluationConfig(sightlines=SIGHTLINES)
-    if smoothing is not None:
-        options = options.model_copy(update={"pressure_smoothing": smoothing})
-    config = trained.config.model_copy(update={"evaluation": options})
-    with closing(VolumeFields(file, None, config)) as fields:
-        predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
-        found = fields.evaluate(predictor, f"{path.parent.name} on {path.stem}", {"input": file}, world)
+    found = evaluate(checkpoint, file, **settings)
     results.save(found, path)
     return found
 
@@ -155,12 +168,11 @@ def measures(found: results.Results) -> dict[str, float]:
 
 def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Mean, standard deviation and values of each measure that all have: not every network reaches a scale."""
-    return {
-        name: common.over_seeds([one[name] for one in found]) for name in found[0] if all(name in one for one in found)
-    }
+    shared = [name for name in found[0] if all(name in one for one in found)]
+    return {name: common.over_seeds([one[name] for one in found]) for name in shared}
 
 
-def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+def draw(found: Evaluations, path: Path) -> None:
     """L1 of the networks of each condition on each volume, with standard deviations."""
     with common.plot(path, (9, 4.6)) as (panel,):
         for number, name in enumerate(_conditions(found)):
@@ -173,34 +185,26 @@ def draw(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         panel.grid(alpha=0.3, which="both")
 
 
-def _conditions(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _conditions(found: Evaluations) -> list[str]:
     """The names of all conditions; not every volume has all of them."""
     return list(dict.fromkeys(name for by_condition in found.values() for name in by_condition))
 
 
-def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
+def markdown(found: Evaluations) -> str:
     """A row per volume and condition, without measures that no volume has; first the L1 of several volumes alone."""
-    shown = [
-        name for name in SHOWN if any(name in one for by_condition in found.values() for one in by_condition.values())
-    ]
-    rows = [
-        [volume, condition, *(common.plus_minus(one.get(name), ".3g") for name in shown)]
-        for volume, by_condition in found.items()
-        for condition, one in by_condition.items()
-    ]
-    text = common.table(["volume", "condition", *shown], rows, left=2)
-    if len(found) == 1:
-        return text
-    conditions, nothing = _conditions(found), {"L1": None}
-    errors = [
-        [volume, *(common.plus_minus(one.get(name, nothing)["L1"], ".5f") for name in conditions)]
-        for volume, one in found.items()
-    ]
-    general = [name for name in conditions if name not in (SPECIALIST, COPYING)]
-    ratios = [
-        [volume, *(f"{one[name]['L1']['mean'] / one[SPECIALIST]['L1']['mean']:.2f}" for name in general)]
-        for volume, one in found.items()
-        if SPECIALIST in one
-    ]
-    tables = common.table(["L1", *conditions], errors), common.table([f"L1 / {SPECIALIST}", *general], ratios), text
+    every = [(volume, condition, one) for volume, ones in found.items() for condition, one in ones.items()]
+    shown = [name for name in SHOWN if any(name in one for *_, one in every)]
+    rows = [[*names, *(common.plus_minus(one.get(name), ".3g") for name in shown)] for *names, one in every]
+    tables = [common.table(["volume", "condition", *shown], rows, left=2)]
+    if len(found) > 1:
+        conditions, nothing = _conditions(found), {"L1": None}
+        general = [name for name in conditions if name not in (SPECIALIST, COPYING)]
+        errors, ratios = [], []
+        for volume, one in found.items():
+            errors.append([volume, *(common.plus_minus(one.get(name, nothing)["L1"], ".5f") for name in conditions)])
+            if SPECIALIST in one:
+                alone = one[SPECIALIST]["L1"]["mean"]
+                ratios.append([volume, *(f"{one[name]['L1']['mean'] / alone:.2f}" for name in general)])
+        heads = ["L1", *conditions], [f"L1 / {SPECIALIST}", *general]
+        tables[:0] = [common.table(*pair) for pair in zip(heads, (errors, ratios), strict=True)]
     return "\n\n".join(tables)

@@ -2,7 +2,8 @@
 
 python -m benchmarks.checkpoints
 
-A trial is a pair of stretches of --steps steps, without and with a save at the start.
+A trial is a pair of stretches of --steps steps, without and with a save at the start, to the directory for temporary
+files (TMPDIR): set it to the file system of the runs.
 """
 
 from __future__ import annotations
@@ -17,27 +18,15 @@ from pathlib import Path
 from benchmarks import common
 from utils import config as configs
 from utils.data import get_loader
-from utils.errors import one_line_errors
 from utils.steps import build
 from utils.training.checkpoint_writer import BackgroundWriter
 from utils.training.state import TrainState
 
-LEARNING_RATE = 1e-4
-
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
-    parser.add_integers(width=64, scales=6, crop=64, batch=1, steps=12, trials=5)
-    parser.add_argument("--folder", help="for the checkpoints, on the runs' file system (a temporary one)")
-    options = parser.parse_args(argv)
-    keys = {
-        "network.width": options.width,
-        "network.scales": options.scales,
-        "data_size": options.crop,
-        "local_batch_size": options.batch,
-        "Nsamples_val": options.batch,
-        "data_loader_config": "synthetic",
-    }
+    options = common.Parser(__doc__, width=64, scales=6, crop=64, batch=1, steps=12, trials=5).parse_args(argv)
+    keys = {"network.width": options.width, "network.scales": options.scales, "data_size": options.crop}
+    keys |= {"local_batch_size": options.batch, "Nsamples_val": options.batch, "data_loader_config": "synthetic"}
     config, world, state = configs.load(common.YAML, "base", keys).for_world(1), common.this_machine(), TrainState()
     inputs, targets, *_ = next(get_loader("synthetic").build(config, world).train.epoch(0))
     step = build.step(config, world, build.model(config))
@@ -49,22 +38,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             state.step += 1
             writer.save(step.state(), state, wait=False)
             pauses.append(time.perf_counter() - started)
-        common.seconds_of(functools.partial(step, inputs, targets, LEARNING_RATE), world.device, options.steps)
+        common.seconds_of(lambda: step(inputs, targets, 1e-4), world.device, options.steps)
         seconds = time.perf_counter() - started
         writer.close()
         return seconds
 
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         writer = BackgroundWriter(Path(folder), config, {})
-        kinds = {name: functools.partial(stretch, name == "with") for name in ("without", "with")}
+        kinds = {"without": functools.partial(stretch, False), "with": functools.partial(stretch, True)}
         seconds = common.interleaved(kinds, options.trials)  # the first save allocates the memory for its copy
-        sizes = [path.stat().st_size for path in Path(folder).rglob("*.pt")]
-        size = sum(sizes) / len(list(Path(folder).rglob("SHA*")))
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*.pt")) / len([*Path(folder).rglob("SHA*")])
     seconds["pause"] = pauses[1:]
     extra = [saving - plain for plain, saving in zip(seconds["without"], seconds["with"], strict=True)]
     cost, interval = statistics.median(extra), 60 * (config.checkpoint.every_minutes or 0)
     result = {
-        "settings": common.settings(options),
         "bytes": size,
         "seconds": {name: common.summary(values) for name, values in seconds.items()},
         "extra seconds per save": common.summary(extra),
@@ -73,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = f"A checkpoint of {size / 1e9:.2f} GB costs {cost:.2f} s of training (n = {len(extra)}, {min(extra):.2f} to "
     text += f"{max(extra):.2f}), of which {statistics.median(pauses[1:]):.2f} s are a pause: "
     text += f"{100 * cost / interval:.2f} % with one every {interval / 60:.0f} minutes."
-    common.publish("checkpoints", result, options.output, text)
+    common.publish("checkpoints", options, result, text)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

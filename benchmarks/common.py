@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,6 +24,7 @@ from utils import cli
 from utils.data import Batch, Loader
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
+from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write
 from utils.profiling.timing import spread as spread
 from utils.profiling.timing import summary as summary
@@ -32,18 +34,22 @@ from utils.training.provenance import provenance
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 YAML = str(REPOSITORY / "config" / "UNet.yaml")
+RUNS = Path("runs/studies")
 # torchrun gives its ranks, which have process groups of their own, this long to end before it kills them.
 GRACE_SECONDS = 40.0
-
-# --- command line ----------------------------------------------------------------------------------------------------
+TYPES = {int: cli.positive, type(None): cli.positive}  # of options by the type of their default; others are themselves
 
 
 class Parser(cli.Parser):
-    """The command line of a benchmark: the module's docstring as help, --output, and errors in one line."""
+    """The command line of a benchmark: the module's docstring as help, --output, and an option for each default."""
 
-    def __init__(self, text: str | None) -> None:
+    def __init__(self, text: str | None, **defaults: Any) -> None:
         super().__init__(text)
-        self.add_argument("--output", type=Path, default=RESULTS, help="directory for the results (%(default)s)")
+        for name, default in {"output": RESULTS, **defaults}.items():
+            several = isinstance(default, (list, tuple))
+            kind = type(default[0] if several else default)
+            shape: dict[str, Any] = {"nargs": "+"} if several else {}
+            self.add_argument(f"--{name}", type=TYPES.get(kind, kind), default=default, help="(%(default)s)", **shape)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         """Also has SIGTERM and SIGHUP raise SystemExit, so that the benchmark ends the processes that it started."""
@@ -52,11 +58,6 @@ class Parser(cli.Parser):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, end_by_signal)
         return parsed, rest
-
-    def add_integers(self, **defaults: int | None) -> None:
-        """Adds an option --NAME, an integer above zero, for each default."""
-        for name, default in defaults.items():
-            self.add_argument(f"--{name}", type=cli.positive, default=default, help="(%(default)s)")
 
     def add_changes(self) -> None:
         """Adds --set KEY=VALUE."""
@@ -69,17 +70,11 @@ def end_by_signal(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as JSON values, without --output. Paths in the repository are relative to it."""
-    kept = {key: value for key, value in vars(options).items() if key != "output"}
-    return {key: relative(value) if isinstance(value, Path) else value for key, value in kept.items()}
+def run(main: Callable[[], object]) -> None:
+    """Runs a benchmark's command; an expected error is one line."""
+    with one_line_errors():
+        main()
 
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
-
-
-# --- child processes -------------------------------------------------------------------------------------------------
 
 _running: set[subprocess.Popen[bytes]] = set()
 
@@ -97,32 +92,31 @@ def failure_of(
     limit: float | None = None,
     grace: float = GRACE_SECONDS,
 ) -> str:
-    """Runs the command in the repository, with its output in `log`; returns why it failed, or an empty string."""
+    """Runs the command in the repository, with its output in `log`; returns why it failed, or an empty string.
+
+    It ends after `limit` seconds. All processes that it started have ended by then, also after an error or a signal.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
+    output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    code = None
     with open(log, "wb") as file:
-        code = run_group(command, {**os.environ, **(environment or {})}, file, limit, grace)
+        variables = {**os.environ, **(environment or {})}
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=file, **output)
+        _running.add(process)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(None if limit is None else max(limit, 0))
+        finally:
+            _running.remove(process)
+            if process.poll() is None:
+                _end(process, grace)
     return failure_reason(code, log.read_text(encoding="utf-8", errors="replace"), limit or 0)
 
 
-def run_group(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    log: IO[bytes],
-    limit: float | None = None,
-    grace: float = GRACE_SECONDS,
-) -> int | None:
-    """The command's exit code, or None after `limit` seconds; all processes that it started have ended by then."""
-    output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **output)
-    _running.add(process)
-    try:
-        return process.wait(None if limit is None else max(limit, 0))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _running.remove(process)
-        if process.poll() is None:
-            _end(process, grace)
+def call(what: str, command: Sequence[object], log: Path, **options: Any) -> None:
+    """Runs the command as `failure_of` does; UserError if it fails."""
+    if reason := failure_of([str(word) for word in command], log, **options):
+        raise UserError(f"{what} failed: {reason}; see {log}")
 
 
 def end_running(grace: float) -> None:
@@ -153,9 +147,6 @@ def failure_reason(code: int | None, output: str, limit: float = 0) -> str:
     raised = [line for line in raised if "ChildFailedError" not in line]  # torchrun raises it for any failed rank
     signals = [signal.Signals(-code).name] if code < 0 else re.findall(r"Signal \d+ \((SIG\w+)\)", output)
     return (reported or raised or [f"ended by {name}" for name in signals] or [f"exit code {code}"])[0]
-
-
-# --- measurements ----------------------------------------------------------------------------------------------------
 
 
 def this_machine() -> World:
@@ -191,6 +182,18 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
 
 
+def peak_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def drop_pages(path: Path) -> None:
+    """Drops a file from the page cache. Linux only."""
+    with open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())  # pages not yet written cannot be dropped
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def endless(loader: Loader) -> Generator[Batch, None, None]:
     """Batches of epoch after epoch."""
     epoch = 0
@@ -199,39 +202,31 @@ def endless(loader: Loader) -> Generator[Batch, None, None]:
         epoch += 1
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
-
-
-def save(name: str, result: Mapping[str, Any], directory: Path, text: str = "") -> Path:
-    """Writes <directory>/<name>.json with provenance, and the report `text` next to it as .md, each atomically."""
-    path = directory / f"{name}.json"
-    directory.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({**result, "provenance": provenance(this_machine())})
+def save(name: str, options: argparse.Namespace, result: Mapping[str, Any], text: str) -> Path:
+    """Writes <options.output>/<name>.json with settings and provenance, and the report `text` as .md; atomically."""
+    settings = {key: value for key, value in vars(options).items() if key != "output"}
+    content = json.dumps({"settings": settings, **result, "provenance": provenance(this_machine())}, default=str)
     content = json.loads(content, parse_constant=lambda _: None)  # JSON has no NaN and no infinity
-    write_text(path, json.dumps(content, indent=2) + "\n")
-    if text:
-        write_text(path.with_suffix(".md"), text + "\n")
+    path: Path = options.output / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write([path, path.with_suffix(".md")]) as partials:
+        for partial, written in zip(partials, (json.dumps(content, indent=2), text), strict=True):
+            partial.write_text(written + "\n", encoding="utf-8")
     return path
 
 
 def publish(
     name: str,
+    options: argparse.Namespace,
     result: Mapping[str, Any],
-    directory: Path,
     text: str,
     draw: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes result and report, and the plot of `draw` as <directory>/<name>.png; prints the report."""
-    path = save(name, result, directory, text)
+    """Writes result and report, and the plot of `draw` as <name>.png; prints the report."""
+    path = save(name, options, result, text)
     if draw is not None:
         draw(path.with_suffix(".png"))
     sys.stdout.write(f"{text}\n\nwritten: {path}\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically."""
-    with atomic_write([path]) as (partial,):
-        partial.write_text(text, encoding="utf-8")
 
 
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
@@ -254,9 +249,6 @@ def plus_minus(values: Mapping[str, Any] | None, form: str, factor: float = 1) -
     return " ± ".join(format(factor * values[name], form) for name in names)
 
 
-# --- plots -----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def plot(path: Path, size: tuple[float, float], columns: int = 1, **options: Any) -> Iterator[Any]:
     """The panels of a figure that is written to `path` at the end of the block.
@@ -268,14 +260,18 @@ def plot(path: Path, size: tuple[float, float], columns: int = 1, **options: Any
     figure = Figure(figsize=size, layout="constrained")
     (panels,) = figure.subplots(1, columns, squeeze=False, **options)
     yield panels
-    names: dict[str, Any] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            names.setdefault(label, handle)
-    if names:
+    legends = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels]
+    if names := {label: handle for legend in legends for handle, label in legend}:
         figure.legend(names.values(), names, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     with atomic_write([path]) as (partial,):
         figure.savefig(partial, dpi=120, format="png")
+
+
+def band(axes: Any, places: Any, means: Any, deviations: Any, **options: Any) -> None:
+    """A curve with standard deviations."""
+    (line,) = axes.plot(places, means, markersize=3, **options)
+    low, high = ([mean + sign * one for mean, one in zip(means, deviations, strict=True)] for sign in (-1, 1))
+    axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[str, Any]]], **labels: Any) -> None:
@@ -283,8 +279,7 @@ def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[
     height = 0.8 / len(groups)
     for number, (label, values) in enumerate(groups.items()):
         medians = [value["median"] for value in values]
-        errors = [[value["median"] - value["min"] for value in values]]
-        errors += [[value["max"] - value["median"] for value in values]]
+        errors = [[abs(value[edge] - value["median"]) for value in values] for edge in ("min", "max")]
         rows = [row + number * height for row in range(len(names))]
         drawn = axes.barh(rows, medians, height, xerr=errors, capsize=2, label=label or None)
         axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")

@@ -7,6 +7,7 @@ a slow name service the connections of thousands of ranks take minutes.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import multiprocessing
 import os
@@ -29,7 +30,6 @@ from utils.distributed.world import allow_open_files, connect
 CLIENTS, HANG, MOST_PROCESSES, TRIALS, LIMIT = 4, 15.0, 128, 3, 200.0
 # The last rank is silent, as if its machine were gone; another rank has lost its connection to it; all ranks hang.
 RUNNING, SILENT, LOST, HANGING = EVENTS = ("none", "silence", "lost connection", "hang")
-LAZY = "TORCH_GLOO_LAZY_INIT"
 LOADS = ("messages/s at the store", "CPU of rank 0's heartbeat, %", "CPU of its process, %")
 FORK = multiprocessing.get_context("fork")
 
@@ -56,12 +56,15 @@ class Simulated(Heartbeat):
         self._over.set()
 
 
+def heartbeat(rank: int, size: int, port: int, store: dist.Store, hang: float = 0.0) -> Simulated:
+    return Simulated(hang, Launch("", rank, 0, size, "127.0.0.1", port), store)
+
+
 def send(rank: int, size: int, listener: socket.socket, ready: Any, _: Any, event: Any, messages: Any, __: int) -> None:
     """Sends the heartbeats of every CLIENTS-th rank from `rank` on, evenly over the interval."""
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-    ranks = range(rank, size, CLIENTS)
-    beats = [Simulated(0.0, Launch("", number, 0, size, "127.0.0.1", port), store) for number in ranks]
+    beats = [heartbeat(number, size, port, store) for number in range(rank, size, CLIENTS)]
     ready.wait()
     started, pause = time.monotonic(), beats[0]._interval / len(beats)
     for number, beat in enumerate(itertools.cycle(beats)):
@@ -76,7 +79,7 @@ def observe(
     """Rank 0: the load of the store and of this rank per second; the seconds until the event is noticed."""
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
-    root = Simulated(HANG, Launch("", 0, 0, size, "127.0.0.1", port), store)
+    root = heartbeat(0, size, port, store, HANG)
     ready.wait()
     root.start()
     loads = []
@@ -94,12 +97,12 @@ def observe(
     time.sleep(LIMIT)  # the others need the store until they are killed
 
 
-def start(rank: int, size: int, listener: socket.socket, ready: Any, results: Any) -> None:
+def start(rank: int, size: int, listener: socket.socket, ready: Any, results: Any, lazy: str) -> None:
     """Connects one rank: the seconds until it has passed a barrier, and the number of its sockets."""
     port = listener.getsockname()[1]
     listener.close()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()}, TORCH_GLOO_LAZY_INIT=lazy)
     ready.wait()
     started = time.monotonic()
     with connect("cpu") as world:
@@ -112,10 +115,8 @@ def together(mains: Sequence[Callable[..., None]], size: int, *shared: Any, coun
     """Runs each function as a process, with its number as the rank; returns `count` results."""
     ready, results = FORK.Barrier(len(mains)), FORK.Queue()
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
-        processes = [
-            FORK.Process(target=main, args=(rank, size, listener, ready, results, *shared))
-            for rank, main in enumerate(mains)
-        ]
+        given = (size, listener, ready, results, *shared)
+        processes = [FORK.Process(target=main, args=(rank, *given)) for rank, main in enumerate(mains)]
         for process in processes:
             process.start()
     try:
@@ -124,14 +125,6 @@ def together(mains: Sequence[Callable[..., None]], size: int, *shared: Any, coun
         for process in reversed(processes):  # rank 0, which holds the store, at the end
             process.join(LIMIT if count == len(mains) else 0)
             process.kill()
-
-
-def start_seconds(size: int, lazy: str) -> tuple[float, float]:
-    """The time from the start of the slowest of `size` processes to their first barrier; sockets of a rank, median."""
-    os.environ[LAZY] = lazy
-    results = together([start] * size, size, count=size)
-    del os.environ[LAZY]
-    return max(seconds for seconds, _ in results), statistics.median(sockets for _, sockets in results)
 
 
 def heartbeat_row(size: int) -> dict[str, float]:
@@ -147,24 +140,27 @@ def heartbeat_row(size: int) -> dict[str, float]:
 
 
 def start_row(size: int) -> dict[str, float]:
-    """The start of `size` ranks with connections between all of gloo's ranks, and with connections on first use."""
-    rows = {"mesh": lambda: start_seconds(size, "0"), "lazy": lambda: start_seconds(size, "1")}
+    """The start of `size` ranks with connections between all of gloo's ranks, and with connections on first use.
+
+    The time is that of the slowest rank until its first barrier, the sockets are those of the median rank.
+    """
     row: dict[str, float] = {"ranks": size}
-    for name, measure in rows.items():
-        seconds, sockets = zip(*(measure() for _ in range(TRIALS)), strict=True)
+    for name, lazy in (("mesh", "0"), ("lazy", "1")):
+        trials = [zip(*together([start] * size, size, lazy, count=size), strict=True) for _ in range(TRIALS)]
+        seconds, sockets = zip(*((max(times), statistics.median(opened)) for times, opened in trials), strict=True)
         row |= {f"s to the first barrier, {name}": statistics.median(seconds), f"sockets, {name}": max(sockets)}
     return row
 
 
-def main(sizes: Sequence[int], output: Path) -> None:
+def main(options: argparse.Namespace) -> None:
     """Measures and stores the result."""
     allow_open_files()
-    heartbeats = [heartbeat_row(size) for size in sizes]
-    starts = [start_row(size) for size in sizes if size <= MOST_PROCESSES]
-    tables = [
+    heartbeats = [heartbeat_row(size) for size in options.control]
+    starts = [start_row(size) for size in options.control if size <= MOST_PROCESSES]
+    text = "\n\n".join(
         common.table([*rows[0]], [[f"{value:.4g}" for value in row.values()] for row in rows], left=0)
         for rows in (heartbeats, starts)
         if rows
-    ]
-    text = "\n\n".join(tables)
-    common.publish("control", {"heartbeats": heartbeats, "starts": starts}, output, text)
+    )
+    options.output = options.output.parent
+    common.publish("control", options, {"heartbeats": heartbeats, "starts": starts}, text)

@@ -8,7 +8,6 @@ forest relative to the finest mesh, the relation of temperature and density, hot
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 
 from benchmarks import common
-from utils.errors import one_line_errors
 from utils.lyman_alpha.flux import Universe, flux_power, optical_depth, power_sums, published_mean_flux, solve_scale
 
 if TYPE_CHECKING:
@@ -32,6 +30,8 @@ BINS = np.linspace(-0.5, 0.5, 11)  # of log10(density / mean), for the relation 
 def of_waves(modes: np.ndarray, grid: int) -> np.ndarray:
     """The modes of a mesh with fewer cells per side: those that both have, without the smaller one's Nyquist waves."""
     half, finer = grid // 2, len(modes)
+    if grid == finer:
+        return modes
     keep = np.r_[0:half, finer - half : finer]
     coarse = modes[keep][:, keep][:, :, : half + 1] * np.float32((grid / finer) ** 3)
     coarse[half] = coarse[:, half] = coarse[:, :, half] = 0
@@ -72,38 +72,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utils.simulation.linear_theory import make_cosmology
     from utils.simulation.simulate import SimulationOptions, initial_modes, simulate_fields
 
-    parser = common.Parser(__doc__)
-    parser.add_argument("--grids", type=int, nargs="+", default=(64, 128, 256), help="cells per side, from few to many")
-    parser.add_argument("--box_size", type=float, default=20.0, help="in Mpc/h (%(default)s)")
-    parser.add_integers(seed=1, threads=2)
+    parser = common.Parser(__doc__, grids=(64, 128, 256), box_size=20.0, seed=1, threads=2)
     options = parser.parse_args(argv)
-    finest = SimulationOptions(grid=options.grids[-1], box_size=options.box_size, seed=options.seed)
-    modes = initial_modes(finest, make_cosmology(finest.cosmology))
-    rows = []
-    for grid in options.grids:
-        one = SimulationOptions(grid=grid, box_size=options.box_size, seed=options.seed, threads=options.threads)
+    shared = {"box_size": options.box_size, "seed": options.seed, "threads": options.threads}
+    meshes = [SimulationOptions(grid=grid, **shared) for grid in options.grids]  # the last one is the finest
+    modes = initial_modes(meshes[-1], make_cosmology(meshes[-1].cosmology))
+    rows, powers = [], []
+    for mesh in meshes:
         started, cpu = time.monotonic(), time.process_time()
-        gas = simulate_fields(one, modes if grid == len(modes) else of_waves(modes, grid))[1]
-        row = {"grid": grid, "cell (Mpc/h)": one.cell, "seconds": time.monotonic() - started}
-        row |= {"CPU seconds": time.process_time() - cpu}
-        row |= {"peak GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+        gas = simulate_fields(mesh, of_waves(modes, mesh.grid))[1]
+        row = {"grid": mesh.grid, "cell (Mpc/h)": mesh.cell, "seconds": time.monotonic() - started}
+        row |= {"CPU seconds": time.process_time() - cpu, "peak GB": common.peak_bytes() / 1e9}
         row["T0 (K)"], row["gamma"] = relation(gas)
         hot = gas[4] > HOT
-        row |= {
-            "hot mass (%)": 100 * float(gas[0][hot].sum() / gas[0].sum()),
-            "hot volume (%)": 100 * float(hot.mean()),
-        }
-        rows.append((row, flux(gas, one)))
-    results = []
-    for row, power in rows:
-        ratios = {
-            f"P1D ratio at {k:g} s/km": float(value) for k, value in zip(WAVENUMBERS, power / rows[-1][1], strict=True)
-        }
-        results.append({**row, **ratios})
-    text = common.table(list(results[0]), [[f"{value:.3g}" for value in row.values()] for row in results])
-    common.publish("convergence", {"settings": common.settings(options), "results": results}, options.output, text)
+        row["hot mass (%)"] = 100 * float(gas[0][hot].sum() / gas[0].sum())
+        row["hot volume (%)"] = 100 * float(hot.mean())
+        rows.append(row)
+        powers.append(flux(gas, mesh))
+    for row, power in zip(rows, powers, strict=True):
+        ratios = zip(WAVENUMBERS, power / powers[-1], strict=True)
+        row |= {f"P1D ratio at {k:g} s/km": float(value) for k, value in ratios}
+    text = common.table(list(rows[0]), [[f"{value:.3g}" for value in row.values()] for row in rows])
+    common.publish("convergence", options, {"results": rows}, text)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

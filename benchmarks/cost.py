@@ -38,7 +38,6 @@ from utils.config import Config
 from utils.data.loaders.base import Batch, memory_format
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.errors import one_line_errors
 from utils.optim.soap import Soap
 from utils.steps import annotate, build
 from utils.steps.eager import EagerStep
@@ -62,8 +61,6 @@ STORED = {
     "l1_backward": ("outputs_gradient",),
     "tail_l1": ("blocks_gradient", "loss_partial", "bias_partial"),
 }
-
-# --- tensors ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -202,9 +199,6 @@ class Trace(TorchDispatchMode):
                 self.layouts[text] = None
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
-
-
 class FakeTensors(FakeTensorMode):
     """Tensors without data."""
 
@@ -289,23 +283,19 @@ def load(name: str, changes: Mapping[str, Any]) -> Config:
     return configs.load(common.YAML, "base", keys).for_world(1)
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
 def measure(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes and operations, and samples/s on an H200: the time of the convolutions plus that of all other bytes."""
     config = load(name, changes)
     count, batch = count_step(config), config.local_batch_size or 0
-    rows = sorted(count.operations.values(), key=lambda row: -row.read - row.written)
     with torch.device("meta"):
         flops = training_flops(build.network(config), torch.empty(1, config.N_in_channels, *[config.data_size] * 3))
-    convolutions = [batch * flops / (share * MATMUL) for share in SHARES]
-    moved = {phase: count.total(phase) for phase in PHASES} | {"total": count.total()}
+    seconds = [batch * flops / (share * MATMUL) + count.total() / COPY for share in SHARES]
+    rows = sorted(count.operations.values(), key=lambda row: -row.read - row.written)
     return {
         "batch": batch,
         "FLOP per sample": flops,
-        "gigabytes": {key: value / 1e9 for key, value in moved.items()},
-        "predicted samples/s": [batch / (seconds + count.total() / COPY) for seconds in convolutions],
+        "gigabytes": {phase: count.total(phase) / 1e9 for phase in PHASES} | {"total": count.total() / 1e9},
+        "predicted samples/s": [batch / one for one in seconds],
         "operations": [asdict(row) for row in rows],
         "convolutions": [asdict(row) for row in count.convolutions.values()],
         "not channels-last": list(count.layouts) if config.channels_last else [],
@@ -316,14 +306,13 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     """A line per set of options, and the largest operations of each."""
     heads = ["set", "batch", *(f"GB {phase}" for phase in PHASES), "GB in all"]
     heads += [f"samples/s if convolutions reach {100 * share:.0f} %" for share in SHARES]
-    rows: list[list[object]] = []
-    parts = []
+    rows, parts = [], []
     for name, result in results.items():
-        gigabytes = [f"{result['gigabytes'][key]:.2f}" for key in (*PHASES, "total")]
-        rates = [f"{rate:,.0f}" for rate in result["predicted samples/s"]]
-        rows.append([f"{name}: {SETS[name].text}", result["batch"], *gigabytes, *rates])
+        cells = [f"{value:.2f}" for value in result["gigabytes"].values()]
+        cells += [f"{rate:,.0f}" for rate in result["predicted samples/s"]]
+        rows.append([f"{name}: {SETS[name].text}", result["batch"], *cells])
         operations = [
-            [row["phase"], row["name"], row["calls"], f"{row['read'] / 1e9:.2f}", f"{row['written'] / 1e9:.2f}"]
+            (row["phase"], row["name"], row["calls"], f"{row['read'] / 1e9:.2f}", f"{row['written'] / 1e9:.2f}")
             for row in result["operations"]
             if row["read"] + row["written"] >= 2e8
         ]
@@ -338,9 +327,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_changes()
     options = parser.parse_args(argv)
     results = {name: measure(name, read_changes(options.changes)) for name in options.sets}
-    common.publish("cost", {"settings": common.settings(options), "sets": results}, options.output, markdown(results))
+    common.publish("cost", options, {"sets": results}, markdown(results))
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import functools
 import math
-import resource
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from benchmarks import common
-from utils.errors import one_line_errors
 from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 
 UNIVERSE = Universe(redshift=3.0, h=0.675, omega_m=0.31, omega_l=0.69, omega_b=0.0487)
@@ -57,16 +55,10 @@ def seconds_of_box(side: int, axes: int, cell: float, device: torch.device) -> f
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
-    parser.add_integers(side=256, large=512, trials=3, threads=2)
-    options = parser.parse_args(argv)
+    options = common.Parser(__doc__, side=256, large=512, trials=3, threads=2).parse_args(argv)
     torch.set_num_threads(options.threads)
-    device = common.this_machine().device
-    cases = {
-        f"{side}³ x {axes}, {cell} Mpc/h": (side, axes, cell)
-        for cell in CELLS
-        for side, axes in ((options.side, 3), (options.large, 1))
-    }
+    device, boxes = common.this_machine().device, ((options.side, 3), (options.large, 1))
+    cases = {f"{side}³ x {axes}, {cell} Mpc/h": (side, axes, cell) for cell in CELLS for side, axes in boxes}
     seconds_of_box(32, 1, CELLS[0], device)  # warm-up
     measures = {name: functools.partial(seconds_of_box, *case, device) for name, case in cases.items()}
     values = common.interleaved(measures, options.trials, warmup=0)
@@ -76,13 +68,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         results[name] = {"side": side, "axes": axes, "cell (Mpc/h)": cell, "seconds": seconds}
         rate = side**3 * axes / seconds["median"] / 1e6
         rows.append((name, f"{UNIVERSE.pixel_width(cell):.3g}", common.ranged(seconds, ".3g"), f"{rate:.3g}"))
-    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    gib = common.peak_bytes() / 2**30
     text = f"Lyman-alpha optical depth, {options.threads} threads, n = {options.trials}; peak memory {gib:.2f} GiB.\n\n"
     text += common.table(["sight-lines x axes", "cell, km/s", "seconds", "million cells/s"], rows)
-    result = {"settings": common.settings(options), "cases": results, "peak memory GiB": gib}
-    common.publish("flux", result, options.output, text)
+    common.publish("flux", options, {"cases": results, "peak memory GiB": gib}, text)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

@@ -36,29 +36,14 @@ class InterpolatedConv3d(nn.Conv3d):
         return F.interpolate(coarse, scale_factor=2.0, mode="trilinear")
 
 
-class _OtherUNet(UNet):
-    """A `UNet` without the options that compute its last layer in other ways."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        width: int = 64,
-        scales: int = 6,
-        norm: str = "none",
-        crop: int | None = None,
-    ) -> None:
-        super().__init__(in_channels, out_channels, width, scales, norm=norm, crop=crop)
-
-
-class SubPixelUNet(_OtherUNet):
+class SubPixelUNet(UNet):
     """`last` is a `SubPixelConv3d`: 3³ cells determine each cell, instead of 2³."""
 
     def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
         return SubPixelConv3d(before, 8 * after, 3, padding=1)
 
 
-class InterpolatedUNet(_OtherUNet):
+class InterpolatedUNet(UNet):
     """`last` is an `InterpolatedConv3d`, which computes on the grid of half the size."""
 
     def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:

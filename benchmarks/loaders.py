@@ -3,22 +3,21 @@
 python -m benchmarks.loaders                       crops of 64³ from a 512³ file (5 GB and .npy copies, made in data/)
 python -m benchmarks.loaders --box 128 --trials 1  a quick look
 
-Throughput is measured in interleaved trials in one process; each start in a new process.
+Throughput is measured in interleaved trials in one process; each start in a new process, --starts times per loader.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import multiprocessing
-import os
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,13 @@ from utils.data import LOADERS, DataSplits, get_loader, symmetry
 from utils.data.convert_to_npy import convert
 from utils.data.loaders import dali
 from utils.data.loaders.base import sample_plan
-from utils.errors import UserError, one_line_errors
+from utils.errors import UserError
 
 FIELDS = {"Nbody": 4, "Hydro": 5}  # channels
 # Batches that may be ready when a measurement begins: our loaders keep three, the DataLoader two per worker and more.
 UNTIMED_BATCHES = 6
-# After its turn the DataLoader's processes fill their queues again: nothing is timed meanwhile.
-SETTLE_SECONDS = 2.0
-EPOCHS = 3  # per start: the first, and two later ones
-SECONDS = ("start seconds", "first epoch seconds", "later epoch seconds")
+SECONDS = ("start seconds", "first epoch seconds", "later epoch seconds")  # of three epochs
 STARTS = (*SECONDS, "first epoch / later")
-
-# --- volumes of random values ----------------------------------------------------------------------------------------
 
 
 def volumes(box: int, crop: int, npy: bool = False) -> tuple[Path, Path]:
@@ -85,9 +79,6 @@ def volume_keys(train: Path, valid: Path) -> dict[str, Any]:
         keys[f"{split}_path"] = str(path)
         keys |= {f"{split}_path_npy_{kind}": str(copy) for kind, copy in npy_paths(path).items()}
     return keys
-
-
-# --- loaders ---------------------------------------------------------------------------------------------------------
 
 
 def available(device: torch.device) -> list[str]:
@@ -140,12 +131,9 @@ class PlainDataset(Dataset):
     def __getitem__(self, index: int) -> list[torch.Tensor]:
         self._file = self._file or h5py.File(self._path)  # in the worker: HDF5 handles do not survive a fork
         place = (slice(None), *(slice(int(start), int(start) + self._side) for start in self._plan.origins[index]))
-        crops = [self._file[name][place] for name in FIELDS]
-        rotation = int(self._plan.symmetries[index])
-        return [
-            torch.from_numpy(symmetry.apply(crop, rotation, vectors))
-            for crop, vectors in zip(crops, self._vectors, strict=True)
-        ]
+        rotation, parts = int(self._plan.symmetries[index]), zip(FIELDS, self._vectors, strict=True)
+        crops = (symmetry.apply(self._file[name][place], rotation, vectors) for name, vectors in parts)
+        return [torch.from_numpy(crop) for crop in crops]
 
 
 def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
@@ -156,11 +144,9 @@ def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
         yield from loader
 
 
-# --- measurements ----------------------------------------------------------------------------------------------------
-
-
 def delivered(batches: Iterator[Any], options: argparse.Namespace, device: torch.device) -> float:
     """Samples/s, after batches that may have been ready."""
+    # After its turn the DataLoader's processes fill their queues again: nothing is timed meanwhile.
     time.sleep(options.settle)
     for _ in range(max(UNTIMED_BATCHES, 2 * options.workers + 2)):
         next(batches)
@@ -179,7 +165,7 @@ def copied(options: argparse.Namespace, source: torch.device, target: torch.devi
 def throughput(options: argparse.Namespace, names: Sequence[str], device: torch.device) -> dict[str, Any]:
     """Samples/s of every loader and bound, in interleaved trials."""
     host = torch.device("cpu")
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         ways: dict[str, Generator[Any, None, None]] = {}
         if device.type != "cuda":  # its many processes would still work while others are timed
             ways[f"plain DataLoader, {options.workers} processes"] = endless_plain(options)
@@ -202,18 +188,16 @@ def start(name: str, options: argparse.Namespace) -> dict[str, float]:
     npy = get_loader(name).reads == "npy"
     for path in volumes(options.box, options.crop, npy):
         for file in npy_paths(path).values() if npy else [path]:
-            with open(file, "rb", buffering=0) as opened:
-                os.fsync(opened.fileno())  # pages not yet written cannot be dropped
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            common.drop_pages(file)
     device, started = common.this_machine().device, time.perf_counter()
     with build_loader(options, name) as loaders:
         common.synchronize(device)
-        seconds = [time.perf_counter() - started]
-        for epoch in range(EPOCHS):
+        opening, seconds = time.perf_counter() - started, []
+        for epoch in range(3):
             batches = loaders.train.epoch(epoch)
             seconds.append(common.seconds_of(lambda batches=batches: deque(batches, maxlen=0), device))  # type: ignore[misc]
-    opening, first, *later = seconds
-    return dict(zip(STARTS, (opening, first, min(later), first / min(later)), strict=True))
+    first, later = seconds[0], min(seconds[1:])
+    return dict(zip(STARTS, (opening, first, later, first / later), strict=True))
 
 
 def start_in_process(name: str, options: argparse.Namespace) -> dict[str, float]:
@@ -224,19 +208,16 @@ def start_in_process(name: str, options: argparse.Namespace) -> dict[str, float]
 
 def draw(results: dict[str, Any], starts: dict[str, Any], path: Path) -> None:
     """Throughput with its range, and the seconds of start and epochs."""
-    seconds = {
-        key: [common.spread([trial[key] for trial in one["trials"]]) for one in starts.values()] for key in SECONDS
-    }
+    seconds = {key: [common.spread([one[key] for one in way["trials"]]) for way in starts.values()] for key in SECONDS}
     with common.plot(path, (12, 4.4), 2) as (left, right):
         common.bars(left, list(results), {"": list(results.values())}, xlabel="samples/s (median, range)")
         common.bars(right, list(starts), seconds, xlabel="seconds", title="from a cold page cache")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
-    parser.add_integers(box=512, crop=64, batch=16, trials=5, workers=2, batches=30, epoch_batches=64)
-    parser.add_argument("--starts", type=int, default=3, help="of each loader; the median is reported (%(default)s)")
-    parser.add_argument("--settle", type=float, default=SETTLE_SECONDS, help="seconds before a trial (%(default)s)")
+    sizes = {"box": 512, "crop": 64, "batch": 16, "trials": 5, "workers": 2, "batches": 30, "epoch_batches": 64}
+    parser = common.Parser(__doc__, **sizes, settle=2.0)
+    parser.add_argument("--starts", type=int, default=3, help="(%(default)s)")  # also 0
     options = parser.parse_args(argv)
     device = common.this_machine().device
     names = available(device)
@@ -246,15 +227,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         trials = [one[name] for one in rounds]
         starts[name] = {**{key: statistics.median(one[key] for one in trials) for key in STARTS}, "trials": trials}
     results = throughput(options, names, device)
-    rates = [(name, common.ranged(one)) for name, one in results.items()]
-    cold = [(name, *(f"{one[key]:.2f}" for key in STARTS)) for name, one in starts.items()]
-    text = common.table(("loader", "samples/s"), rates)
-    text += f"\n\n{common.table(('loader', *STARTS), cold)}" if cold else ""
-    result = {"settings": common.settings(options), "unit": "samples/s", "results": results, "starts": starts}
+    text = common.table(("loader", "samples/s"), [(name, common.ranged(one)) for name, one in results.items()])
+    if starts:
+        cold = [(name, *(f"{one[key]:.2f}" for key in STARTS)) for name, one in starts.items()]
+        text += f"\n\n{common.table(('loader', *STARTS), cold)}"
+    result = {"unit": "samples/s", "results": results, "starts": starts}
     draw_starts = functools.partial(draw, results, starts) if starts else None
-    common.publish("loaders" if device.type == "cpu" else "loaders_gpu", result, options.output, text, draw_starts)
+    common.publish("loaders" if device.type == "cpu" else "loaders_gpu", options, result, text, draw_starts)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

@@ -38,12 +38,11 @@ from utils import cli
 from utils import config as configs
 from utils.cli import positive
 from utils.distributed.threads import usable_cpus
-from utils.errors import UserError, one_line_errors
+from utils.errors import UserError
 from utils.files import read_json
 
 KINDS = ("IO", "SYNTHETIC", "FULL", "NO-COMM")
 OVERHEADS = {"communication overhead": ("SYNTHETIC", "NO-COMM"), "input overhead": ("FULL", "SYNTHETIC")}
-BENCHY = "benchy.yaml"
 RANKS_PER_NODE = 4  # that submit_pm.sh asks for
 
 
@@ -59,28 +58,34 @@ class Point:
         return f"ranks{self.ranks}_batch{self.local_batch}_round{number}.json"
 
 
-Measured = Mapping[Point, Mapping[str, Any]]  # results of `combined` by point
-Efficiencies = Mapping[str, Mapping[int, float]]  # of a series, by kind and number of ranks
-
-
 @dataclass(frozen=True)
 class Plan:
     """A study. `threads` of each rank: None in a batch job's environment. `cores` of the machine, if ranks share it."""
 
     arguments: Sequence[str]  # of train.py
     series: Mapping[str, Sequence[Point]]  # by title, such as "weak, local batch 8"
+    directory: Path  # of the results of all points
     trials: int
     batches: int  # per trial of benchmark mode
     threads: int | None = None
     cores: int | None = None
 
-    def runs(self) -> Iterator[tuple[Point, int]]:
-        """Points and round numbers, round by round; a point that several series share is measured once."""
+    def runs(self) -> Iterator[tuple[Point, Path]]:
+        """Points and their results, round by round; a point that several series share is measured once."""
         points = sorted({point for points in self.series.values() for point in points})
-        yield from ((point, number) for number in range(1, self.trials + 1) for point in points)
+        for number in range(1, self.trials + 1):
+            yield from ((point, self.directory / point.name(number)) for point in points)
 
     def flags(self, point: Point) -> list[str]:
         return [*self.arguments, "--enable_benchy", f"--local_batch_size={point.local_batch}"]
+
+    def environment(self, output: Path) -> dict[str, str]:
+        """Environment variables with which benchmark mode reads the settings of the plan and writes `output`."""
+        settings = (self.directory / "benchy.yaml").resolve()
+        trials = f"{{batches: {self.batches}, trials: 3, warmup_trials: 1}}\n"  # few trials, since rounds repeat them
+        self.directory.mkdir(parents=True, exist_ok=True)
+        settings.write_text("".join(f"{kind}: {trials}" for kind in ("IO", "SYNTHETIC", "FULL")), encoding="utf-8")
+        return {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": str(output.resolve())}
 
     def mark(self, ranks: int) -> str:
         """The number of ranks, with an asterisk if they have more threads than the machine has cores."""
@@ -106,47 +111,33 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
     config = configs.load(chosen.yaml_config, chosen.config, chosen.overrides)
     batch = config.local_batch_size or config.global_batch_size or 0
     weak, strong = ([batch] if given is None else given for given in (options.weak, options.strong))
-    series = series_of(options.ranks, weak, strong)
+    series, most = series_of(options.ranks, weak, strong), max(options.ranks)
     for point in {point for points in series.values() for point in points}:
         config.model_copy(update={"local_batch_size": point.local_batch}).for_world(point.ranks)
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    if options.submit or options.collect:
-        return Plan(arguments, series, options.trials, options.batches or 30)
-    if gpus and gpus < max(options.ranks):
+    remote = options.submit or options.collect
+    batches = options.batches or (30 if gpus or remote else 5)
+    shared = arguments, series, options.output / "points", options.trials, batches
+    if remote:
+        return Plan(*shared)
+    if gpus and gpus < most:
         raise UserError(f"this machine has {gpus} GPUs, fewer than ranks; give fewer --ranks, or --submit")
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    cores = len(usable_cpus())
-    count = int(threads) if threads.isdigit() else max(1, cores // max(options.ranks))
-    batches = options.batches or (30 if gpus else 5)
-    return Plan(arguments, series, options.trials, batches, count, None if gpus else cores)
+    threads, cores = os.environ.get("OMP_NUM_THREADS", ""), len(usable_cpus())
+    return Plan(*shared, int(threads) if threads.isdigit() else max(1, cores // most), None if gpus else cores)
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
-
-
-def environment(plan: Plan, directory: Path, output: str) -> dict[str, str]:
-    """Environment variables with which benchmark mode reads the settings of the plan and writes `output`."""
-    trials = f"{{batches: {plan.batches}, trials: 3, warmup_trials: 1}}"  # few trials, since rounds repeat them
-    directory.mkdir(parents=True, exist_ok=True)
-    common.write_text(directory / BENCHY, "".join(f"{kind}: {trials}\n" for kind in ("IO", "SYNTHETIC", "FULL")))
-    return {"BENCHY_CONFIG_FILE": str(directory.resolve() / BENCHY), "BENCHY_OUTPUT": str(directory.resolve() / output)}
-
-
-def measure(plan: Plan, directory: Path) -> None:
+def measure(plan: Plan) -> None:
     """Runs every point, round by round; earlier results in the directory are deleted."""
-    for old in directory.glob("ranks*_batch*_round*.json"):
+    for old in plan.directory.glob("ranks*_batch*_round*.json"):
         old.unlink()
-    for point, number in plan.runs():
-        output, log = directory / point.name(number), (directory / "log.txt").resolve()
+    for point, output in plan.runs():
         # MKL_NUM_THREADS, because train.py ignores OMP_NUM_THREADS=1 under torchrun, which sets it by default.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(plan.threads))
-        variables = {**threads, **environment(plan, directory, output.name)}
         with tempfile.TemporaryDirectory() as scratch:  # nobody needs the run directory
             command = [*common.launcher(point.ranks), "train.py", *plan.flags(point), "--set", f"expdir={scratch}"]
-            if reason := common.failure_of(command, log, variables):
-                raise UserError(f"ranks {point.ranks}, local batch {point.local_batch}: {reason}; see {log}")
-        rate = read_json(output)["FULL"]["median"]
-        sys.stderr.write(f"round {number}/{plan.trials}, {point}: FULL {rate:.4g} samples/s\n")
+            what, log = f"ranks {point.ranks}, local batch {point.local_batch}", (plan.directory / "log.txt").resolve()
+            common.call(what, command, log, environment={**threads, **plan.environment(output)})
+        sys.stderr.write(f"{output.name}: FULL {read_json(output)['FULL']['median']:.4g} samples/s\n")
 
 
 def job(plan: Plan, point: Point) -> list[str]:
@@ -157,54 +148,43 @@ def job(plan: Plan, point: Point) -> list[str]:
     return ["sbatch", f"--nodes={max(1, nodes)}", f"--ntasks={point.ranks}", "submit_pm.sh", *plan.flags(point)]
 
 
-def submit(plan: Plan, directory: Path) -> None:
+def submit(plan: Plan) -> None:
     """Submits a job for each point of each round that has no result yet."""
-    jobs = [(point.name(number), job(plan, point)) for point, number in plan.runs()]
-    missing = [(name, words) for name, words in jobs if not (directory / name).exists()]
-    for name, words in missing:
-        variables = environment(plan, directory, name)
+    jobs = [(job(plan, point), output) for point, output in plan.runs() if not output.exists()]
+    for words, output in jobs:
         try:
-            subprocess.run(words, cwd=common.REPOSITORY, env={**os.environ, **variables}, check=True)
+            subprocess.run(words, cwd=common.REPOSITORY, env={**os.environ, **plan.environment(output)}, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             raise UserError(f"{error}; submit the study where sbatch works") from None
-    print(f"submitted {len(missing)} jobs; repeat the command with --collect instead of --submit for the results")
+    print(f"submitted {len(jobs)} jobs; repeat the command with --collect instead of --submit for the results")
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
-
-
-def gather(plan: Plan, directory: Path) -> tuple[dict[Point, dict[str, Any]], list[str]]:
+def gather(plan: Plan) -> tuple[dict[Point, dict[str, Any]], list[str]]:
     """The points with the results of their rounds, and the file names of missing runs."""
     runs: dict[Point, list[dict[str, Any]]] = {}
     missing = []
-    for point, number in plan.runs():
-        path = directory / point.name(number)
+    for point, path in plan.runs():
         if path.exists():
             run = read_json(path)
             runs.setdefault(point, []).append({"NO-COMM": run["SYNTHETIC"], **run})
         else:
             missing.append(path.name)
     if not runs:
-        raise UserError(f"no results in {directory} yet; submit the study with --submit")
+        raise UserError(f"no results in {plan.directory} yet; submit the study with --submit")
     return {point: combined(point, found) for point, found in sorted(runs.items())}, missing
 
 
 def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A point's rounds: rates in samples/s, overheads as fractions, each computed from one run's rates."""
-    rates = {kind: [run[kind]["median"] for run in runs] for kind in KINDS}
-    lost = {
-        name: [1 - run[one]["median"] / run[other]["median"] for run in runs]
-        for name, (one, other) in OVERHEADS.items()
-    }
-    return {
-        **asdict(point),
-        "device": runs[0]["provenance"]["device"],
-        **{name: common.summary(values) for name, values in {**rates, **lost}.items()},
-    }
+    values = {kind: [run[kind]["median"] for run in runs] for kind in KINDS}
+    for name, (one, other) in OVERHEADS.items():
+        values[name] = [1 - slow / fast for slow, fast in zip(values[one], values[other], strict=True)]
+    measured = {name: common.summary(trials) for name, trials in values.items()}
+    return {**asdict(point), "device": runs[0]["provenance"]["device"], **measured}
 
 
-def efficiencies(series: Sequence[Point], points: Measured) -> Efficiencies:
-    """Samples/s per rank relative to the fewest ranks that were measured."""
+def efficiencies(series: Sequence[Point], points: Mapping[Point, Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Samples/s per rank relative to the fewest ranks that were measured, by kind and number of ranks."""
     found: dict[str, dict[int, float]] = {}
     for kind in KINDS:
         rates = {point.ranks: points[point][kind]["median"] / point.ranks for point in series if point in points}
@@ -212,21 +192,22 @@ def efficiencies(series: Sequence[Point], points: Measured) -> Efficiencies:
     return found
 
 
-def report_text(plan: Plan, points: Measured, found: Mapping[str, Efficiencies], missing: Sequence[str]) -> str:
-    """A table per series, and notes."""
+def report(plan: Plan, options: argparse.Namespace) -> None:
+    """Writes the result of the runs that exist, and a table per series."""
+    points, missing = gather(plan)
     heads = ["ranks", "local batch", *(f"{kind} samples/s" for kind in KINDS)]
     heads += ["efficiency SYNTHETIC", "efficiency FULL", *OVERHEADS, "n"]
-    parts = []
-    for title, efficiency in found.items():
-        rows = []
-        for point in (point for point in plan.series[title] if point in points):
+    parts, series = [], []
+    for title, places in plan.series.items():
+        efficiency, rows = efficiencies(places, points), []
+        for point in (point for point in places if point in points):
             values = points[point]
-            cells = [plan.mark(point.ranks), str(point.local_batch)]
-            cells += [common.ranged(values[kind]) for kind in KINDS]
+            cells = [plan.mark(point.ranks), str(point.local_batch), *(common.ranged(values[kind]) for kind in KINDS)]
             cells += [f"{100 * efficiency[kind][point.ranks]:.1f} %" for kind in ("SYNTHETIC", "FULL")]
             cells += [f"{100 * values[name]['median']:.1f} %" for name in OVERHEADS]
             rows.append([*cells, values["FULL"]["n"]])
         parts.append(f"**{title}**\n\n{common.table(heads, rows, left=0)}")
+        series.append({"series": title, "efficiency": efficiency})
     parts.append("Medians of n rounds (smallest – largest); overheads are fractions of a step's time.")
     if plan.threads is not None:
         parts.append(f"Threads per rank: {plan.threads}.")
@@ -234,55 +215,31 @@ def report_text(plan: Plan, points: Measured, found: Mapping[str, Efficiencies],
         parts.append(f"\\* More threads than the {plan.cores} cores: ranks take turns, efficiency cannot reach 100 %.")
     if missing:
         parts.append(f"Missing: {', '.join(missing)}.")
-    return "\n\n".join(parts)
-
-
-def draw(plan: Plan, found: Mapping[str, Efficiencies], path: Path) -> None:
-    """Efficiency; a panel per series."""
-    with common.plot(path, (4.6 * len(found) + 0.8, 4.4), len(found), sharey="row") as panels:
-        for panel, (title, efficiency) in zip(panels, found.items(), strict=True):
-            for kind, values in efficiency.items():
-                panel.plot(list(values), [100 * value for value in values.values()], "o-", markersize=4, label=kind)
-            panel.set(title=title, xlabel="ranks", ylabel="samples/s per rank, % of the fewest ranks", ylim=(0, None))
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(list(efficiency["FULL"]), map(plan.mark, efficiency["FULL"]))
-
-
-def report(plan: Plan, directory: Path, output: Path) -> None:
-    """Writes result, tables and plots of the runs in `directory`."""
-    points, missing = gather(plan, directory)
-    found = {title: efficiencies(series, points) for title, series in plan.series.items()}
-    series = [{"series": title, "efficiency": efficiency} for title, efficiency in found.items()]
-    about = {"arguments of train.py": plan.arguments, "threads per rank": plan.threads, "cores": plan.cores}
-    result = {**about, "points": list(points.values()), "series": series, "missing": missing}
-    text = report_text(plan, points, found, missing)
-    common.publish("scaling", result, output, text, lambda path: draw(plan, found, path))
+    machine = {"arguments of train.py": plan.arguments, "threads per rank": plan.threads, "cores": plan.cores}
+    result = {**machine, "points": list(points.values()), "series": series, "missing": missing}
+    common.publish("scaling", options, result, "\n\n".join(parts))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
+    parser = common.Parser(__doc__, config="demo", ranks=[1, 2, 4], trials=3)
     parser.set_defaults(output=common.RESULTS / "scaling")
-    parser.add_argument("--config", default="demo", help="config of train.py (%(default)s)")
-    parser.add_argument("--ranks", nargs="+", type=positive, default=[1, 2, 4], metavar="N", help="(1 2 4)")
     parser.add_argument("--weak", nargs="*", type=positive, metavar="BATCH", help="samples per rank (the config's)")
     parser.add_argument("--strong", nargs="*", type=positive, metavar="BATCH", help="samples of all ranks (the same)")
-    parser.add_argument("--trials", type=positive, default=3, help="rounds (%(default)s)")
     parser.add_argument("--batches", type=positive, help="batches per benchmark trial (30; 5 on a CPU)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--submit", action="store_true", help="only submit a job for each missing result")
     instead.add_argument("--collect", action="store_true", help="only report the results in the output directory")
-    parser.add_argument("--control", nargs="+", type=positive, metavar="N", help="only measure the control plane")
+    instead.add_argument("--control", nargs="+", type=positive, metavar="N", help="only measure the control plane")
     options, rest = parser.parse_known_args(argv)
     if options.control:
-        return control.main(options.control, options.output.parent)
-    plan, directory = make_plan(options, rest), options.output / "points"
+        return control.main(options)
+    plan = make_plan(options, rest)
     if options.submit:
-        return submit(plan, directory)
+        return submit(plan)
     if not options.collect:
-        measure(plan, directory)
-    return report(plan, directory, options.output)
+        measure(plan)
+    return report(plan, options)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

@@ -25,9 +25,8 @@ import yaml
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import RESULTS, Parser, publish, table
+from benchmarks.common import RESULTS, Parser, publish, run, table
 from networks import build_network
-from utils.errors import one_line_errors
 
 
 class Layer(NamedTuple):
@@ -184,16 +183,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         "predicted": predicted,
         "efficiency": efficiencies,
     }
-    rows = [
-        (f"{name}, local batch {batch}", f"{100 * value:.0f} %", f"{100 * predicted[str(batch)][name]:.1f} %")
-        for batch, values in PUBLISHED["goals"].items()
-        for name, value in values.items()
-    ]
+    rows = []
+    for batch, values in PUBLISHED["goals"].items():
+        for name, value in values.items():
+            cells = f"{100 * value:.0f} %", f"{100 * predicted[str(batch)][name]:.1f} %"
+            rows.append((f"{name}, local batch {batch}", *cells))
+    text = table(("128 GPUs", "published", "predicted"), rows)
     shares = [(name, *(f"{100 * value:.1f} %" for value in found.values())) for name, found in efficiencies.items()]
-    text = table(("efficiency at local batch 64 on ranks", *RANKS), shares)
-    publish("scaling_model", result, options.output, f"{table(('128 GPUs', 'published', 'predicted'), rows)}\n\n{text}")
+    text += "\n\n" + table(("efficiency at local batch 64 on ranks", *RANKS), shares)
+    publish("scaling_model", options, result, text)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    run(main)

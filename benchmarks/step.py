@@ -17,13 +17,10 @@ numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
-import json
 import math
 import re
-import shlex
 import shutil
 import statistics
 import sys
@@ -31,10 +28,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +40,7 @@ from utils.config import Config
 from utils.data import Batch, get_loader
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
-from utils.errors import UserError, one_line_errors
+from utils.errors import UserError
 from utils.files import read_json
 from utils.profiling import timing
 from utils.steps import build
@@ -58,28 +54,23 @@ STARTED = time.perf_counter()
 LEARNING_RATE = 2e-4
 LOSS_STEPS = 10  # after which losses are compared
 WARMUP_SECONDS = 3.0  # at most, after the steps that are necessary
-SIZES = ("batch", "crop", "width", "box", "warmup_steps", "trials")
-DEFAULTS = {  # by device
+SIZES: dict[str, dict[str, Any]] = {  # --size: by default that of the device
     "cuda": {"batch": 64, "crop": 64, "width": 64, "box": 512, "warmup_steps": 30, "trials": 3, "seconds": 1.0},
     "cpu": {"batch": 4, "crop": 64, "width": 64, "box": 128, "warmup_steps": LOSS_STEPS, "trials": 3, "seconds": 4.0},
+    "tiny": {"batch": 2, "crop": 8, "width": 4, "box": 16, "warmup_steps": 3, "trials": 2, "seconds": 0.02},
 }
 
-# --- sets of options -------------------------------------------------------------------------------------------------
+# Assumed seconds, rather too many than too few: a part starts only if it should end in time.
+VOLUME, START, SEARCH, TRIALS, COMPILATION, LOADERS = 20.0, 10.0, 30.0, 10.0, 60.0, 90.0
+WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is stopped
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """A set of options: keys of the config 'base'."""
 
     text: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = {}
     graph: bool = False
-
-    def command(self) -> str:
-        """The command line of this run."""
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.changes.items()}
-        script = "train_graph.py" if self.graph else "train.py"
-        return shlex.join(["python", script, "--config=base", *(f"--set={key}={text}" for key, text in texts.items())])
 
 
 _FLOAT16 = {"num_data_workers": 8, "enable_amp": True, "precision": "float16"}
@@ -125,8 +116,6 @@ OTHERS: list[tuple[str, ...]] = [
     *((name,) for name in ("bfloat16", "channels last", "float32", "DALI", "apex")),
 ]
 
-# --- the measurement -------------------------------------------------------------------------------------------------
-
 
 def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
     """The config of a set of options at these sizes."""
@@ -147,13 +136,13 @@ class Training:
     """A step with its loader, warmed up on the first samples of the first epoch."""
 
     def __init__(self, options: argparse.Namespace, chosen: Options, world: World, stack: ExitStack) -> None:
-        self.config, self._world = config_of(options, chosen.changes, world.device), world
+        self.config, self._device = config_of(options, chosen.changes, world.device), world.device
         set_backends(self.config, world.device)
         opened = stack.enter_context(get_loader(self.config.data_loader_config).build(self.config, world))
         step_class = GraphStep if chosen.graph else EagerStep
         self.step = build.step(self.config, world, build.model(self.config), step_class)
         stack.callback(self.step.close)
-        self._batches = stack.enter_context(contextlib.closing(common.endless(opened.train)))
+        self._batches = stack.enter_context(closing(common.endless(opened.train)))
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
         self.flops = training_flops(self.step.network, self._fixed.inputs)
@@ -172,7 +161,7 @@ class Training:
             if enough or len(self.losses) >= max(least, options.warmup_steps):
                 break
         self.synthetic()
-        seconds = common.seconds_of(self.synthetic, world.device, 2) / 2
+        seconds = common.seconds_of(self.synthetic, self._device, 2) / 2
         self.steps = max(2, math.ceil(options.seconds / seconds))
 
     def synthetic(self) -> object:
@@ -183,7 +172,7 @@ class Training:
 
     def rate(self, action: Callable[[], object]) -> float:
         """Samples/s of one trial."""
-        return self.steps * len(self._fixed.inputs) / common.seconds_of(action, self._world.device, self.steps)
+        return self.steps * len(self._fixed.inputs) / common.seconds_of(action, self._device, self.steps)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -197,13 +186,13 @@ def measure(options: argparse.Namespace) -> None:
             measures[f"{name}, FULL"] = functools.partial(one.rate, one.full)
         rates = common.interleaved(measures, options.trials, warmup=0)
         entries = [entry_of(name, one, rates, options.sets[0]) for name, one in built.items()]
-        result = {"settings": common.settings(options), "unit": "samples/s", "ladder": entries}
-        path = common.save("step", result, options.output, markdown(entries))
+        result = {"unit": "samples/s", "ladder": entries}
+        path = common.save("step", options, result, markdown(entries))
         if options.profile:
             for entry, one in zip(entries, built.values(), strict=True):
                 entry["profile"] = step_profile.measure(one.synthetic, world.device)
-            common.save("step", result, options.output, markdown(entries))
-    print(f"{path.with_suffix('.md').read_text()}\nwritten: {path}")
+            common.save("step", options, result, markdown(entries))
+    print(f"{markdown(entries)}\n\nwritten: {path}")
 
 
 def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], first: str) -> dict[str, Any]:
@@ -215,7 +204,7 @@ def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], fir
     return {
         "name": name,
         "options": SETS[name].text,
-        "command": SETS[name].command(),
+        "changes": SETS[name].changes,
         "SYNTHETIC": synthetic,
         "FULL": full,
         "FULL / SYNTHETIC": full["median"] / synthetic["median"],
@@ -234,34 +223,19 @@ def markdown(entries: Sequence[Mapping[str, Any]]) -> str:
     heads = ["set", "SYNTHETIC samples/s", "/ first", "FULL samples/s", "FULL / SYNTHETIC", "TFLOP/s", "% of matmul"]
     rows = []
     for entry in entries:
+        cells = [f"{entry['name']}: {entry['options']}", common.ranged(entry["SYNTHETIC"])]
+        cells += [f"{entry['SYNTHETIC']['median'] / entries[0]['SYNTHETIC']['median']:.3f}"]
+        cells += [common.ranged(entry["FULL"]), f"{entry['FULL / SYNTHETIC']:.3f}", f"{entry['TFLOP/s']:.4g}"]
+        cells += [f"{100 * entry['TFLOP/s'] / entry['matmul TFLOP/s']:.1f}"]
         finals = [entry[f"{name} of the warm-up steps"][:LOSS_STEPS][-1] for name in ("loss", "gradient norm")]
-        rows.append(
-            [
-                f"{entry['name']}: {entry['options']}",
-                common.ranged(entry["SYNTHETIC"]),
-                f"{entry['SYNTHETIC']['median'] / entries[0]['SYNTHETIC']['median']:.3f}",
-                common.ranged(entry["FULL"]),
-                f"{entry['FULL / SYNTHETIC']:.3f}",
-                f"{entry['TFLOP/s']:.4g}",
-                f"{100 * entry['TFLOP/s'] / entry['matmul TFLOP/s']:.1f}",
-                ", ".join(f"{value:.4f}" for value in finals),
-            ]
-        )
+        rows.append([*cells, ", ".join(f"{value:.4f}" for value in finals)])
     parts = [common.table([*heads, f"loss, gradient norm of step {LOSS_STEPS}"], rows)]
     if profiled := {entry["name"]: entry["profile"] for entry in entries if "profile" in entry}:
         parts.append(step_profile.markdown(profiled))
     return "\n\n".join(parts)
 
 
-# --- the calls -------------------------------------------------------------------------------------------------------
-
-# Assumed seconds, rather too many than too few: a part starts only if it should end in time.
-VOLUME, START, SEARCH, TRIALS, COMPILATION, LOADERS = 20.0, 10.0, 30.0, 10.0, 60.0, 90.0
-WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is stopped
-
-
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A child process: its words after the interpreter's name, and the seconds that it should need."""
 
     name: str
@@ -269,83 +243,29 @@ class Part:
     seconds: float
 
 
-def parts_of(options: argparse.Namespace, directory: Path) -> list[Part]:
+def parts_of(options: argparse.Namespace) -> list[Part]:
     """The parts of a call, in order."""
-    sizes = [f"--{name}={getattr(options, name)}" for name in SIZES]
     if options.call == 2:
         pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
         files = (common.REPOSITORY / "tests").rglob("test_*.py")
         marked = [path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
         marked.sort(key=lambda path: -path.stat().st_size)  # no process is left with a long one at the end
-        return [Part(path.name, [*pytest, common.relative(path)], 0) for path in marked]
+        return [Part(path.name, [*pytest, str(path.relative_to(common.REPOSITORY))], 0) for path in marked]
     parts = []
     for names in {None: CPU_SETS, 1: FASTEST, 3: OTHERS}[options.call]:
-        chosen = [SETS[name] for name in names]
-        compiled = COMPILATION * any(one.changes.get("enable_jit") for one in chosen)
-        words = ["-m", "benchmarks.step", "--sets", *names, *sizes, f"--seconds={options.seconds}", "--profile"]
-        seconds = START + (SEARCH + TRIALS) * len(names) + compiled
-        parts.append(Part(", ".join(names), [*words, f"--output={directory / 'part'}"], seconds))
+        compiled = COMPILATION * any(SETS[name].changes.get("enable_jit") for name in names)
+        words = ["-m", "benchmarks.step", "--sets", *names, f"--size={options.size}", "--profile"]
+        words += [f"--output={options.output / 'part'}"]
+        parts.append(Part(", ".join(names), words, START + (SEARCH + TRIALS) * len(names) + compiled))
     if options.call == 3:
         words = ["-m", "benchmarks.loaders", f"--box={options.box}", f"--crop={options.crop}", "--starts=0"]
-        words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={directory}"]
+        words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={options.output}"]
         parts.insert(2, Part("loaders", words, LOADERS))
-    parts[0] = Part(parts[0].name, parts[0].words, parts[0].seconds + VOLUME)
+    parts[0] = parts[0]._replace(seconds=parts[0].seconds + VOLUME)
     return parts
 
 
-class Call:
-    """One call: its results so far, which are written after each part."""
-
-    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
-        self._directory, self._lock = directory, threading.Lock()
-        self._deadline = STARTED - START + 60 * options.minutes
-        self.name = f"call{options.call}" if options.call else "ladder"
-        self.results: dict[str, Any] = {"settings": common.settings(options), "unit": "samples/s", "ladder": []}
-        self.results |= {"last lines": {}, "failed": {}}
-
-    def run(self, parts: Sequence[Part], processes: int) -> None:
-        """Runs the parts in that many processes at a time."""
-        pool = ThreadPoolExecutor(processes)
-        try:
-            list(pool.map(self._run_part, parts))
-        finally:  # also after a signal
-            pool.shutdown(wait=False, cancel_futures=True)
-            common.end_running(GRACE)
-        shutil.rmtree(self._directory / "part", ignore_errors=True)
-        with contextlib.suppress(ImportError):  # matplotlib is optional
-            if self.results["ladder"]:
-                draw(self.results["ladder"], self._directory / f"{self.name}.png")
-
-    def _run_part(self, part: Part) -> None:
-        left = self._deadline - WRITING - GRACE - time.perf_counter()
-        log, result = self._directory / f"{self.name}-{part.name}.log", self._directory / "part/step.json"
-        result.unlink(missing_ok=True)
-        if part.seconds > left or left <= 0:
-            reason = f"no time left: it needs about {part.seconds:.0f} s, {max(left, 0):.0f} s are left"
-        else:
-            sys.stderr.write(f"== {part.name}, {left:.0f} s left\n")
-            reason = common.failure_of([sys.executable, *part.words], log, limit=left, grace=GRACE)
-        with self._lock:
-            if result.exists():  # also that of a process that failed later, in the profiler
-                self.results["ladder"] += read_json(result)["ladder"]
-            if self.name == "call2" and log.exists():
-                self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
-            if reason:  # its log is kept
-                self.results["failed"][part.name] = reason
-            else:
-                log.unlink()
-            common.save(self.name, self.results, self._directory, self.page())
-
-    def page(self) -> str:
-        """All results."""
-        made = [markdown(self.results["ladder"])] if self.results["ladder"] else []
-        if not made:
-            made = [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
-        made += [f"- {name}: {reason}" for name, reason in self.results["failed"].items()]
-        return "\n\n".join(made)
-
-
-def dry_run(parts: Sequence[Part], minutes: float) -> str:
+def timeline(parts: Sequence[Part], minutes: float) -> str:
     """The parts that a call would reach at the assumed costs, with the seconds of their start and end."""
     now, limit, rows = START, 60 * minutes - WRITING - GRACE, []
     for part in parts:
@@ -357,6 +277,56 @@ def dry_run(parts: Sequence[Part], minutes: float) -> str:
     return common.table(("part", "starts after s", "ends after s"), rows)
 
 
+class Call:
+    """One call: its results so far, which are written after each part."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._directory, self._lock = options, options.output, threading.Lock()
+        self._deadline = STARTED - START + 60 * options.minutes - WRITING - GRACE
+        self.name = f"call{options.call}" if options.call else "ladder"
+        self.results: dict[str, Any] = {"unit": "samples/s", "ladder": [], "last lines": {}, "failed": {}}
+
+    def run(self, parts: Sequence[Part]) -> None:
+        """Runs the parts, one at a time; the files of tests in four processes."""
+        pool = ThreadPoolExecutor(4 if self._options.call == 2 else 1)
+        try:
+            list(pool.map(self._run_part, parts))
+        finally:  # also after a signal
+            pool.shutdown(wait=False, cancel_futures=True)
+            common.end_running(GRACE)
+        shutil.rmtree(self._directory / "part", ignore_errors=True)
+        with suppress(ImportError):  # matplotlib is optional
+            if self.results["ladder"]:
+                draw(self.results["ladder"], self._directory / f"{self.name}.png")
+
+    def _run_part(self, part: Part) -> None:
+        left = self._deadline - time.perf_counter()
+        log, result = self._directory / f"{self.name}-{part.name}.log", self._directory / "part/step.json"
+        result.unlink(missing_ok=True)
+        if part.seconds > left or left <= 0:
+            reason = f"no time left: it needs about {part.seconds:.0f} s, {max(left, 0):.0f} s are left"
+        else:
+            sys.stderr.write(f"== {part.name}, {left:.0f} s left\n")
+            reason = common.failure_of([sys.executable, *part.words], log, limit=left, grace=GRACE)
+        with self._lock:
+            if result.exists():  # also that of a process that failed later, in the profiler
+                self.results["ladder"] += read_json(result)["ladder"]
+            if self._options.call == 2 and log.exists():
+                self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
+            if reason:  # its log is kept
+                self.results["failed"][part.name] = reason
+            else:
+                log.unlink()
+            common.save(self.name, self._options, self.results, self.page())
+
+    def page(self) -> str:
+        """All results."""
+        made = [markdown(self.results["ladder"])] if self.results["ladder"] else []
+        if not made:
+            made = [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
+        return "\n\n".join([*made, *(f"- {name}: {reason}" for name, reason in self.results["failed"].items())])
+
+
 def draw(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
     """SYNTHETIC and FULL samples/s of each set."""
     groups = {kind: [entry[kind] for entry in entries] for kind in ("SYNTHETIC", "FULL")}
@@ -365,35 +335,31 @@ def draw(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
+    parser = common.Parser(__doc__, minutes=8.0)
     parser.set_defaults(output=None)
     parser.add_argument("--call", type=int, choices=(1, 2, 3), help="a call for a GPU")
     parser.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help=", ".join(SETS))
     parser.add_argument("--profile", action="store_true", help="with --sets: also the kernels of a step")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of a call (%(default)s)")
+    parser.add_argument("--size", choices=SIZES, help="of the network, its samples and trials (that for the device)")
     parser.add_argument("--dry_run", action="store_true", help="print what the call would reach, and measure nothing")
-    parser.add_argument("--seconds", type=float, help="per trial")
-    parser.add_integers(**dict.fromkeys(SIZES))
     options = parser.parse_args(argv)
     device = common.this_machine().device
-    sizes = DEFAULTS["cuda" if options.call else device.type]
-    for name, value in sizes.items():
-        setattr(options, name, getattr(options, name) or value)
+    options.size = options.size or ("cuda" if options.call else device.type)
+    vars(options).update(SIZES[options.size])
     if options.sets:
         options.output = options.output or Path("runs/step")
         return measure(options)
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")  # such as nvidia-h200
-    directory = (options.output or common.RESULTS / (name if options.call else "")).absolute()
-    parts = parts_of(options, directory)
+    options.output = (options.output or common.RESULTS / (name if options.call else "")).absolute()
+    parts = parts_of(options)
     if options.dry_run:
-        return print(dry_run(parts, options.minutes))
+        return print(timeline(parts, options.minutes))
     if device.type != "cuda" and options.call:
         raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
-    call = Call(options, directory)
-    call.run(parts, processes=4 if options.call == 2 else 1)
-    return print(f"{call.page()}\n\nwritten: {directory / call.name}.json")
+    call = Call(options)
+    call.run(parts)
+    return print(f"{call.page()}\n\nwritten: {options.output / call.name}.json")
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

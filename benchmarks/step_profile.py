@@ -42,8 +42,6 @@ PATTERNS: tuple[tuple[str, str], ...] = (
 )
 # Where kernels overlap, the time counts for the earlier category: the later one was hidden behind it.
 CATEGORIES = ("convolutions", "pointwise", "layout and casts", "optimizer", "copies", "other", "communication")
-TOP = 15
-LONGEST_NAME = 120
 
 
 class Kernel(NamedTuple):
@@ -65,12 +63,11 @@ def measure(run_step: Callable[[], object], device: torch.device, steps: int = 1
     for _ in range(warmup):
         run_step()
     milliseconds = 1e3 * seconds_of(run_step, device, steps) / steps
-    activity, kernels_of = ProfilerActivity.CPU, _operators
-    if device.type == "cuda":
-        activity, kernels_of = ProfilerActivity.CUDA, _kernels
-    with profile(activities=[activity]) as profiled:
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
         seconds_of(run_step, device, steps)  # also waits for the device
-    return breakdown(kernels_of(profiled.events() or []), steps, milliseconds)
+    events = profiled.events() or []
+    return breakdown(kernels_of(events) if on_gpu else operators_of(events), steps, milliseconds)
 
 
 def breakdown(kernels: Sequence[Kernel], steps: int, step_ms: float) -> dict[str, Any]:
@@ -90,20 +87,14 @@ def breakdown(kernels: Sequence[Kernel], steps: int, step_ms: float) -> dict[str
     categories["gaps"] = step_ms - busy / 1e3 / steps
     runs: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
-        runs[kernel.name].append(kernel.end - kernel.start)
-    longest = sorted(runs, key=lambda name: -sum(runs[name]))
+        runs[kernel.name].append((kernel.end - kernel.start) / 1e3)
     listed = [
-        {"name": name, "category": classify(name), "ms": sum(runs[name]) / 1e3 / steps, "runs": len(runs[name]) / steps}
-        for name in longest
+        {"name": name, "category": classify(name), "ms": sum(times) / steps, "runs": len(times) / steps}
+        for name, times in sorted(runs.items(), key=lambda item: -sum(item[1]))
     ]
-    return {
-        "steps": steps,
-        "step_ms": step_ms,
-        "kernels": len(kernels) / steps,
-        "categories": categories,
-        "top": listed[:TOP],
-        "other": [entry for entry in listed if entry["category"] == "other"],
-    }
+    others = [entry for entry in listed if entry["category"] == "other"]
+    counts = {"steps": steps, "step_ms": step_ms, "kernels": len(kernels) / steps}
+    return {**counts, "categories": categories, "top": listed[:15], "other": others}
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
@@ -119,22 +110,19 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Categories of several sets of options, and the kernels of each that take longest."""
     rows = [["step", *(f"{result['step_ms']:.3f}" for result in results.values())]]
-    rows += [
-        [category, *(f"{result['categories'][category]:.3f}" for result in results.values())]
-        for category in (*CATEGORIES, "gaps")
-    ]
+    for category in (*CATEGORIES, "gaps"):
+        rows.append([category, *(f"{result['categories'][category]:.3f}" for result in results.values())])
     rows.append(["kernels per step", *(f"{result['kernels']:.0f}" for result in results.values())])
     parts = [table(("ms per step, not hidden behind a line above", *results), rows)]
     for name, result in results.items():
-        kernels = [
-            (f"`{entry['name'][:LONGEST_NAME]}`", entry["category"], f"{entry['ms']:.3f}", f"{entry['runs']:g}")
-            for entry in result["top"]
-        ]
+        kernels = []
+        for entry in result["top"]:
+            kernels.append((f"`{entry['name'][:120]}`", entry["category"], f"{entry['ms']:.3f}", f"{entry['runs']:g}"))
         parts.append(table((f"kernel of {name}", "category", "ms", "runs"), kernels, left=2))
     return "\n\n".join(parts)
 
 
-def _kernels(events: Iterable[Any]) -> list[Kernel]:
+def kernels_of(events: Iterable[Any]) -> list[Kernel]:
     """Everything the device ran, including the kernels of a replayed graph, which no operator launches."""
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
@@ -146,7 +134,7 @@ def _kernels(events: Iterable[Any]) -> list[Kernel]:
     ]
 
 
-def _operators(events: Iterable[Any]) -> list[Kernel]:
+def operators_of(events: Iterable[Any]) -> list[Kernel]:
     """Each operator's own time, without the operators it calls; laid end to end."""
     operators, end = [], 0.0
     for event in events:

@@ -4,7 +4,7 @@ python -m benchmarks.study digits          from a naive large batch to LAMB, 8 r
 python -m benchmarks.study time_to_quality recipes by samples and seconds to the loss of the tutorial's recipe
 python -m benchmarks.study networks        networks and losses, also by spectra and flux
 python -m benchmarks.study generalization  networks on other redshifts, cosmologies and cell sizes
-python -m benchmarks.study examples --logs example_logs     the runs of example_logs
+python -m benchmarks.study examples --logs example_logs     the runs of example_logs; --logs keeps the first seed's logs
 
 benchmarks/studies.yaml defines these and more. They train on the boxes of `make demo`, or simulate their own. Runs are
 kept in --runs: an interrupted study resumes with the missing ones. A run counts as finished if its config is the same,
@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +44,7 @@ from utils.data.plan import ShufflePlan
 from utils.data.volumes import with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.errors import UserError, one_line_errors
+from utils.errors import UserError
 from utils.steps import build
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
@@ -54,8 +52,8 @@ from utils.training.choice import run_directory
 from utils.training.loggers.base import read_records
 from utils.training.provenance import read_provenance
 
-FILE = Path(__file__).with_name("studies.yaml")
 LOSS, ACCURACY = "Loss/valid", "training accuracy"
+LIMIT = 3600.0  # seconds of a run
 
 
 @dataclass(frozen=True)
@@ -80,22 +78,22 @@ class Study:
     simulation: Mapping[str, Any] = field(default_factory=dict)  # see benchmarks/boxes.py
     evaluate: Mapping[str, Any] = field(default_factory=dict)
 
+    def simulated(self, runs: Path) -> boxes.Boxes:
+        return boxes.Boxes(self.simulation, self.evaluate, runs)
+
 
 def read_studies(path: Path) -> dict[str, Study]:
     """The studies of a YAML file."""
     studies = {}
     for name, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
         if not name.startswith("."):
-            shared = values.pop("changes", {})
-            listed = values.pop("conditions")
+            shared, listed = values.pop("changes", {}), values.pop("conditions")
             conditions = [Condition(**{**one, "changes": {**shared, **one.get("changes", {})}}) for one in listed]
             studies[name] = Study(conditions, **values)
     return studies
 
 
-STUDIES = read_studies(FILE)
-
-# --- training runs ---------------------------------------------------------------------------------------------------
+STUDIES = read_studies(Path(__file__).with_name("studies.yaml"))
 
 
 class Training:
@@ -103,21 +101,13 @@ class Training:
 
     def __init__(self, name: str, condition: Condition, seed: int, runs: Path, changes: Mapping[str, Any]) -> None:
         """`name` identifies the condition in file names."""
-        self.condition, self.seed, self._runs = condition, seed, runs
+        self.condition, self.seed = condition, seed
         self._changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
         self._run_num = f"{name}-seed{seed}"
+        self._log = runs / f"{self._run_num}.log"
         self.config = configs.load(common.YAML, condition.config, self._changes).for_world(condition.ranks)
         self.directory = run_directory(self.config, condition.config, self._run_num, condition.ranks)
-
-    @property
-    def checkpoint(self) -> Path:
-        """The last one."""
-        return step_directory(self.directory / FOLDER, self.config.total_steps)
-
-    def command(self) -> list[str]:
-        flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
-        flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
-        return [*common.launcher(self.condition.ranks), "train.py", *flags]
+        self.checkpoint = step_directory(self.directory / FOLDER, self.config.total_steps)  # the last one
 
     def is_trained(self) -> bool:
         """True if the run is finished, with these settings and any commit."""
@@ -129,11 +119,12 @@ class Training:
         steps = saved_steps(self.directory / FOLDER)
         return config.for_world(self.condition.ranks) == requested and requested.total_steps in steps
 
-    def run(self, limit: float) -> None:
+    def run(self) -> None:
         """Trains; UserError with the reason if that fails."""
-        log = self._runs / f"{self._run_num}.log"
-        if reason := common.failure_of(self.command(), log, limit=limit):
-            raise UserError(f"the run {self.condition.name}, seed {self.seed}, failed: {reason}; see {log}")
+        flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
+        flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
+        command = [*common.launcher(self.condition.ranks), "train.py", *flags]
+        common.call(f"the run {self.condition.name}, seed {self.seed},", command, self._log, limit=LIMIT)
 
     def result(self) -> dict[str, Any]:
         """The scalars of each validation, the commit, and a classifier's accuracy on its training samples."""
@@ -166,40 +157,30 @@ class Training:
 
 def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, Any]) -> list[Training]:
     """The runs of a study, seed by seed over all conditions, so that drift of the machine affects all conditions."""
-    study, training_runs = STUDIES[name], []
-    files = [boxes.training_files(study.simulation, study.evaluate, one.boxes, runs) for one in study.conditions]
-    for seed in range(seeds):
-        for number, (condition, keys) in enumerate(zip(study.conditions, files, strict=True)):
-            training_runs.append(Training(f"{name}-{number}", condition, seed, runs, {**keys, **changes}))
-    return training_runs
+    study = STUDIES[name]
+    files = [study.simulated(runs).training_keys(condition.boxes) for condition in study.conditions]
+    return [
+        Training(f"{name}-{number}", condition, seed, runs, {**keys, **changes})
+        for seed in range(seeds)
+        for number, (condition, keys) in enumerate(zip(study.conditions, files, strict=True))
+    ]
 
 
-def run_missing(training_runs: Sequence[Training], limit: float, hours: float) -> UserError | None:
-    """Trains what is not finished yet, and starts no run after `hours`; returns an error if some failed.
-
-    If nothing was finished before, a failure of the first run is raised.
-    """
-    deadline, missing = time.monotonic() + 3600 * hours, [one for one in training_runs if not one.is_trained()]
-    kept, failures = len(training_runs) - len(missing), []
+def run_missing(training_runs: Sequence[Training]) -> UserError | None:
+    """Trains what is not finished yet; returns an error if some runs failed."""
+    missing, failures = [one for one in training_runs if not one.is_trained()], []
+    kept = len(training_runs) - len(missing)
     sys.stderr.write(f"{kept} of {len(training_runs)} training runs are finished, regardless of their commit\n")
     for number, training in enumerate(missing):
-        if time.monotonic() > deadline:
-            sys.stderr.write(f"{len(missing) - number} training runs are not started after {hours:g} hours\n")
-            break
         sys.stderr.write(f"{number + 1}/{len(missing)}: {training.condition.name}, seed {training.seed}\n")
         try:
-            training.run(limit)
+            training.run()
         except UserError as error:
-            if not kept and not number:
-                raise
             failures.append(error)
             sys.stderr.write(f"warning: {error}\n")
     if not failures:
         return None
     return UserError(f"{len(failures)} of {len(training_runs)} training runs failed; {failures[0]}")
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> dict[str, Any]:
@@ -208,9 +189,9 @@ def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> d
     Without them if a run does not reach the goal: a mean over the others would be too good.
     """
     goal = statistics.fmean(result["curve"][-1][study.measure] for result in reference)
+    sign = 1 if study.rises else -1
 
     def first(curve: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
-        sign = 1 if study.rises else -1
         return next((point for point in curve if sign * point[study.measure] >= sign * goal), None)
 
     whole = {result["seed"]: result["curve"][-1] for result in reference}
@@ -220,8 +201,7 @@ def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> d
     if len(reached) == len(results) and reached.keys() <= whole.keys():
         for key in ("samples", "seconds"):
             summary[key] = over_seeds([point[key] for point in reached.values()])
-            shares = [point[key] / whole[seed][key] for seed, point in reached.items()]
-            summary[f"share of {key}"] = over_seeds(shares)
+            summary[f"share of {key}"] = over_seeds([point[key] / whole[seed][key] for seed, point in reached.items()])
     return summary
 
 
@@ -233,8 +213,8 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
         where = {key: parts[0][key] for key in ("epoch", "samples", "step")}
         seconds = statistics.fmean(part["seconds"] for part in parts)
         points.append({**where, "seconds": seconds, **over_seeds([part[study.measure] for part in parts])})
-    last = [result["curve"][-1] for result in results]
-    accuracies = {ACCURACY: over_seeds([result[ACCURACY] for result in results])} if ACCURACY in results[0] else {}
+    last = [{**result, **result["curve"][-1]} for result in results]
+    measures = [study.measure, LOSS, "Loss/train", "seconds", *([ACCURACY] if ACCURACY in last[0] else [])]
     return {
         "name": condition.name,
         "config": condition.config,
@@ -245,8 +225,7 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
         "epochs": config.num_epochs,
         "seeds": [result["seed"] for result in results],
         "commits": [result["commit"] for result in results],
-        **{key: over_seeds([point[key] for point in last]) for key in (study.measure, LOSS, "Loss/train", "seconds")},
-        **accuracies,
+        **{key: over_seeds([values[key] for values in last]) for key in measures},
         "to the goal": to_goal(study, results, reference),
         "curve": points,
     }
@@ -278,10 +257,8 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
         for panel, key in zip(panels, ("samples", "seconds"), strict=True):
             for summary in summaries:
                 points = summary["curve"][1:]  # the untrained network is the same under all conditions
-                places, means = [point[key] for point in points], [point["mean"] for point in points]
-                panel.plot(places, means, "o-", markersize=3, label=summary["name"])
-                low, high = ([point["mean"] + sign * point["stdev"] for point in points] for sign in (-1, 1))
-                panel.fill_between(places, low, high, alpha=0.15, linewidth=0)
+                places, means, deviations = ([point[name] for point in points] for name in (key, "mean", "stdev"))
+                common.band(panel, places, means, deviations, marker="o", label=summary["name"])
             panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
             panel.grid(alpha=0.3, which="both")
             panel.set(xlabel=key, yscale="linear" if study.rises else "log")
@@ -291,70 +268,60 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
 def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[dict[str, Any], str]:
     """Result and text of the finished runs; UserError if the first condition has none."""
     study, missing = STUDIES[name], []
-    finished: dict[str, list[Training]] = {}
-    for condition in study.conditions:
-        own = [training for training in training_runs if training.condition is condition]
-        trained = [training for training in own if training.is_trained()]
-        if len(trained) < len(own):
-            missing.append(f"{condition.name} ({len(own) - len(trained)} of {len(own)})")
-        if trained:
-            finished[condition.name] = trained
-        elif condition is study.conditions[0]:
-            raise UserError(f"no training run of {condition.name} is finished; give more --hours")
+    finished: dict[str, list[Training]] = {condition.name: [] for condition in study.conditions}
+    for training in training_runs:
+        if training.is_trained():
+            finished[training.condition.name].append(training)
+        else:
+            missing.append(f"{training.condition.name}, seed {training.seed}")
+    first, *_ = finished
+    if not finished[first]:
+        raise UserError(f"no training run of {first} is finished")
+    finished = {name: trained for name, trained in finished.items() if trained}
     results = {name: [training.result() for training in trained] for name, trained in finished.items()}
-    reference = next(iter(results.values()))
+    reference = results[first]
     summaries = [summarize(study, trained, results[name], reference) for name, trained in finished.items()]
     text = result_table(study, summaries)
     result: dict[str, Any] = {"study": name, "missing": missing, "conditions": summaries}
     if study.evaluate:
         checkpoints = {name: [training.checkpoint for training in trained] for name, trained in finished.items()}
         specialists = {one.boxes[0]: one.name for one in study.conditions if len(one.boxes) == 1}
-        result["evaluations"] = boxes.evaluations(study.simulation, study.evaluate, checkpoints, specialists, runs)
+        result["evaluations"] = study.simulated(runs).evaluations(checkpoints, specialists)
         text += f"\n\n{boxes.markdown(result['evaluations'])}"
     return result, text + (f"\n\nMissing: {'; '.join(missing)}." if missing else "")
 
 
-def keep_logs(training: Training, directory: Path) -> None:
-    """Copies a run's logs, without its checkpoints."""
-    shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(training.directory, directory, ignore=shutil.ignore_patterns(FOLDER, "evaluations", "*.html", ".*"))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
+    parser = common.Parser(__doc__, seeds=5, runs=common.RUNS)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_integers(seeds=5, limit=3600)
-    text = "start no run after this time, and report those that are finished"
-    parser.add_argument("--hours", type=float, default=math.inf, help=text)
-    parser.add_argument("--runs", type=Path, default=Path("runs/studies"), help="of the training runs (%(default)s)")
     parser.add_argument("--logs", type=Path, help="copy the logs of the first seed's runs to this directory")
     parser.add_changes()
     options = parser.parse_args(argv)
-    for name in ("logs", "output", "runs"):
-        setattr(options, name, getattr(options, name) and getattr(options, name).absolute())
+    for name in ("logs", "output", "runs"):  # logs and results name no directory of this machine
+        setattr(
+            options, name, getattr(options, name) and Path(os.path.relpath(getattr(options, name), common.REPOSITORY))
+        )
     os.chdir(common.REPOSITORY)
-    runs = Path(os.path.relpath(options.runs))  # logs do not contain directories of this machine
+    study, runs = STUDIES[options.study], options.runs
     training_runs = training_runs_of(options.study, options.seeds, runs, read_changes(options.changes))
-    failure = run_missing(training_runs, options.limit, options.hours)
+    failure = run_missing(training_runs)
     try:
         result, text = report(options.study, training_runs, runs)
     except UserError as error:
         raise failure or error from None
-    result["settings"] = common.settings(options)
-    study, summaries = STUDIES[options.study], result["conditions"]
-    name = f"study_{options.study}"
     drawing: Callable[[Path], object] | None = None
     if len(study.evaluate) > 1:
         drawing = functools.partial(boxes.draw, result["evaluations"])
     elif len({training.config.loss for training in training_runs}) == 1:  # others have curves of different scales
-        drawing = functools.partial(draw, study, summaries)
-    common.publish(name, result, options.output, text, drawing)
+        drawing = functools.partial(draw, study, result["conditions"])
+    common.publish(f"study_{options.study}", options, result, text, drawing)
     for training in training_runs[: len(study.conditions)] if options.logs else []:
-        keep_logs(training, options.logs / training.condition.name)
+        target, skipped = options.logs / training.condition.name, (FOLDER, "evaluations", "*.html", ".*")
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(training.directory, target, ignore=shutil.ignore_patterns(*skipped))
     if failure is not None:
         raise failure
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

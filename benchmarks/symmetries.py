@@ -12,40 +12,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from benchmarks import boxes, common
-from utils.config.sections import EvaluationConfig
-from utils.errors import one_line_errors
-from utils.evaluation.volume import VolumeFields
-from utils.inference.trained_network import SYMMETRIES, InferenceOptions, TrainedNetwork, build_predictor
+from utils.inference.sliding_window import SlidingWindowPredictor
+from utils.inference.trained_network import SYMMETRIES
 
 SECONDS = "CPU seconds of the forward passes"
-FIELDS = ("density", "temperature")
-SHOWN = ("L1", *(f"r of log {field}, k = {k} h/Mpc" for field in FIELDS for k in (2, 5, 10)))
+SHOWN = ("L1", *(f"r of log {field}, k = {k} h/Mpc" for field in ("density", "temperature") for k in (2, 5, 10)))
 SHOWN += (*(f"P ratio of log density, k = {k} h/Mpc" for k in (5, 10)),)
 SHOWN += (*(boxes.FLUX_ERROR.format(k, "prediction") for k in boxes.FLUX_LARGEST_K), SECONDS)
 
 
 def measures(checkpoint: str, file: str, symmetries: int) -> dict[str, float]:
     """Errors of a network on a volume, and the CPU time of its forward passes."""
-    world, seconds = common.this_machine(), 0.0
-    trained = TrainedNetwork.load(checkpoint, world.device)
-    config = trained.config.model_copy(update={"evaluation": EvaluationConfig(sightlines=boxes.SIGHTLINES)})
-    with closing(VolumeFields(file, None, config)) as fields:
-        predictor = build_predictor(trained, fields.inputs, InferenceOptions(symmetries=symmetries), world)
+    seconds = 0.0
 
-        def timed(windows: torch.Tensor) -> torch.Tensor:
+    def timed(predictor: SlidingWindowPredictor) -> SlidingWindowPredictor:
+        def predict(windows: torch.Tensor) -> torch.Tensor:
             nonlocal seconds
             started = time.process_time()
             outputs = predictor.predict(windows)
             seconds += time.process_time() - started
             return outputs
 
-        found = fields.evaluate(replace(predictor, predict=timed), f"{symmetries} symmetries", {}, world)
+        return replace(predictor, predict=predict)
+
+    found = boxes.evaluate(checkpoint, file, symmetries=symmetries, change=timed)
     return {**boxes.measures(found), SECONDS: seconds}
 
 
@@ -55,24 +51,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--input", nargs="+", required=True, help="HDF5 files with Nbody and the true Hydro")
     options = parser.parse_args(argv)
     pairs = [(checkpoint, file) for checkpoint in options.checkpoint for file in options.input]
-    found = {count: [measures(*pair, count) for pair in pairs] for count in SYMMETRIES}
-    first, results, rows = found[SYMMETRIES[0]], {}, []
-    for name in first[0]:
+    found = {str(count): [measures(*pair, count) for pair in pairs] for count in SYMMETRIES}
+    first, *others = found
+    results: dict[str, Any] = {}
+    for name in found[first][0]:
         values = {count: [one[name] for one in ones] for count, ones in found.items()}
-        results[name] = {str(count): common.over_seeds(each) for count, each in values.items()}
-        for count, each in values.items():
-            ratios = [value / one[name] for value, one in zip(each, first, strict=True)]
-            results[name][str(count)]["ratio"] = common.over_seeds(ratios)
+        ratios = {count: [a / b for a, b in zip(each, values[first], strict=True)] for count, each in values.items()}
+        results[name] = {
+            count: {**common.over_seeds(each), "ratio": common.over_seeds(ratios[count])}
+            for count, each in values.items()
+        }
+    rows = []
     for name in (name for name in SHOWN if name in results):
-        ratio = [common.plus_minus(results[name][str(count)]["ratio"], ".3f") for count in SYMMETRIES[1:]]
+        ratio = [common.plus_minus(results[name][count]["ratio"], ".3f") for count in others]
         rows.append([name, *(common.plus_minus(one, ".4g") for one in results[name].values()), *ratio])
-    heads = ["measure", *(f"--symmetries={count}" for count in SYMMETRIES)]
-    heads += [f"{count} / 1" for count in SYMMETRIES[1:]]
+    heads = ["measure", *(f"--symmetries={count}" for count in found), *(f"{count} / 1" for count in others)]
     text = f"n = {len(options.checkpoint)} networks × {len(options.input)} volumes; mean ± standard deviation.\n\n"
-    result = {"settings": common.settings(options), "measures": results}
-    common.publish("symmetries", result, options.output, text + common.table(heads, rows))
+    common.publish("symmetries", options, {"measures": results}, text + common.table(heads, rows))
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main()
+    common.run(main)

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ import numpy as np
 
 from benchmarks import common
 from utils.distributed.threads import usable_cpus
-from utils.errors import UserError, one_line_errors
+from utils.errors import UserError
 from utils.files import read_json
 from utils.training.checkpoint import FOLDER
 
@@ -37,20 +38,13 @@ SIDE = 64  # cells of the box that is repeated
 MEASURES = {"seconds": 1.0, "peak GB": 1e9, "GB read": 1e9}
 
 
-def start(words: Sequence[object], log: Path, **environment: object) -> None:
-    """Runs a command of this project; UserError if it fails."""
-    texts = {name: str(value) for name, value in environment.items()}
-    if reason := common.failure_of([str(word) for word in words], log, texts):
-        raise UserError(f"{' '.join(map(str, words))}: {reason}; see {log}")
-
-
 def make_files(options: argparse.Namespace) -> tuple[Path, Path]:
     """The volume and the checkpoint of a network; those that exist are kept."""
     small, volume = options.folder / f"box{SIDE}.h5", options.folder / f"box{options.grid}.h5"
     log, run = options.folder / "log.txt", options.folder / f"width{options.width}"
-    options.folder.mkdir(parents=True, exist_ok=True)
     if not small.exists():
-        start([sys.executable, "-m", "utils.simulation", "--grid", SIDE, "--output", small], log)
+        command = [sys.executable, "-m", "utils.simulation", "--grid", SIDE, "--output", small]
+        common.call("the simulation", command, log)
     if not volume.exists():
         repeat(small, volume, options.grid // SIDE)
     if not run.exists():
@@ -58,7 +52,8 @@ def make_files(options: argparse.Namespace) -> tuple[Path, Path]:
         changes |= {"network.width": options.width, "Nsamples": 8, "Nsamples_val": 8, "expdir": run}
         changes |= {"report_pictures": "false", "report_baselines": "false", "evaluation.every_epochs": 0}
         flags = [f"--set={key}={value}" for key, value in changes.items()]
-        start([sys.executable, "train.py", "--config=demo", "--num_epochs=1", *flags], log)
+        command = [sys.executable, "train.py", "--config=demo", "--num_epochs=1", *flags]
+        common.call("the training run", command, log)
     return volume, next((run / "demo/1ranks/00" / FOLDER).glob("step_*"))
 
 
@@ -69,12 +64,10 @@ def repeat(source: Path, target: Path, times: int) -> None:
         large.attrs.update(small.attrs)
         large.attrs["box_size_mpc_h"] = times * small.attrs["box_size_mpc_h"]
         for name, fields in small.items():
-            shape = len(fields), *(times * size for size in fields.shape[1:])
-            repeated = large.create_dataset(name, shape, fields.dtype)
+            repeated = large.create_dataset(name, (len(fields), *[times * SIDE] * 3), fields.dtype)
             for channel, values in enumerate(fields):
-                for number in range(times):
-                    planes = slice(number * len(values), (number + 1) * len(values))
-                    repeated[channel, planes] = np.tile(values, (1, times, times))
+                for start in range(0, times * SIDE, SIDE):
+                    repeated[channel, start : start + SIDE] = np.tile(values, (1, times, times))
     partial.rename(target)
 
 
@@ -99,24 +92,30 @@ def run_rank(program: str, arguments: Sequence[str]) -> None:
 
 def number(path: str, name: str) -> int:
     """A number of /proc."""
-    found = re.search(rf"{name}:\s+(\d+)", Path(path).read_text())
-    assert found is not None, f"{path} lacks {name}"
-    return int(found[1])
+    (found,) = re.findall(rf"\b{name}:\s+(\d+)", Path(path).read_text())
+    return int(found)
 
 
 def measure(program: str, ranks: int, flags: Sequence[object], folder: Path) -> dict[str, Any]:
     """The largest values of all ranks, and those of each rank."""
     output, threads = folder / "ranks", max(1, len(usable_cpus()) // ranks)
-    output.mkdir(exist_ok=True)
-    for old in output.iterdir():
-        old.unlink()
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir()
     for file in folder.glob("*.h5"):
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())  # pages not yet written cannot be dropped
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    words = [*common.launcher(ranks), "-m", "benchmarks.volumes", "rank", program, *flags]
-    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "VOLUMES_OUTPUT": output.resolve()}
-    start(words, folder / "log.txt", **environment)
+        common.drop_pages(file)
+    words = [
+        *common.launcher(ranks),
+        "-m",
+        "benchmarks.volumes",
+        "rank",
+        program,
+        "--overwrite",
+        "--device=cpu",
+        *flags,
+    ]
+    environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    environment |= {"VOLUMES_OUTPUT": str(output.resolve())}
+    common.call(f"{program} on {ranks} ranks", words, folder / "log.txt", environment=environment)
     by_rank = [read_json(path) for path in sorted(output.iterdir())]
     found = {name: max(one[name] for one in by_rank) / unit for name, unit in MEASURES.items()}
     sys.stderr.write(f"{program}, {ranks} ranks: {found}\n")
@@ -124,32 +123,25 @@ def measure(program: str, ranks: int, flags: Sequence[object], folder: Path) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
-    parser.add_integers(grid=512, crop=64, width=8)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="(1 2 4)")
-    parser.add_argument("--folder", type=Path, default=Path("data/volumes"), help="for all files (%(default)s)")
-    parser.add_argument("--flags", default="", help="more flags of both programs, such as '--overlap 16'")
+    parser = common.Parser(__doc__, grid=512, crop=64, width=8, ranks=[1, 2, 4], folder=Path("data/volumes"))
     options = parser.parse_args(argv)
     if options.grid % SIDE:
         raise UserError(f"--grid {options.grid} is not a multiple of {SIDE}")
     volume, checkpoint = make_files(options)
     gas, results = options.folder / "gas.h5", []
+    prediction = ["--checkpoint", checkpoint, "--input", volume, "--output", gas]
+    evaluation = ["--prediction", gas, "--input", volume, "--output", options.folder / "evaluation"]
     for ranks in options.ranks:
-        common_flags = ["--input", volume, "--overwrite", "--device=cpu"]
-        flags = ["--checkpoint", checkpoint, "--output", gas, *options.flags.split()]
-        results.append(measure("predict", ranks, [*common_flags, *flags], options.folder))
-        flags = ["--prediction", gas, "--output", options.folder / "evaluation"]
-        results.append(measure("evaluate", ranks, [*common_flags, *flags], options.folder))
+        results.append(measure("predict", ranks, prediction, options.folder))
+        results.append(measure("evaluate", ranks, evaluation, options.folder))
     rows = [(one["program"], one["ranks"], *(f"{one[name]:.2f}" for name in MEASURES)) for one in results]
     text = f"{options.grid}³ cells, width {options.width}, windows of {options.crop}³; the largest rank, n = 1.\n\n"
     text += common.table(("program", "ranks", *MEASURES), rows)
-    result = {"settings": common.settings(options), "results": results}
-    common.publish(f"volumes_{options.grid}", result, options.output, text)
+    common.publish(f"volumes_{options.grid}", options, {"results": results}, text)
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        if sys.argv[1:2] == ["rank"]:
-            run_rank(sys.argv[2], sys.argv[3:])
-        else:
-            main()
+    if sys.argv[1:2] == ["rank"]:
+        common.run(lambda: run_rank(sys.argv[2], sys.argv[3:]))
+    else:
+        common.run(main)

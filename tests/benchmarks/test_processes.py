@@ -1,4 +1,4 @@
-"""Training runs as child processes: none of their processes outlives them, and a failure is reported in one line."""
+"""Programs as child processes: none of their processes outlives them, and a failure is reported in one line."""
 
 from __future__ import annotations
 
@@ -6,56 +6,52 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from processes import GENEROUS
 
-from benchmarks.common import Parser, failure_reason, launcher, run_group
+from benchmarks.common import Parser, failure_of, failure_reason, launcher
 
-SLEEPER = f"print('ready', flush=True); import time; time.sleep({10 * GENEROUS})"
+OPEN = "import os, sys; pipe = os.open(os.environ['PIPE'], os.O_WRONLY); os.write(pipe, b'ready')"
+SLEEPER = f"{OPEN}; import time; time.sleep({10 * GENEROUS})"
 FAMILY = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FAMILY}"
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
 
 
-def read(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
-    """Reads until there is enough, or until every process that could write has ended."""
-    text = b""
-    while not enough(text):
-        assert select.select([pipe], [], [], GENEROUS)[0], f"still running, and wrote only {text!r}"
-        piece = os.read(pipe, 4096)
+def wait_for(pipe: int, text: bytes) -> None:
+    """Reads this text; without a text, waits until every process that could write has ended."""
+    found = b""
+    while found != text or not text:
+        assert select.select([pipe], [], [], GENEROUS)[0], f"still running, and wrote only {found!r}"
+        piece = os.read(pipe, 1)
         if not piece:
-            break
-        text += piece
-    return text
+            return
+        found += piece
 
 
 @pytest.mark.parametrize(
     ("program", "ranks", "by"),
     [
-        (FAMILY, 1, "time limit"),
-        (FAMILY, 1, "Ctrl-C"),
-        (FAMILY, 1, "SIGTERM"),
-        (FAMILY, 1, "SIGHUP"),
+        *((FAMILY, 1, name) for name in SIGNALS),
         (STUBBORN, 1, "time limit"),
-        # torchrun's ranks are in process groups of their own.
-        (SLEEPER, 2, "time limit"),
+        (SLEEPER, 2, "time limit"),  # torchrun's ranks are in process groups of their own
     ],
-    ids=["time limit", "Ctrl-C", "SIGTERM", "SIGHUP", "SIGTERM ignored", "torchrun"],
+    ids=[*SIGNALS, "SIGTERM ignored", "torchrun"],
 )
-def test_all_processes_end_with_the_training(
+def test_all_processes_end_with_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, ranks: int, by: str
 ) -> None:
     """Neither a time limit nor a signal to the benchmark leaves children behind, even if they ignore SIGTERM."""
-    reader, writer = os.pipe()
+    os.mkfifo(tmp_path / "pipe")
+    reader, writer = (os.open(tmp_path / "pipe", flag) for flag in (os.O_RDONLY | os.O_NONBLOCK, os.O_WRONLY))
     wait, waited = subprocess.Popen.wait, []
 
     def wait_for_both(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if not waited:
             waited.append(timeout)
-            assert read(reader, lambda text: text.count(b"ready") == 2).count(b"ready") == 2
+            wait_for(reader, b"ready" * 2)
             if by in SIGNALS:
                 os.kill(os.getpid(), SIGNALS[by])
         return wait(self, GENEROUS if timeout is None else timeout)
@@ -67,17 +63,17 @@ def test_all_processes_end_with_the_training(
         signal.signal(number, signal.SIG_DFL)
     Parser("").parse_args([])
     (tmp_path / "script.py").write_text(program)
-    command = [*launcher(ranks), str(tmp_path / "script.py")]
+    command, log = [*launcher(ranks), str(tmp_path / "script.py")], tmp_path / "log"
+    environment = {"PIPE": str(tmp_path / "pipe")}
     try:
-        with os.fdopen(writer, "wb") as log:
-            if by in SIGNALS:
-                with pytest.raises(KeyboardInterrupt if by == "Ctrl-C" else SystemExit):
-                    run_group(command, os.environ, log)
-            else:
-                grace = 0.0 if program == STUBBORN else 40.0
-                assert run_group(command, os.environ, log, limit=0.0, grace=grace) is None
-        # The pipe ends once the last process that can write to it has ended.
-        read(reader, lambda text: False)
+        if by in SIGNALS:
+            with pytest.raises(KeyboardInterrupt if by == "Ctrl-C" else SystemExit):
+                failure_of(command, log, environment)
+        else:
+            grace = 0.0 if program == STUBBORN else 40.0
+            assert failure_of(command, log, environment, limit=0.0, grace=grace) == "stopped after 0 s"
+        os.close(writer)
+        wait_for(reader, b"")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -90,11 +86,7 @@ def test_all_processes_end_with_the_training(
         (None, "", "stopped after 30 s"),
         (2, "INFO - x\nerror: no device memory left; lower it\n", "no device memory left; lower it"),
         (1, "[rank1]: Traceback\n[rank1]: torch.AcceleratorError: bad\nnoise", "torch.AcceleratorError: bad"),
-        (
-            1,
-            "ChildFailedError:\n Signal 9 (SIGKILL) received by PID 3",
-            "ended by SIGKILL",
-        ),
+        (1, "ChildFailedError:\n Signal 9 (SIGKILL) received by PID 3", "ended by SIGKILL"),
     ],
 )
 def test_a_failure_is_reported_in_one_line(code: int | None, output: str, says: str) -> None:

@@ -7,39 +7,38 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
-from benchmarks import common, scaling
-from benchmarks.scaling import Plan, Point, combined, efficiencies, gather, measure, series_of
+from benchmarks import common, scaling, scaling_model
+from benchmarks.scaling import Plan, Point, gather, measure, series_of
 from utils.errors import UserError
 
-REPOSITORY = Path(__file__).parents[2]
 SYNTHETIC = ["--config=test", "--data_loader_config=synthetic", "--set", "device=cpu"]
+COLLECT = [*SYNTHETIC, "--collect", "--strong", "--weak", "8", "--ranks"]
 
 
 def benchy(ranks: int, local: int, synthetic: float, full: float, no_comm: float | None = None) -> dict[str, Any]:
     """A result as benchmark mode writes it."""
     rates = {"IO": 9 * full, "SYNTHETIC": synthetic, "FULL": full, "NO-COMM": no_comm}
-    return {
-        "provenance": {"hostnames": ["here"] * ranks, "device": "a CPU"},
-        "ranks": ranks,
-        "global_batch_size": ranks * local,
-        **{kind: {"median": rate, "trials": [rate]} for kind, rate in rates.items() if rate is not None},
-    }
+    measured = {kind: {"median": rate, "trials": [rate]} for kind, rate in rates.items() if rate is not None}
+    return {"provenance": {"device": "a CPU"}, "ranks": ranks, "global_batch_size": ranks * local, **measured}
 
 
-def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one() -> None:
+def heads_of(text: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith("| ranks"))
+
+
+def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tmp_path: Path) -> None:
     """Rounds alternate between the points, and a point that both series share is measured once."""
     assert series_of([4, 1, 2], [8], [8]) == {
         "weak, local batch 8": [Point(1, 8), Point(2, 8), Point(4, 8)],
         "strong, global batch 8": [Point(1, 8), Point(2, 4), Point(4, 2)],
     }
-    plan = Plan(SYNTHETIC, series_of([1, 2], [8], [8]), trials=3, batches=2)
-    assert list(plan.runs()) == [
-        (point, number) for number in (1, 2, 3) for point in (Point(1, 8), Point(2, 4), Point(2, 8))
-    ]
+    runs = Plan(SYNTHETIC, series_of([1, 2], [8], [8]), tmp_path, trials=3, batches=2).runs()
+    points = (Point(1, 8), Point(2, 4), Point(2, 8))
+    assert list(runs) == [(point, tmp_path / point.name(number)) for number in (1, 2, 3) for point in points]
 
 
 @pytest.mark.parametrize(
@@ -48,90 +47,72 @@ def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one() 
         (["--ranks", "1", "3"], "--strong 8 cannot be divided among 3 ranks"),
         (["--ranks", "1", "--weak", "9999999"], "Nsamples 64 is less than global_batch_size"),
         (["--set", "widht=3"], "unknown key widht"),
-        (["--submit", "--ranks", "6", "--strong", "6"], "6 ranks do not fill nodes of 4"),
+        (["--submit", "--ranks", "4", "6", "--strong", "12"], "6 ranks do not fill nodes of 4"),
+        (["--collect", "--ranks", "1"], "no results in "),
     ],
 )
-def test_bad_input_is_found_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
-) -> None:
-    monkeypatch.setattr(common, "run_group", lambda *_: pytest.fail("nothing must run"))
-    yaml = f"--yaml_config={REPOSITORY / 'config' / 'UNet.yaml'}"
+def test_bad_input_is_found_before_anything_runs(tmp_path: Path, monkeypatch: Any, words: list[str], text: str) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing must run"))
+    monkeypatch.setattr(common, "failure_of", lambda *_, **__: pytest.fail("nothing must run"))
     with pytest.raises(UserError, match=text):
-        scaling.main([*SYNTHETIC, yaml, *words, f"--output={tmp_path / 'out'}"])
+        scaling.main([*SYNTHETIC, f"--yaml_config={common.YAML}", *words, f"--output={tmp_path / 'out'}"])
     assert list(tmp_path.iterdir()) == []
-
-
-class Recorder:
-    """Stands in for run_group: records its calls, and writes the results that training runs would."""
-
-    def __init__(self, code: int = 0, says: str = "") -> None:
-        self.calls: list[tuple[list[str], dict[str, str]]] = []
-        self._code, self._says = code, says
-
-    def __call__(self, words: list[str], env: dict[str, str], log: IO[bytes], limit: None, grace: float) -> int:
-        self.calls.append((words, env))
-        log.write(self._says.encode())
-        ranks = int(next((word for word in words if "nproc" in word), "=1").split("=")[1])
-        local = int(next(word for word in words if "local_batch" in word).split("=")[1])
-        if not self._code:
-            values = benchy(ranks, local, 10.0 * ranks, 9.0 * ranks, 11.0 * ranks if ranks > 1 else None)
-            Path(env["BENCHY_OUTPUT"]).write_text(json.dumps(values))
-        return self._code
 
 
 def test_the_study_launches_every_point_with_the_same_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    run = Recorder()
-    monkeypatch.setattr(common, "run_group", run)
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    """The report has the heads of the stored one. A run that fails ends the study with its error."""
+    calls: list[tuple[list[str], dict[str, str]]] = []
+
+    def failure_of(words: list[str], log: Path, environment: dict[str, str]) -> str:
+        calls.append((words, environment))
+        ranks = int(next((word for word in words if "nproc" in word), "=1").split("=")[1])
+        local = int(next(word for word in words if "local_batch" in word).split("=")[1])
+        values = benchy(ranks, local, 10.0 * ranks, 9.0 * ranks, 11.0 * ranks if ranks > 1 else None)
+        Path(environment["BENCHY_OUTPUT"]).write_text(json.dumps(values))
+        return ""
+
+    monkeypatch.setattr(common, "failure_of", failure_of)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
     scaling.main([*SYNTHETIC, "--ranks", "1", "2", "4", "--bucket_cap_mb=3", "--output", str(tmp_path)])
-    assert len(run.calls) == 3 * 5
-    assert {env[name] for _, env in run.calls for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"2"}
-    assert {env["BENCHY_CONFIG_FILE"] for _, env in run.calls} == {str(tmp_path / "points" / "benchy.yaml")}
-    assert all(Path(env["BENCHY_OUTPUT"]).parent == tmp_path / "points" for _, env in run.calls)
-    for words, _ in run.calls:
+    assert len(calls) == 3 * 5
+    assert {env[name] for _, env in calls for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"2"}
+    assert {env["BENCHY_CONFIG_FILE"] for _, env in calls} == {str(tmp_path / "points" / "benchy.yaml")}
+    for words, _ in calls:
         assert words[0] == sys.executable
         assert {"train.py", "--enable_benchy", "--config=test", "--bucket_cap_mb=3"} <= set(words)
-    assert sum("torch.distributed.run" in words for words, _ in run.calls) == 3 * 4, "one rank needs no launcher"
+    assert sum("torch.distributed.run" in words for words, _ in calls) == 3 * 4, "one rank needs no launcher"
     result = json.loads((tmp_path / "scaling.json").read_text())
     assert result["provenance"]["git_commit"]
     assert [point["ranks"] for point in result["points"]] == [1, 2, 2, 4, 4]
     assert result["points"][0]["FULL"]["n"] == 3
     assert result["series"][0]["efficiency"]["FULL"] == {"1": 1.0, "2": 1.0, "4": 1.0}
-    assert (tmp_path / "scaling.md").read_text().strip() in capsys.readouterr().out
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "scaling.md").read_text()
+    assert text.strip() in capsys.readouterr().out
+    assert heads_of(text) == heads_of((common.RESULTS / "scaling/scaling.md").read_text())
 
-
-def test_a_run_that_fails_ends_the_study_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "run_group", Recorder(2, "noise\nerror: no such disk; buy one\nTraceback\n"))
-    with pytest.raises(UserError, match="ranks 1, local batch 8: no such disk; buy one; see "):
-        scaling.main([*SYNTHETIC, "--ranks", "1", "--output", str(tmp_path)])
-    assert not (tmp_path / "scaling.json").exists()
+    monkeypatch.setattr(common, "failure_of", lambda *_, **__: "no such disk; buy one")
+    with pytest.raises(UserError, match="ranks 1, local batch 8 failed: no such disk; buy one; see "):
+        scaling.main([*SYNTHETIC, "--ranks", "1", "--output", str(tmp_path / "other")])
+    assert not (tmp_path / "other/scaling.json").exists()
 
 
 @pytest.mark.slow
 def test_two_real_ranks_are_measured(tmp_path: Path) -> None:
     """The study's command works with torchrun: the smallest training, once."""
-    plan = Plan(SYNTHETIC, series_of([2], [4], []), trials=1, batches=2, threads=1)
-    measure(plan, tmp_path)
-    points, missing = gather(plan, tmp_path)
+    plan = Plan(SYNTHETIC, series_of([2], [4], []), tmp_path, trials=1, batches=2, threads=1)
+    measure(plan)
+    points, missing = gather(plan)
     (values,) = points.values()
     assert not missing
     assert all(values[kind]["median"] > 0 for kind in scaling.KINDS)
 
 
-def test_every_point_without_a_result_is_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_every_point_without_a_result_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[tuple[list[str], dict[str, str]]] = []
-
-    def sbatch(words: list[str], cwd: Path, env: dict[str, str], check: bool) -> None:
-        assert (cwd, check) == (REPOSITORY, True)
-        jobs.append((words, env))
-
-    monkeypatch.setattr(subprocess, "run", sbatch)
+    monkeypatch.setattr(subprocess, "run", lambda words, cwd, env, check: jobs.append((words, env)))
     words = ["--config=bs64_opt", "--set", "seed=3", "--ranks", "1", "4", "32", "--weak", "64", "--strong", "--submit"]
     scaling.main([*words, f"--output={tmp_path}"])
     points = [(Point(ranks, 64), number) for number in (1, 2, 3) for ranks in (1, 4, 32)]
@@ -144,44 +125,39 @@ def test_every_point_without_a_result_is_submitted(
     Path(jobs[0][1]["BENCHY_OUTPUT"]).write_text("{}")
     scaling.main([*words, f"--output={tmp_path}"])
     assert len(jobs) == 2 * len(points) - 1, "a point with a result is not submitted again"
-    assert "submitted 8 jobs; repeat the command with --collect" in capsys.readouterr().out
-
-    def failing(*_: Any, **__: Any) -> None:
-        raise FileNotFoundError(2, "No such file or directory", "sbatch")
-
-    monkeypatch.setattr(subprocess, "run", failing)
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="submit the study where sbatch works"):
         scaling.main([*words, f"--output={tmp_path}"])
 
 
-def test_overheads_and_efficiency_equal_values_computed_by_hand() -> None:
-    """2 ranks of 4 samples; in the first round 80, 100 and 125 samples/s."""
-    rounds = [benchy(2, 4, 100, 80, 125), benchy(2, 4, 90, 81, 100), benchy(2, 4, 110, 44, 200)]
-    values = combined(Point(2, 4), rounds)
-    assert values["communication overhead"]["trials"] == pytest.approx([0.2, 0.1, 0.45])
-    assert values["communication overhead"]["median"] == pytest.approx(0.2)
-    assert values["input overhead"]["trials"] == pytest.approx([0.2, 0.1, 0.6])
-    assert (values["FULL"]["median"], values["FULL"]["min"], values["FULL"]["max"]) == (80, 44, 81)
-    points = {Point(2, 4): values, Point(8, 4): {kind: {"median": 240.0} for kind in scaling.KINDS}}
-    series = [Point(1, 4), Point(2, 4), Point(8, 4)]
-    assert efficiencies(series, points)["FULL"] == pytest.approx({2: 1.0, 8: (240 / 8) / (80 / 2)})
-
-
-COLLECT = [*SYNTHETIC, "--collect", "--strong", "--weak", "8", "--ranks"]
-
-
 def test_collecting_reports_the_results_that_exist_and_lists_the_missing(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "points").mkdir()
-    one, four = benchy(1, 8, 10, 9), benchy(4, 8, 36, 27, 40)
+    one, four = benchy(1, 8, 10, 9), benchy(4, 8, 36, 27, 40)  # samples/s
     for point, number, values in (*((Point(1, 8), n, one) for n in (1, 2, 3)), (Point(4, 8), 1, four)):
         (tmp_path / "points" / point.name(number)).write_text(json.dumps(values))
     scaling.main([*COLLECT, "1", "2", "4", f"--output={tmp_path}"])
     result = json.loads((tmp_path / "scaling.json").read_text())
     assert [(point["ranks"], point["FULL"]["n"]) for point in result["points"]] == [(1, 3), (4, 1)]
-    assert result["points"][0]["communication overhead"]["median"] == 0.0
+    for name, values in (("communication overhead", (0, 1 - 36 / 40)), ("input overhead", (1 - 9 / 10, 1 - 27 / 36))):
+        assert [point[name]["median"] for point in result["points"]] == pytest.approx(values)
     assert result["series"][0]["efficiency"]["FULL"] == pytest.approx({"1": 1.0, "4": 0.75})
     missing = [(1, Point(2, 8)), (2, Point(2, 8)), (2, Point(4, 8)), (3, Point(2, 8)), (3, Point(4, 8))]
     assert result["missing"] == [point.name(number) for number, point in missing]
     assert f"Missing: {Point(2, 8).name(1)}" in capsys.readouterr().out
-    with pytest.raises(UserError, match="no results in "):
-        scaling.main([*COLLECT, "2", f"--output={tmp_path / 'empty'}"])
+
+
+def test_the_model_that_is_fitted_to_two_nodes_predicts_the_published_runs_on_128_gpus(tmp_path: Path) -> None:
+    """Within 3 points; and the stored result, which docs/performance.md quotes, is that of this model."""
+    scaling_model.main([f"--output={tmp_path}"])
+    folders = tmp_path, common.RESULTS / "scaling_model"
+    found, stored = (json.loads((folder / "scaling_model.json").read_text()) for folder in folders)
+    for batch, published in found["published"].items():
+        for name, value in published.items():
+            assert found["predicted"][batch][name] == pytest.approx(value, abs=0.03)
+    assert found["fitted"] == pytest.approx(stored["fitted"], rel=1e-4)
+    for key in ("predicted", "efficiency"):
+        for name, values in stored[key].items():
+            assert found[key][name] == pytest.approx(values, rel=1e-4)
+    texts = [(folder / "scaling_model.md").read_text() for folder in folders]
+    assert texts[0] == texts[1]

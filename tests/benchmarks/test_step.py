@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -17,71 +15,42 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import common, step, step_profile
+from benchmarks.cost import STORED
 from benchmarks.step import FASTEST, SETS, Part
 from benchmarks.step_profile import Kernel, breakdown, classify
-from utils import cli
 from utils import config as configs
 from utils.errors import UserError
 from utils.profiling import timing
 
-SMALL = ["--batch=2", "--crop=8", "--width=4", "--box=16", "--seconds=0.02", "--warmup_steps=3"]
-CALL_SECONDS = 480
 
-
-@pytest.mark.parametrize("name", SETS)
-def test_a_printed_command_is_the_training_that_was_measured(name: str) -> None:
-    """Its command line leads to the same config as the set's changes, and every key and value exists."""
-    words = shlex.split(SETS[name].command())
-    assert words[:3] == ["python", "train_graph.py" if SETS[name].graph else "train.py", "--config=base"]
-    typed = cli.parse([f"--yaml_config={common.YAML}", *words[2:]])
-    ours = configs.load(common.YAML, "base", dict(SETS[name].changes))
-    assert configs.load(typed.yaml_config, typed.config, typed.overrides) == ours
-
-
-# --- calls -----------------------------------------------------------------------------------------------------------
-
-
-def timeline(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, str]:
-    """The end of each part of a dry run."""
-    step.main([*flags, "--dry_run"])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
-    return {name: end for name, _, end in rows}
+def test_sets_are_valid_configs_that_differ() -> None:
+    found = {str((one.graph, configs.load(common.YAML, "base", dict(one.changes)))) for one in SETS.values()}
+    assert len(found) == len(SETS)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_call_ends_in_time_and_lists_what_it_does_not_reach(capsys: Any, number: int) -> None:
+def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="on a CPU run make bench-cpu"):
+        step.main([f"--call={number}"])
     for minutes in (2, 8):
-        ends = timeline(capsys, f"--call={number}", f"--minutes={minutes}")
+        step.main([f"--call={number}", f"--minutes={minutes}", "--dry_run"])
+        lines = capsys.readouterr().out.splitlines()[2:]
+        ends = {name: end for name, _, end in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
         assert all(not end or float(end) <= 60 * minutes for end in ends.values())
     if number == 1:  # all its parts, at the assumed costs
         assert list(ends) == [", ".join(names) for names in FASTEST]
         assert all(ends.values())
         assert (step.SEARCH, step.COMPILATION, step.TRIALS) == (30, 60, 10)
     if number == 2:
-        assert {"test_gpu.py", "test_graph.py"} <= set(ends)
-        assert "test_step.py" in ends
+        assert {"test_gpu.py", "test_graph.py", "test_step.py"} <= set(ends)
         assert "test_documentation.py" not in ends
     if number == 3:
         assert all(ends[name] for name in ("G, A", "eager 16, graph 16", "loaders"))
 
 
-def test_a_call_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="on a CPU run make bench-cpu"):
-        step.main(["--call=1"])
-
-
-def small_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: list[Part], *flags: str) -> dict[str, Any]:
-    """Runs these parts as a call on the CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(step, "STARTED", time.perf_counter())  # not when the tests were collected
-    monkeypatch.setattr(step, "parts_of", lambda *_: parts)
-    step.main([f"--output={tmp_path}", *flags])
-    return json.loads((tmp_path / "ladder.json").read_text())
-
-
 def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A set is measured, another process is killed after its measurement, and a third one hangs."""
+    """A process is killed after its measurement, one fails, a set is measured, and the last one hangs."""
     entry = {"name": "B", "options": "text", "TFLOP/s": 1.0, "matmul TFLOP/s": 2.0, "FULL / SYNTHETIC": 1.0}
     entry |= {kind: {"median": 3.0, "min": 2.0, "max": 4.0} for kind in ("SYNTHETIC", "FULL")}
     entry |= {f"{name} of the warm-up steps": [1.0] for name in ("loss", "gradient norm")}
@@ -93,31 +62,36 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
         Part("error", ["-c", "raise RuntimeError('an illegal memory access was encountered')"], 0),
         Part("B", ["-c", copy], 0),
         Part("long", ["-c", ""], 1e6),
+        Part("hang", ["-c", "import time; time.sleep(3000)"], 0),
     ]
-    found = small_call(monkeypatch, tmp_path, parts)
+    # The call ends after 20 s, counted from here and not from the collection of the tests.
+    settings = {
+        "START": 40.0,
+        "WRITING": 0.0,
+        "GRACE": 0.1,
+        "STARTED": time.perf_counter(),
+        "parts_of": lambda _: parts,
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(step, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    step.main([f"--output={tmp_path}", "--minutes=1"])
+    found = json.loads((tmp_path / "ladder.json").read_text())
     assert [one["name"] for one in found["ladder"]] == ["B", "B"]
     assert found["failed"]["fault"] == "ended by SIGSEGV"
     assert found["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
     assert found["failed"]["long"].startswith("no time left: it needs about 1000000 s")
+    assert found["failed"]["hang"].startswith("stopped after ")
     assert "| B: text | 3 (2 – 4) | 1.000 |" in capsys.readouterr().out
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert found["provenance"]["command"]
 
 
-def test_a_part_that_hangs_ends_with_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WRITING", "START"):
-        monkeypatch.setattr(step, name, 0.0)
-    monkeypatch.setattr(step, "GRACE", 0.1)
-    parts = [Part("hang", ["-c", "import time; time.sleep(300)"], 0)]
-    found = small_call(monkeypatch, tmp_path, parts, "--minutes=0.05")
-    assert found["failed"]["hang"].startswith("stopped after ")
-
-
 def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = SimpleNamespace(call=2, minutes=8.0, **dict.fromkeys(step.SIZES))
+    options: Any = SimpleNamespace(call=2, minutes=8.0, output=tmp_path)
     monkeypatch.setattr(step, "STARTED", time.perf_counter())
-    call = step.Call(options, tmp_path)  # type: ignore[arg-type]
-    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)], 4)
+    call = step.Call(options)
+    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)])
     found = json.loads((tmp_path / "call2.json").read_text())
     assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
     assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
@@ -125,13 +99,17 @@ def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatc
     assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
 
 
-def test_sets_are_measured_in_alternating_trials_and_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of its part, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
-    step.main(["--sets", "float32", "channels last", *SMALL, "--profile", "--output=out"])
-    result = json.loads((tmp_path / "out/step.json").read_text())
-    first, second = result["ladder"]
+    monkeypatch.setattr(step, "CPU_SETS", [("float32", "channels last")])
+    (part,) = step.parts_of(SimpleNamespace(call=None, size="tiny", output=tmp_path))  # type: ignore[arg-type]
+    step.main(part.words[2:])
+    first, second = json.loads((tmp_path / "part/step.json").read_text())["ladder"]
     for entry in (first, second):
         for kind in ("SYNTHETIC", "FULL"):
             assert 0 < entry[kind]["min"] <= entry[kind]["median"] <= entry[kind]["max"]
@@ -142,7 +120,7 @@ def test_sets_are_measured_in_alternating_trials_and_profiled(tmp_path: Path, mo
     for name in ("loss", "gradient norm"):
         values = [entry[f"{name} of the warm-up steps"] for entry in (first, second)]
         assert values[0] == pytest.approx(values[1], rel=0.05)
-    assert "| float32: no TF32, 2 loader threads |" in (tmp_path / "out/step.md").read_text()
+    assert "| float32: no TF32, 2 loader threads |" in (tmp_path / "part/step.md").read_text()
 
 
 BLOCKED = """
@@ -165,8 +143,6 @@ def test_the_calls_need_the_required_packages_only() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# --- kernels ---------------------------------------------------------------------------------------------------------
-
 NAMES = {
     "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64": "convolutions",
     "void cudnn::ops::scalePackedTensor_kernel<__nv_bfloat16, float>(long, __nv_bfloat16*, float)": "convolutions",
@@ -177,35 +153,20 @@ NAMES = {
     "triton_poi_fused__to_copy_convolution_leaky_relu_0": "pointwise",
     "aten::_fused_adam_": "optimizer",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
-    "gloo:all_reduce": "communication",
     "Memcpy HtoD (Pinned -> Device)": "copies",
     "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, bool)": "copies",
     "void dali::kernels::Unknown<float>(int)": "other",
-    "cudaLaunchKernel": "other",
 }
 
 
 def test_kernels_are_classified_by_name() -> None:
-    assert {name: classify(name) for name in NAMES} == NAMES
-
-
-def is_kernel(node: ast.AST) -> bool:
-    """True for a function that Triton compiles and that returns nothing; others are parts of kernels."""
-    if not isinstance(node, ast.FunctionDef) or "triton.jit" not in ast.unparse(node).partition("def ")[0]:
-        return False
-    return not any(isinstance(each, ast.Return) and each.value is not None for each in ast.walk(node))
-
-
-def test_every_kernel_of_this_project_has_a_category() -> None:
-    paths = [path for folder in ("networks", "utils") for path in (common.REPOSITORY / folder).rglob("*.py")]
-    names = [node.name for path in paths for node in ast.walk(ast.parse(path.read_text())) if is_kernel(node)]
-    assert {"bias_activation", "gather", "tail_l1"} <= set(names)
-    assert [name for name in names if classify(name) == "other"] == []
+    kernels = dict.fromkeys(STORED, "pointwise") | {"gather": "copies"}  # of this project
+    for name, category in {**NAMES, **kernels}.items():
+        assert classify(name) == category, name
 
 
 def test_overlaps_count_once_and_all_adds_up_to_the_step() -> None:
     """Time that overlaps with a convolution is counted as the convolution's."""
-    assert step_profile.union([(5, 6), (1, 3), (2, 5), (3, 3), (8, 9)]) == 6
     kernels = [
         Kernel("sm90_xmma_fprop_implicit_gemm", 0, 4000),
         Kernel("gather", 3000, 5000),
@@ -221,7 +182,6 @@ def test_overlaps_count_once_and_all_adds_up_to_the_step() -> None:
         ("gather", 1.5, 1.0),
     ]
     assert [entry["name"] for entry in result["other"]] == ["mystery"]
-    assert breakdown([], steps=1, step_ms=1.0)["categories"]["gaps"] == 1
 
 
 @pytest.mark.gpu
@@ -249,4 +209,4 @@ def test_named_ranges_waits_and_the_hosts_calls_are_no_kernels() -> None:
 
     kernel, *others = event("sm80_xmma_dgrad_kernel"), event("cudaLaunchKernel", DeviceType.CPU), event("Context Sync")
     events = [kernel, *others, event("Optimizer.step#Adam.step", named=True)]
-    assert step_profile._kernels(events) == [Kernel("sm80_xmma_dgrad_kernel", 0, 9)]
+    assert step_profile.kernels_of(events) == [Kernel("sm80_xmma_dgrad_kernel", 0, 9)]

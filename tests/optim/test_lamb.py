@@ -32,18 +32,13 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
 
 
 def start(device: str = "cpu") -> dict[str, nn.Parameter]:
-    values = drawn(0)
-    values["zero.weight"].zero_()
-    return {name: nn.Parameter(value.to(device)) for name, value in values.items()}
+    return {name: nn.Parameter((value * (name != "zero.weight")).to(device)) for name, value in drawn(0).items()}
 
 
 def gradients(number: int) -> dict[str, torch.Tensor]:
     """Gradients of very different sizes."""
-    found = drawn(100 + number)
-    found["conv.weight"] *= 1e3
-    found["dense.weight"] *= 1e-3
-    found["idle.weight"].zero_()
-    return found
+    sizes = {"conv.weight": 1e3, "dense.weight": 1e-3, "idle.weight": 0.0}
+    return {name: value * sizes.get(name, 1.0) for name, value in drawn(100 + number).items()}
 
 
 def lr(number: int) -> float:

@@ -21,6 +21,7 @@ from utils.data.plan import SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.benchmark import Benchmark, Settings, Trials, read_settings
+from utils.profiling.timing import repeat
 from utils.steps.eager import EagerStep
 
 
@@ -73,19 +74,6 @@ def test_benchmark_logs_and_writes_its_measurements(tmp_path: Path, ranks: int) 
             assert result[name]["TFLOP/s per rank"] == pytest.approx(teraflops)
 
 
-def test_settings_are_read_from_the_given_file_and_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert read_settings(ALONE).output == "benchy.json"
-    conf = tmp_path / "conf.yaml"
-    conf.write_text("IO: {batches: 2, trials: 3, warmup_trials: 0}\n")
-    monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
-    monkeypatch.setenv("BENCHY_OUTPUT", "weak_scale")
-    settings = read_settings(ALONE)
-    assert (settings.IO.batches, settings.FULL.batches, settings.output) == (2, 30, "weak_scale.json")
-
-
 def test_settings_of_the_tutorial_are_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,22 +83,21 @@ def test_settings_of_the_tutorial_are_understood(
     common = f"{{report_freq: 10, profiler_mode: 'single', output_filename: 'theirs.json', output_dir: '{tmp_path}'}}"
     trials = "{run_benchmark: %s, nbatches: 2, ntrials: 3, nwarmup: 4}"
     conf.write_text(f"global: {common}\nIO: {trials % False}\nsynthetic: {trials % True}\nfull: {trials % True}\n")
+    monkeypatch.chdir(tmp_path)
+    assert read_settings(ALONE).output == "benchy.json"
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
     settings = read_settings(ALONE)
     measured = Trials(batches=2, trials=3, warmup_trials=4)
     assert (settings.SYNTHETIC, settings.FULL, settings.IO.run_benchmark) == (measured, measured, False)
     assert settings.output == str(tmp_path / "theirs.json")
     assert caplog.messages == [f"{conf}: report_freq, profiler_mode have no effect here"]
-    conf.write_text("global: {output_filename: 'theirs.json', output_dir: null}")
-    assert read_settings(ALONE).output == "theirs.json"
-
-
-def test_measurements_that_are_switched_off_are_skipped(tmp_path: Path) -> None:
+    conf.write_text("IO: {batches: 2}\nglobal: {output_filename: 'theirs.json', output_dir: null}")
+    assert (read_settings(ALONE).output, read_settings(ALONE).IO.batches) == ("theirs.json", 2)
+    monkeypatch.setenv("BENCHY_OUTPUT", "weak_scale")
+    assert read_settings(ALONE).output == "weak_scale.json"
     off = Trials(run_benchmark=False)
-    once = Trials(batches=1, trials=1, warmup_trials=0)
-    lines, calls = measure(ALONE, str(tmp_path / "rates.json"), Settings(IO=off, SYNTHETIC=off, FULL=once))
-    assert calls == {True: 1, False: 0}
-    assert [line.split("::")[2].split()[0] for line in lines if "::SUMMARY::" in line] == ["FULL", "FULL"]
+    once = Settings(IO=off, SYNTHETIC=off, FULL=Trials(batches=1, trials=1, warmup_trials=0))
+    assert measure(ALONE, str(tmp_path / "rates.json"), once)[1] == {True: 1, False: 0}
 
 
 def test_invalid_settings_and_output_are_refused_before_the_measurements(
@@ -129,3 +116,10 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
         monkeypatch.setenv("BENCHY_OUTPUT", str(tmp_path / name))
         with pytest.raises(UserError, match=rf"^cannot write .*{name}.*BENCHY_OUTPUT"):
             read_settings(ALONE)
+
+
+def test_number_of_calls_fits_into_the_given_time_within_its_limits() -> None:
+    calls: list[int] = []
+    assert len(repeat(lambda: calls.append(1), ALONE.device, seconds=0.0)) == 3
+    assert len(calls) == 5, "two more calls as a warm-up and to estimate the duration"
+    assert len(repeat(lambda: None, ALONE.device, seconds=10.0, most=7)) == 7

@@ -55,16 +55,6 @@ def repeat(
     return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
 
 
-def peak_caveat(*shares: float | None) -> str:
-    """The reason for a share of the matmul peak above 1, empty if all are below."""
-    if all(share is None or share <= 1 for share in shares):
-        return ""
-    return (
-        "more than 100 %: the peak is that of one matrix product, measured on this machine; other algorithms and sizes "
-        "may be faster, and algorithms such as Winograd's need fewer operations than are counted"
-    )
-
-
 def matmul_size(device: torch.device) -> int:
     """The side of a square matrix whose product fills the device and takes milliseconds."""
     return 8192 if device.type == "cuda" else 1024
