@@ -44,7 +44,6 @@ from utils.training import run as runs
 from utils.training.checkpoint import (
     BEST,
     FOLDER,
-    TRAINING,
     WEIGHTS,
     saved_steps,
     step_directory,
@@ -76,8 +75,7 @@ CASES: dict[str, list[str]] = {
 }
 CLASSIFICATION = ["classification, dropout"]  # needs scikit-learn, which has the digits
 # Cases whose state may differ between ranks.
-BETWEEN_RANKS = ["batch norm, own statistics", "averaged weights", *CLASSIFICATION]
-ON_ONE_RANK = [name for name in CASES if name not in ("adam", "batch norm, own statistics")]
+ON_TWO_RANKS = ["adam", "batch norm, own statistics", "averaged weights", *CLASSIFICATION]
 
 
 class HookedStep(EagerStep):
@@ -152,9 +150,6 @@ def finished(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, directory(tmp_path), symlinks=True)
 
 
-# --- bit for bit -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("after", [[step] for step in range(1, STEPS + 1)] + [[1] * 15, [5, 4, 3]], ids=str)
 def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, data_flags: Any, whole: Path) -> None:
     """A fixed bug: after a stop in the last validation, the saved learning rate was that of the step before."""
@@ -162,7 +157,7 @@ def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, d
     assert_same_training(whole, directory(tmp_path))
 
 
-@pytest.mark.parametrize("name", ON_ONE_RANK)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ON_TWO_RANKS[:2]])
 def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: list[str]) -> None:
     if name in CLASSIFICATION:
         pytest.importorskip("sklearn", reason="scikit-learn, which has the digits, is not installed")
@@ -170,13 +165,7 @@ def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: li
     assert_same_training(directory(tmp_path / name / "whole"), directory(tmp_path / name / "parts"))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names"),
-    [
-        (2, ["adam", *BETWEEN_RANKS]),
-        pytest.param(4, [*list(CASES)[:3], "sgd", "bfloat16"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "names"), [(2, ON_TWO_RANKS), pytest.param(4, [*CASES][:5], marks=pytest.mark.slow)])
 def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags: list[str]) -> None:
     """Only the last rank gets the signal; all ranks stop after the same step, one step later."""
     if importlib.util.find_spec("sklearn") is None:
@@ -217,9 +206,6 @@ def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flag
         assert last(end).state.final_loss == pytest.approx(expected.state.final_loss, rel=1e-5)
 
 
-# --- from the command line -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]):
     """command(*flags, after=f): a training run of config 'test' by its command line -> (exit code, stderr)."""
@@ -241,15 +227,13 @@ def error_line(stderr: str) -> str:
     """The last line, and the only one that reports an error."""
     (line,) = [line for line in other_lines(stderr) if line.startswith("error: ")]
     assert line == stderr.splitlines()[-1]
-    assert "Traceback" not in stderr
     return line
 
 
-def contents(run: Path, *without: str) -> dict[str, Any]:
+def contents(run: Path) -> dict[str, Any]:
     """Every file's bytes, and every link's target, by name."""
     paths = (path for path in run.rglob("*") if not path.is_dir() or path.is_symlink())
-    named = {str(path.relative_to(run)): path for path in paths if path.name not in without}
-    return {name: path.readlink() if path.is_symlink() else path.read_bytes() for name, path in named.items()}
+    return {str(path): path.readlink() if path.is_symlink() else path.read_bytes() for path in paths}
 
 
 def flip(path: Path) -> None:
@@ -258,32 +242,20 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_a_run_resumes_with_damaged_records(command: Any, finished: Path, is_missing: bool) -> None:
+def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> None:
     """All at once, and the link. provenance.json and a metrics line once ended it with a traceback."""
     for name in ("provenance.json", "config.yaml"):
         (finished / name).write_text("")
-        if is_missing:
-            (finished / name).unlink()
     (finished / "summary.json").unlink()
     (finished / FOLDER / BEST).unlink()
     with (finished / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "Loss/va')
-    for epochs in (3, 4):
-        code, stderr = command("--resume", f"--num_epochs={epochs}")
-        assert code == 0, stderr
-        assert json.loads((finished / "summary.json").read_text())["steps"] == 8 * epochs
-        assert json.loads((finished / "provenance.json").read_text())["run_num"] == "00"
-        assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [
-            *range(0, 8 * epochs + 1, 8)
-        ]
-        assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
-
-
-# --- where a run starts ----------------------------------------------------------------------------------------------
+    code, stderr = command("--resume", "--num_epochs=3")
+    assert code == 0, stderr
+    assert json.loads((finished / "summary.json").read_text())["steps"] == 24
+    assert json.loads((finished / "provenance.json").read_text())["run_num"] == "00"
+    assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
+    assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
 
 
 def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_one(
@@ -316,18 +288,6 @@ def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) -> None:
-    """The schedule follows the new number of epochs."""
-    first = metrics(finished)
-    code, stderr = command("--resume", "--num_epochs=3")
-    assert code == 0, stderr
-    assert any("num_epochs 2 -> 3" in line for line in messages(stderr, "INFO"))
-    assert HookedStep.calls == 8
-    assert metrics(finished)[: len(first)] == first
-    assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
-    assert last(finished).state.epoch == 3
-
-
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
@@ -347,32 +307,36 @@ def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwrit
     assert contents(finished) == before
 
 
+def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> None:
+    saved = last(whole)
+    for key in ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset"):
+        with pytest.raises(UserError, match=f"was written by a run with {key} .* would see other samples; omit --res"):
+            Start({**saved.weights["config"], key: "other"}, None, saved)
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("flag", "says"),
     [
-        ("seed", 1),
-        ("Nsamples", 128),
-        ("global_batch_size", 4),
-        ("data_size", 4),
-        ("box_size", [16, 32]),
-        ("symmetries", "grid"),
-        ("dataset", {"name": "digits"}),
+        ("--resume={new}", "it holds no checkpoint; give a run directory, a checkpoint directory, auto or no"),
+        ("--resume={new}/none", "no such directory; "),
+        ("--resume={new}/damaged", "weights.pt is damaged: its digest does not match; recopy it"),
+        ("--init_from={new}/damaged", "weights.pt is damaged: its digest does not match; recopy it"),
+        ("--init_from={new}/none.pt", "no such file: "),
+        ("--init_from={source}/training.pt", "holds no network; give weights.pt"),
+        ("--init_from={source} --set=network.width=8", "does not fit this run: size mismatch for down1.weight: "),
     ],
 )
-def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path, key: str, value: Any) -> None:
-    saved = last(whole)
-    with pytest.raises(UserError, match=f"was written by a run with {key} .* would see other samples; omit --resume"):
-        Start({**saved.weights["config"], key: value}, None, saved)
-
-
-def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path, command: Any) -> None:
-    (tmp_path / "other").mkdir()
-    for other, reason in ((tmp_path / "other", "it holds no checkpoint"), (tmp_path / "nowhere", "no such directory")):
-        code, stderr = command(f"--resume={other}")
-        assert code == 2
-        line = f"error: --resume={other}: {reason}; give a run directory, a checkpoint directory, auto or no"
-        assert error_line(stderr) == line
-        assert not directory(tmp_path).exists()
+def test_a_start_that_cannot_be_used_is_one_line(
+    tmp_path: Path, command: Any, whole: Path, flag: str, says: str
+) -> None:
+    source = step_directory(whole / FOLDER, 16)
+    flip(shutil.copytree(source, tmp_path / "new" / "damaged") / WEIGHTS)
+    flags = flag.format(new=tmp_path / "new", source=source).split()
+    code, stderr = command(*flags)
+    assert code == 2, stderr
+    assert says in error_line(stderr)
+    assert flags[0].partition("=")[2] in error_line(stderr)
+    assert not directory(tmp_path).exists(), "nothing is written"
 
 
 def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Path, command: Any, whole: Path) -> None:
@@ -394,57 +358,26 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Pa
 def test_a_checkpoint_directory_is_resumed_as_a_run_directory_is(tmp_path: Path, command: Any, whole: Path) -> None:
     """A fixed bug: --resume=<run>/checkpoints/step_00000008 reported that it holds no checkpoint."""
     eighth = step_directory(whole / FOLDER, 8)
-    damaged = shutil.copytree(eighth, tmp_path / "damaged")
-    flip(damaged / TRAINING)
-    code, stderr = command(f"--resume={damaged}")
-    assert code == 2
-    assert error_line(stderr).startswith(f"error: cannot read {damaged}: training.pt is damaged: ")
     code, stderr = command(f"--resume={eighth}")
     assert code == 0, stderr
     assert f"Resuming from {eighth}, after step 8" in messages(stderr, "INFO")
     assert_equal(last(directory(tmp_path)).weights["network"], last(whole).weights["network"])
 
 
-# --- weights alone ---------------------------------------------------------------------------------------------------
-
-
 def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    """From a file, a checkpoint or the best one, without optimizer state; --resume continues the new run."""
-    eighth = step_directory(whole / FOLDER, 8)
-    for name, path in {"file": eighth / WEIGHTS, "checkpoint": eighth, "best": whole / FOLDER / BEST}.items():
-        source = checkpoint.load(path.parent if name == "file" else path)
-        flags = [f"--init_from={path}", f"--run_num={name}", "--set=seed=7"]
+    """From a file or the best checkpoint, without optimizer state; --resume continues the new run."""
+    for run_num, path in {"file": step_directory(whole / FOLDER, 8) / WEIGHTS, "best": whole / FOLDER / BEST}.items():
+        flags = [f"--init_from={path}", f"--run_num={run_num}", "--set=seed=7"]
         code, stderr = command(*flags, "--num_epochs=1")
         assert code == 0, stderr
         assert f"Weights of {path}" in messages(stderr, "INFO")
-        run = directory(tmp_path, run_num=name)
-        end = last(run)
+        end = last(directory(tmp_path, run_num=run_num))
         assert (end.state.step, end.state.epoch) == (8, 1)
-        assert end.state.initial_loss == metrics(run)[0]["Loss/valid"] == source.state.final_loss
+        assert end.state.initial_loss == checkpoint.read_weights(path)["final_loss"]
         assert {int(state["step"]) for state in end.training["optimizer"]["state"].values()} == {8}
     code, stderr = command(*flags, "--resume", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Resuming from {step_directory(run / FOLDER, 8)}, after step 8" in messages(stderr, "INFO")
-
-
-def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, command: Any, whole: Path) -> None:
-    source, damaged = step_directory(whole / FOLDER, 16), tmp_path / "damaged"
-    shutil.copytree(source, damaged)
-    flip(damaged / WEIGHTS)
-    for path, says, flags in (
-        (source / TRAINING, "holds no network; give weights.pt", []),
-        (source / WEIGHTS, "does not fit this run: size mismatch for down1.weight: ", ["--set=network.width=8"]),
-        (tmp_path / "none.pt", "no such file: ", []),
-        (damaged, "weights.pt is damaged: its digest does not match; recopy it", []),
-    ):
-        code, stderr = command(f"--init_from={path}", *flags)
-        assert code == 2, stderr
-        assert says in error_line(stderr)
-        assert str(path) in error_line(stderr)
-        assert not directory(tmp_path).exists(), "nothing is written"
-
-
-# --- the best checkpoint ---------------------------------------------------------------------------------------------
+    assert f"Resuming from {end.path}, after step 8" in messages(stderr, "INFO")
 
 
 def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: list[str]) -> None:
@@ -463,18 +396,12 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
     assert (last(source).state.best_loss, last(source).state.best_step) == (1.0, 16)
 
 
-# --- save times ---------------------------------------------------------------------------------------------------
-
-
 def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
-    clock = SimpleNamespace(now=0.0)
-    fake = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic)
+    now = [0.0]
+    fake = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
     monkeypatch.setattr(checkpoint_writer, "time", fake)
-
-    def a_minute_passes(step: int) -> None:
-        clock.now += 60
-
-    assert command("--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99", after=a_minute_passes)[0] == 0
+    flags = ["--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99"]
+    assert command(*flags, after=lambda step: now.append(now.pop() + 60))[0] == 0
     assert saved_steps(directory(tmp_path) / FOLDER) == [16, 14, 11, 8, 6, 3]
 
 
@@ -488,60 +415,33 @@ def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_
     assert 1 < size / checkpoint_writer.checkpoint_bytes(config) < 1.02
 
 
-# --- disk errors ----------------------------------------------------------------------------------------------
-
-
-def wait_for_writes() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join(GENEROUS)
-            assert not thread.is_alive()
-
-
 def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
     """Checkpoints, logs, curves and pictures are on it; it stays full to the end, and has space at the restart."""
-    run = directory(tmp_path / "disk")
-    flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={tmp_path / 'disk'}", "--set=report_pictures=true"]
+    disk = tmp_path / "disk"
+    run = directory(disk)
+    flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={disk}", "--set=report_pictures=true"]
 
     def after(step: int) -> None:
         if step == 5:
-            wait_for_writes()
-            fill(tmp_path / "disk")
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join(GENEROUS)
+            fill(disk)
 
-    with small_disk(tmp_path / "disk", "2m"):
+    with small_disk(disk, "2m"):
         code, stderr = command(*flags, after=after)
         assert code == 2, stderr
-        why = f"the checkpoint of step 16 is not in {run / FOLDER}: No space left on device; run the command again"
-        assert f"\nerror: {why}" in stderr
-        warnings = messages(stderr, "WARNING")
         fault = "No space left on device"
-        assert [line for line in warnings if "checkpoint" in line] == [
-            f"Cannot write checkpoint {step_directory(run / FOLDER, step)}: {fault}; earlier ones are kept"
-            for step in (8, 12, 16)
-        ]
+        assert f"\nerror: the checkpoint of step 16 is not in {run / FOLDER}: {fault}; run the command again" in stderr
+        warnings = messages(stderr, "WARNING")
+        assert sum(f": {fault}; earlier ones are kept" in line for line in warnings) == 3, "of steps 8, 12 and 16"
         assert warnings.count(f"Cannot record scalars in {run}: {fault}; the run continues") == 1
         assert len(warnings) <= 5, "at most one more, about pictures"
         assert "Traceback" not in stderr
-        assert "DONE ---- rank 0" not in messages(stderr, "INFO")
-        os.remove(tmp_path / "disk" / "filler")
+        (disk / "filler").unlink()
         code, stderr = command(*flags)
         assert code == 0, stderr
         assert f"Resuming from {step_directory(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
-
-
-def test_removing_the_run_directory_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    run = directory(tmp_path)
-
-    def after(step: int) -> None:
-        if step == 11:
-            wait_for_writes()
-            shutil.rmtree(run)
-
-    code, stderr = command("--set=checkpoint.every_steps=2", after=after)
-    assert code == 0, stderr
-    assert "Traceback" not in stderr
-    assert last(run).state.step == STEPS
-    assert_equal(last(run).weights["network"], last(whole).weights["network"])
