@@ -49,6 +49,7 @@ from utils.training.checkpoint import (
     step_directory,
 )
 from utils.training.resume import Start
+from utils.training.trainer import Trainer
 
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 
@@ -155,6 +156,32 @@ def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, d
     """A fixed bug: after a stop in the last validation, the saved learning rate was that of the step before."""
     run_in_parts(ALONE, [*data_flags, *OFTEN, f"--set=expdir={tmp_path}"], after)
     assert_same_training(whole, directory(tmp_path))
+
+
+@pytest.mark.parametrize("interval", [4, 3])  # 3: the last interval of an epoch of 8 steps is shorter
+def test_a_stop_in_the_validation_and_a_kill_after_its_repetition_record_no_point_twice(
+    tmp_path: Path, data_flags: list[str], monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    """A fixed bug: the records of the epoch's end were written before the kill, and again after it."""
+    flags = [*data_flags, f"--set=log_interval={interval}", "--set=log_noise_scale=true", "--set=accumulation_steps=2"]
+    parts = [*flags, f"--set=expdir={tmp_path / 'parts'}"]
+    assert run(ALONE, [*flags, f"--set=expdir={tmp_path / 'whole'}"])
+    with monkeypatch.context() as patch:
+
+        def evaluate(step: HookedStep, *batch: torch.Tensor) -> torch.Tensor:
+            if step.calls:
+                patch.setattr(Signals, "received", "SIGTERM")
+            return EagerStep.evaluate(step, *batch)
+
+        patch.setattr(HookedStep, "evaluate", evaluate)
+        assert not run(ALONE, parts)
+        assert HookedStep.calls == 8
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_finish_epoch", lambda *_: sys.exit(9))
+        with pytest.raises(SystemExit):
+            run(ALONE, parts)
+    assert run(ALONE, parts)
+    assert_same_training(directory(tmp_path / "whole"), directory(tmp_path / "parts"))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ON_TWO_RANKS[:2]])
