@@ -36,26 +36,22 @@ class HalfSquare(nn.Module):
         return 0.5 * outputs.square().sum(1).mean()
 
 
+def make_step(config: Config, world: World = ALONE) -> Any:
+    network = Offset()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    return EagerStep(NetworkWithLoss(network, HalfSquare()), optimizer, config, world)
+
+
 def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[float, float, float]:
     """|G|², S and the noise scale of a quadratic whose samples are N(0.5, 3²), without updates."""
-    network = Offset()
-    step = EagerStep(
-        NetworkWithLoss(network, HalfSquare()),
-        torch.optim.SGD(network.parameters(), lr=0.0),
-        Config(log_noise_scale=True, **{"bucket_cap_mb": 1e-4, **options}),
-        world,
-    )
-    assert step.probe is not None
-    parts = step.probe.parts
+    step = make_step(Config(log_noise_scale=True, **{"bucket_cap_mb": 1e-4, **options}), world)
     sums: list[float] = []
-    estimate = NoiseScale(local_batch * world.size / parts, local_batch * world.size, sums)
+    estimate = NoiseScale(local_batch * world.size / step.probe.parts, local_batch * world.size, sums)
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(STEPS):
         inputs = 0.5 + NOISE * torch.randn(local_batch, SIZE, generator=generator)
         step(inputs, inputs, 0.0)
-        square = float(world.sum(step.probe.square)) / world.size
-        estimate.add(square, float(step.gradient_norm) ** 2)
-    assert estimate.samples is not None
+        estimate.add(float(world.sum(step.probe.square)) / world.size, float(step.gradient_norm) ** 2)
     gradient_square, noise, weights, _ = sums
     return gradient_square / weights, noise / weights, estimate.samples
 
@@ -69,48 +65,31 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_true(found: tuple[float, float, float]) -> None:
-    gradient_square, noise, samples = found
-    assert noise == pytest.approx(TRUE_NOISE, rel=0.1)
-    assert gradient_square == pytest.approx(TRUE_GRADIENT_SQUARE, rel=0.1)
-    assert samples == pytest.approx(TRUE_NOISE / TRUE_GRADIENT_SQUARE, rel=0.1)
+TRUE = [pytest.approx(x, rel=0.1) for x in (TRUE_GRADIENT_SQUARE, TRUE_NOISE, TRUE_NOISE / TRUE_GRADIENT_SQUARE)]
 
 
 def test_micro_batches_of_a_quadratic_give_its_noise_scale() -> None:
     """float16 scales the gradients; neither norm may contain the factor."""
     plain = measure(ALONE, 32, {"accumulation_steps": 4})
-    assert_true(plain)
+    assert [*plain] == TRUE
     scaled = measure(ALONE, 32, {"accumulation_steps": 4, "enable_amp": True, "precision": "float16"})
     assert scaled == pytest.approx(plain, rel=1e-3)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, tuple[float, float, float]]]:
-    return run_ranks(measure_all, 2)
 
 
 def measure_all(world: World) -> dict[str, tuple[float, float, float]]:
     return {case: measure(world, 16, options) for case, options in TWO_RANKS.items()}
 
 
-def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale(two_ranks: Any) -> None:
-    for rank in two_ranks:
-        for found in rank.values():
-            assert_true(found)
-
-
-def test_the_noise_scale_does_not_depend_on_the_buckets(two_ranks: Any) -> None:
+def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale_with_any_buckets() -> None:
     """A fixed bug: DistributedDataParallel changes them early in each process; a resumed run had other last digits."""
-    for rank in two_ranks:
+    for rank in run_ranks(measure_all, 2):
+        assert [[*found] for found in rank.values()] == [TRUE] * len(TWO_RANKS)
         assert rank["DistributedDataParallel"] == rank["one bucket"] == rank["manual"]
 
 
 def test_a_step_without_parts_has_no_probe() -> None:
-    network = Offset()
     for config in (Config(log_noise_scale=True), Config(accumulation_steps=2)):
-        model = NetworkWithLoss(network, HalfSquare())
-        step = EagerStep(model, torch.optim.SGD(network.parameters(), lr=0.0), config, ALONE)
-        assert step.probe is None
+        assert make_step(config).probe is None
 
 
 @pytest.mark.parametrize(
@@ -122,15 +101,14 @@ def test_a_step_without_parts_has_no_probe() -> None:
         (2.0, 1.0, "noise dominates the gradient"),
     ],
 )
-def test_the_sentence_in_the_log(part_square: float, batch_square: float, says: str) -> None:
+def test_the_advice_in_the_log(part_square: float, batch_square: float, says: str) -> None:
     """For halves of a batch of 100: |G|² = 2 b² − p², S = 100 (p² − b²)."""
     estimate = NoiseScale(50, 100, [])
-    assert estimate.samples is None
     assert estimate.scalars() == {}
     for _ in range(19):
         estimate.add(part_square, batch_square)
     assert estimate.sentence() == "Gradient noise scale: not known after 19 steps, it needs 20"
     estimate.add(part_square, batch_square)
-    assert says in estimate.sentence(), estimate.sentence()
+    assert says in estimate.sentence()
     if part_square == 3.0:
         assert list(estimate.scalars().values()) == pytest.approx([100, 0.5])
