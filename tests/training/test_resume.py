@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -19,18 +20,8 @@ import pytest
 import torch
 from disks import fill, small_disk
 from log_lines import messages, other_lines
-from processes import GENEROUS, run_ranks
-from trainings import (
-    ALONE,
-    STEPS,
-    YAML,
-    assert_equal,
-    assert_same_training,
-    curves,
-    directory,
-    last,
-    metrics,
-)
+from processes import GENEROUS, Program, free_port, rank_variables, run_ranks
+from trainings import ALONE, STEPS, YAML, assert_equal, assert_same_training, curves, directory, last, metrics
 
 import train
 from utils import cli
@@ -41,13 +32,7 @@ from utils.errors import Stopped, UserError
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, checkpoint_writer
 from utils.training import run as runs
-from utils.training.checkpoint import (
-    BEST,
-    FOLDER,
-    WEIGHTS,
-    saved_steps,
-    step_directory,
-)
+from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, saved_steps, step_directory
 from utils.training.resume import Start
 from utils.training.trainer import Trainer
 
@@ -57,13 +42,12 @@ CASES: dict[str, list[str]] = {
     "adam": [],
     "adam, 2 micro-batches": ["--set=accumulation_steps=2"],
     "apex_adam": ["--set=optimizer.name=apex_adam"],
+    "nadam": ["--set=optimizer.name=nadam"],
     "sgd": ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9", "--set=lr_schedule.start_lr=0.01"],
     "bfloat16": ["--enable_amp"],
-    "nadam": ["--set=optimizer.name=nadam"],
     "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
     "lamb, manual exchange": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
     "soap": ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=2"],
-    "batch norm": ["--set=network.norm=batch"],
     "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
     "ghost batches, micro-batches": ["--set=network.norm=ghost(1)", "--set=accumulation_steps=2"],
     "classification, dropout": [
@@ -192,7 +176,7 @@ def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: li
     assert_same_training(directory(tmp_path / name / "whole"), directory(tmp_path / name / "parts"))
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(2, ON_TWO_RANKS), pytest.param(4, [*CASES][:5], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "names"), [(2, ON_TWO_RANKS), pytest.param(4, [*CASES][:6], marks=pytest.mark.slow)])
 def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags: list[str]) -> None:
     """Only the last rank gets the signal; all ranks stop after the same step, one step later."""
     if importlib.util.find_spec("sklearn") is None:
@@ -445,3 +429,33 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
+
+
+# One epoch that never ends, and a line for each step: nothing is saved but at the stop.
+ENDLESS = ["--set=Nsamples=1000000", "--set=report_baselines=false", "--set=log_interval=1"]
+
+
+def test_a_stop_that_cannot_save_is_not_reported_as_saved(tmp_path: Path, data_flags: list[str]) -> None:
+    """A fixed bug: on a full disk a stopped job exited with 75, and was requeued again and again."""
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        folder = directory(disk, 2) / FOLDER
+        command = ["train.py", "--config=test", *data_flags, *ENDLESS, f"--set=expdir={disk}"]
+        for is_full, code in ((True, 2), (False, 75)):
+            port = free_port()
+            programs = [
+                Program(
+                    command, tmp_path / f"{is_full} {rank}", environment={**os.environ, **rank_variables(rank, 2, port)}
+                )
+                for rank in range(2)
+            ]
+            programs[0].wait_for(r"epoch 1/2, step \d+/")
+            filler = fill(disk) if is_full else None
+            programs[1].signal(signal.SIGTERM)
+            ends = [program.end() for program in programs]
+            assert [end.returncode for end in ends] == [code] * 2, ends[0].stderr
+            if filler:
+                filler.unlink()
+                (error,) = [line for end in ends for line in end.stderr.splitlines() if line.startswith("error")]
+                assert f" is not in {folder}: No space left on device; run the command again" in error
+                assert error.startswith("error: rank 0: ")
+            assert len(saved_steps(folder)) == (not is_full)

@@ -1,4 +1,4 @@
-"""The directory of a run: which one a command uses, that one process writes to it, and what --resume=no removes."""
+"""The directory of a run: which one a command uses, its only writer, its records, and what --resume=no removes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import h5py
 import pytest
 import torch
 from processes import GENEROUS, context, run_ranks
 from trainings import ALONE, YAML
+from volume_files import write_volume
 
 from utils import config as configs
 from utils.config import Config
@@ -30,7 +32,7 @@ from utils.training import checkpoint
 from utils.training import run as runs
 from utils.training.checkpoint import FOLDER, step_directory
 from utils.training.choice import LOCK, Request, choose, run_directory
-from utils.training.provenance import command
+from utils.training.provenance import BLOCKS, HEAD, command, data_changes, data_record
 from utils.training.run import Run
 
 
@@ -220,14 +222,11 @@ def test_the_second_directory_of_a_run_number_and_the_task_of_an_array_stay_apar
     assert name_of(first) == "00-3"
 
 
-@pytest.mark.parametrize(("device", "name"), [("auto", "4ranks"), ("cpu", "4ranks"), ("cuda", "4GPU")])
-def test_run_directories_are_named_after_gpus_only_where_there_are_some(
-    monkeypatch: pytest.MonkeyPatch, device: str, name: str
-) -> None:
+def test_run_directories_are_named_after_gpus_only_where_there_are_some(monkeypatch: Any) -> None:
     """A run on CPUs was once in 1GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = configs.validate({"device": device, "expdir": "runs"}, "demo")
-    assert run_directory(config, "demo", "00", 4) == Path("runs", "demo", name, "00")
+    for device, name in {"auto": "4ranks", "cpu": "4ranks", "cuda": "4GPU"}.items():
+        assert run_directory(config(device=device, expdir="runs"), "demo", "00", 4) == Path("runs", "demo", name, "00")
 
 
 def opened(first: Path, **options: Any) -> contextlib.AbstractContextManager[Run]:
@@ -240,7 +239,7 @@ def begin(first: Path, **options: Any) -> None:
         run.restore(mock.Mock())
 
 
-def begin_and_die(first: str, renamed: int) -> None:
+def begin_and_die(first: Path, renamed: int) -> None:
     """Begins a run; is killed while it writes its records, once `renamed` of them have their names."""
     replace, paths = os.replace, []
 
@@ -251,15 +250,13 @@ def begin_and_die(first: str, renamed: int) -> None:
         replace(*names)
 
     os.replace = die  # type: ignore[assignment]
-    begin(Path(first))
+    begin(first)
 
 
 @pytest.mark.parametrize("renamed", [0, 1])
-def test_a_kill_while_the_first_records_are_written_leaves_the_directory_to_the_same_command(
-    first: Path, renamed: int
-) -> None:
+def test_a_kill_while_the_first_records_are_written_leaves_the_directory_free(first: Path, renamed: int) -> None:
     """A fixed bug: the directory had no readable config, and the same command started in another one."""
-    process = context().Process(target=begin_and_die, args=(str(first), renamed))
+    process = context().Process(target=begin_and_die, args=(first, renamed))
     process.start()
     process.join(GENEROUS)
     assert process.exitcode == -signal.SIGKILL
@@ -272,7 +269,7 @@ def test_a_kill_while_the_first_records_are_written_leaves_the_directory_to_the_
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("options", [{"resume": "auto"}, {"resume": "no"}, {"restarted": ("slurm 7",)}], ids=str)
 def test_a_run_that_is_being_trained_is_refused_and_not_touched(
-    first: Path, run: Any, finished: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    first: Path, run: Any, finished: bool, options: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(runs, "RESTART_SECONDS", 0.1)
     run(1, finished, jobs=["slurm 7"])
@@ -405,7 +402,7 @@ def test_resume_no_removes_what_a_run_has_written_and_nothing_else(recorded: Pat
     assert "seed: 3" in (recorded / "config.yaml").read_text()
 
 
-def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, monkeypatch: Any) -> None:
     """config.yaml goes first: without it no later command continues what is left of the run."""
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", mock.Mock(side_effect=KeyboardInterrupt))
@@ -423,3 +420,106 @@ def test_a_run_that_died_before_its_first_checkpoint_keeps_its_log(recorded: Pat
     (recorded / "summary.json").unlink()
     begin(recorded)
     assert (recorded / "out.log").read_text().startswith("out.log")
+
+
+def volumes(folder: Path, *names: str) -> dict[str, str]:
+    """Keys of config 'test' for a training run on volumes of their own."""
+    folder.mkdir(exist_ok=True)
+    keys = names or ("train_path", "val_path")
+    return {key: str(write_volume(folder / f"{key}.h5", seed=seed)) for seed, key in enumerate(keys, start=1)}
+
+
+def change_one_value(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["Hydro"][-1, -1, -1, -1] += 1
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+@pytest.fixture
+def data_warnings(first: Path, caplog: Any) -> Callable[..., list[str]]:
+    """data_warnings(paths): the warnings of a run that resumes; with resume="no" of one from scratch."""
+
+    def start(paths: dict[str, Any], resume: str = "auto") -> list[str]:
+        caplog.clear()
+        if resume == "auto":
+            save(first, config(**paths), 8)
+        begin(first, config=config(**paths), resume=resume)
+        return [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+
+    return start
+
+
+@pytest.mark.parametrize(("change", "says"), [(change_one_value, "other content"), (append, r"\d+ bytes instead of ")])
+def test_a_resumed_run_warns_about_changed_data(tmp_path: Path, data_warnings: Any, change: Any, says: str) -> None:
+    """It once continued silently on a file that had been replaced."""
+    paths = volumes(tmp_path / "data")
+    assert data_warnings(paths, "no") == []
+    change(Path(paths["val_path"]))
+    (warning,) = data_warnings(paths)
+    assert re.match(rf"val_path {paths['val_path']} differs from the data of the run that resumes: {says}", warning)
+    assert data_warnings(paths) == [], "each change is logged once"
+    change(Path(paths["val_path"]))
+    assert data_warnings(paths, "no") == [], "a training run from scratch mixes nothing"
+
+
+def test_another_order_of_a_list_of_files_gets_a_warning(first: Path, tmp_path: Path, data_warnings: Any) -> None:
+    """The volumes have the same shape; otherwise the run would be refused. Moved files are the same data."""
+    *both, valid = volumes(tmp_path / "data", "a", "b", "valid").values()
+    data_warnings({"train_path": both, "val_path": valid}, "no")
+    record = json.loads((first / "provenance.json").read_text())["data"]
+    assert record.keys() == {"train_path[0]", "train_path[1]", "val_path"}
+    moved = [str(shutil.copy(path, f"{path}.moved")) for path in both]
+    assert data_warnings({"train_path": moved, "val_path": valid}) == []
+    lines = data_warnings({"train_path": moved[::-1], "val_path": valid})
+    assert [line.split(" differs")[0] for line in lines] == [f"train_path[{n}] {moved[1 - n]}" for n in (0, 1)]
+
+
+def error_in_own_directory(world: World, folder: str) -> str:
+    """The error of a run that opens relative paths in a directory of its own for each rank."""
+    os.chdir(Path(folder, str(world.rank)))
+    paths = {"train_path": "train_path.h5", "val_path": "val_path.h5"}
+    try:
+        with Run.open(request(Path(folder, "run"), config(**paths)), world):
+            return ""
+    except UserError as error:
+        return str(error)
+
+
+def test_ranks_that_see_different_data_at_one_path_are_refused(tmp_path: Path) -> None:
+    """Fixed: each rank trained on its own file. Rank 2 has no validation file, which its loader would report."""
+    for rank in range(3):
+        paths = volumes(tmp_path / str(rank))
+    os.remove(paths["val_path"])
+    assert run_ranks(error_in_own_directory, 3, str(tmp_path)) == [""] * 3
+    for rank in (1, 2):
+        change_one_value(tmp_path / str(rank) / "train_path.h5")
+    for error in run_ranks(error_in_own_directory, 3, str(tmp_path)):
+        start = "train_path train_path.h5 is another file on ranks 1, 2 than on rank 0: other content; use a path at "
+        assert error.startswith(start)
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_files_that_the_loader_reads_are_recorded(tmp_path: Path) -> None:
+    paths = volumes(tmp_path / "data")
+    npy = {f"{split}_path_npy_{field}": paths["val_path"] for split in ("train", "val") for field in ("data", "label")}
+    for loader, keys in {"dali-lowmem": paths | npy, "lowmem": paths, "synthetic": {}}.items():
+        assert data_record(config(data_loader_config=loader, **paths, **npy)).keys() == keys.keys(), loader
+
+
+def test_a_large_file_is_sampled_up_to_its_end(tmp_path: Path) -> None:
+    """A 39 GB file costs as little as this one: a change anywhere in the first MiB or in the last block is noticed."""
+    path, size = tmp_path / "train.h5", 2**35
+    path.touch()
+    os.truncate(path, size)
+    sparse = config(train_path=str(path), val_path=str(tmp_path / "none.h5"))
+    before = data_record(sparse)
+    assert before.keys() == {"train_path"}, "files that the loader does not need may be missing"
+    for place, is_noticed in ((HEAD - 1, True), (size - 1, True), (HEAD + 1, False), (size // BLOCKS, True)):
+        for byte in (b"x", b"\0"):
+            with path.open("r+b") as file:
+                file.seek(place)
+                file.write(byte)
+            assert bool(data_changes(before, data_record(sparse))) == (is_noticed and byte == b"x"), place
