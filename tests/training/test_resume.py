@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ import pytest
 import torch
 from disks import fill, small_disk
 from log_lines import messages, other_lines
-from processes import GENEROUS, Program, free_port, rank_variables, run_ranks
+from processes import GENEROUS, run_ranks
 from trainings import ALONE, STEPS, YAML, assert_equal, assert_same_training, curves, directory, last, metrics
 
 import train
@@ -256,8 +255,8 @@ def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> Non
     assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
 
 
-def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_one(
-    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_new_training_that_ends_before_its_first_step_resumes_no_old_one(
+    command: Any, finished: Path, monkeypatch: Any
 ) -> None:
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / FOLDER)
@@ -275,15 +274,22 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new run"
 
 
-def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_its_result(
-    tmp_path: Path, command: Any, whole: Path
-) -> None:
+def test_a_complete_training_of_another_directory_leaves_no_run(tmp_path: Path, command: Any, whole: Path) -> None:
     """A fixed bug: the new directory got config, summary and result table of a training run that was not its own."""
     code, stderr = command(f"--resume={whole}", "--run_num=new")
     assert code == 0, stderr
     assert f"Nothing was trained: {step_directory(whole / FOLDER, 16)} is the end of epoch 2, " in stderr
     assert "Result:" not in stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_summary_is_missing_if_the_run_itself_had_trained_all_epochs(whole: Path) -> None:
+    """An interrupted run is not finished by fewer epochs."""
+    saved = last(whole)
+    for trained, lacks_only_summary in ((2, True), (3, False)):
+        saved.weights["config"]["num_epochs"] = trained
+        start = Start({**saved.weights["config"], "num_epochs": 2}, None, saved)
+        assert (start.is_complete, start.lacks_only_summary) == (True, lacks_only_summary)
 
 
 def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> None:
@@ -307,9 +313,7 @@ def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> Non
         ("--init_from={source} --set=network.width=8", "does not fit this run: size mismatch for down1.weight: "),
     ],
 )
-def test_a_start_that_cannot_be_used_is_one_line(
-    tmp_path: Path, command: Any, whole: Path, flag: str, says: str
-) -> None:
+def test_an_unusable_start_is_one_line(tmp_path: Path, command: Any, whole: Path, flag: str, says: Any) -> None:
     source = step_directory(whole / FOLDER, 16)
     flip(shutil.copytree(source, tmp_path / "new" / "damaged") / WEIGHTS)
     flags = flag.format(new=tmp_path / "new", source=source).split()
@@ -429,33 +433,3 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
-
-
-# One epoch that never ends, and a line for each step: nothing is saved but at the stop.
-ENDLESS = ["--set=Nsamples=1000000", "--set=report_baselines=false", "--set=log_interval=1"]
-
-
-def test_a_stop_that_cannot_save_is_not_reported_as_saved(tmp_path: Path, data_flags: list[str]) -> None:
-    """A fixed bug: on a full disk a stopped job exited with 75, and was requeued again and again."""
-    with small_disk(tmp_path / "disk", "4m") as disk:
-        folder = directory(disk, 2) / FOLDER
-        command = ["train.py", "--config=test", *data_flags, *ENDLESS, f"--set=expdir={disk}"]
-        for is_full, code in ((True, 2), (False, 75)):
-            port = free_port()
-            programs = [
-                Program(
-                    command, tmp_path / f"{is_full} {rank}", environment={**os.environ, **rank_variables(rank, 2, port)}
-                )
-                for rank in range(2)
-            ]
-            programs[0].wait_for(r"epoch 1/2, step \d+/")
-            filler = fill(disk) if is_full else None
-            programs[1].signal(signal.SIGTERM)
-            ends = [program.end() for program in programs]
-            assert [end.returncode for end in ends] == [code] * 2, ends[0].stderr
-            if filler:
-                filler.unlink()
-                (error,) = [line for end in ends for line in end.stderr.splitlines() if line.startswith("error")]
-                assert f" is not in {folder}: No space left on device; run the command again" in error
-                assert error.startswith("error: rank 0: ")
-            assert len(saved_steps(folder)) == (not is_full)

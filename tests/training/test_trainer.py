@@ -174,8 +174,14 @@ def mean_loss(first: int, last: int) -> Any:
 
 
 def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, read = [], LossRecorder.read
-    monkeypatch.setattr(LossRecorder, "read", lambda self: (reads.append(len(self)), read(self))[1])
+    reads, read, slow = [], LossRecorder.read, metrics.SlowestRank(3, seconds=0.5, waiting=0.2, ratio=1.25)
+
+    def recorded_read(recorder: LossRecorder) -> list[metrics.StepRecord]:
+        reads.append(len(recorder))
+        records, recorder.slowest = read(recorder), slow
+        return records
+
+    monkeypatch.setattr(LossRecorder, "read", recorded_read)
     step = ScriptedStep()
     trainer = make(step)
     result, logger, loaders = trainer.fit(), trainer.records, trainer.loaders
@@ -201,16 +207,9 @@ def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPat
     for name in ("loss", "gradient norm", "samples per sec", "data wait fraction"):
         assert set(logger.curve(f"Step/{name}")) == {2, 4, 5, 7, 9, 10, 12, 14, 15}, name
     assert logger.curve("Step/TFLOP per sec per rank") == {}, "only on a GPU"
+    assert sum("slowest rank 3 (+25 %)" in line for line in logger.lines) == 9, "in each interval"
+    assert logger.lines.count(f"  {slow}") == 8, "the times of a rank that is slow twice in a row"
     assert [line for line in logger.lines if line.startswith("described")] == ["described after 2 steps"]
-
-
-def test_a_rank_that_is_slow_twice_in_a_row_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, read = metrics.SlowestRank(3, seconds=0.5, waiting=0.2, ratio=1.25), LossRecorder.read
-    monkeypatch.setattr(LossRecorder, "read", lambda self: (read(self), setattr(self, "slowest", slow))[0])
-    trainer = make(ScriptedStep())
-    trainer.fit()
-    assert sum("slowest rank 3 (+25 %)" in line for line in trainer.records.lines) == 9, "in each interval"
-    assert trainer.records.lines.count(f"  {slow}") == 8
 
 
 def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +235,9 @@ def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch:
 
 @pytest.mark.parametrize(
     ("every", "log_interval", "steps"),
-    [(None, 2, [5, 10, 15]), (1, 7, list(range(1, 16))), (3, 2, [3, 5, 6, 9, 10, 12, 15]), (2, 1, None)],
+    [(None, 2, [5, 10, 15]), (1, 7, [*range(1, 16)]), (3, 2, [3, 5, 6, 9, 10, 12, 15])],
 )
-def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(
-    every: int | None, log_interval: int, steps: list[int] | None
-) -> None:
+def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(every: Any, log_interval: int, steps: Any) -> None:
     """At most one save per step; each step's loss is in the saved state, as logged or as still to be logged."""
     often = {"every_steps": every, "every_minutes": None}
     trainer = make(ScriptedStep(), log_interval=log_interval, checkpoint=often)
@@ -248,7 +245,7 @@ def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(
     assert len(trainer._recorder._values) == min(log_interval, STEPS) + 1
     trainer.fit()
     recorded = trainer.records
-    assert recorded.saved == (steps or [2, 4, 5, 6, 8, 10, 12, 14, 15])
+    assert recorded.saved == steps
     assert {state.best_step for state in recorded.states} == {0}, "none is better than the untrained network"
     assert recorded.waits == [15]
     for state in recorded.states:
@@ -281,9 +278,7 @@ def validated(*losses: float, state: TrainState | None = None, **settings: Any) 
     ],
     ids=str,
 )
-def test_the_best_checkpoint_has_the_lowest_loss_of_the_epochs_that_every_epochs_saves(
-    losses: tuple[float, ...], keys: dict[str, int], saved: list[int], best: list[tuple]
-) -> None:
+def test_the_best_checkpoint_is_one_that_every_epochs_saves(losses: Any, keys: Any, saved: Any, best: Any) -> None:
     """Saves for other reasons, which may depend on the time, do not count."""
     trainer = validated(*losses, checkpoint={"every_minutes": None, **keys})
     result, recorded = trainer.fit(), trainer.records
@@ -305,16 +300,13 @@ def test_training_ends_at_a_non_finite_validation_loss() -> None:
         ((5.0, 3.0, 3.0), {"patience": 1}, 2, " for 1 epoch; the best was 3.000000 after step 5"),
         ((5.0, 6.0, 5.5), {"patience": 2}, 2, " for 2 epochs; the best was 5.000000 after step 0"),
         ((5.0, 4.0, 3.5), {"patience": 1, "min_delta": 1}, 1, " by more than 1 for 1 epoch; the best was 4.000000"),
-        ((5.0, 6.0, 4.0, 4.5), {"patience": 2}, 3, None),
         ((5.0, 4.5, 3.5, 3.0), {"patience": 2, "min_delta": 1}, 3, None),
         ((5.0, 6.0, 6.0, 6.0), {"patience": 3}, 3, None),
     ],
     ids=str,
 )
-def test_early_stopping_ends_a_training_also_if_it_was_resumed(
-    losses: tuple[float, ...], settings: dict[str, Any], epochs: int, reason: str | None
-) -> None:
-    """After any epoch. The learning rates of the epochs that are trained are those of a complete run."""
+def test_early_stopping(losses: Any, settings: Any, epochs: int, reason: str | None) -> None:
+    """Also of a run that was resumed, after any epoch. The learning rates are those of a complete run."""
     trainer = validated(*losses, early_stopping=settings)
     result, recorded = trainer.fit(), trainer.records
     assert result.steps == epochs * STEPS
@@ -322,6 +314,7 @@ def test_early_stopping_ends_a_training_also_if_it_was_resumed(
     assert is_last == [False] * (epochs - 1) + [True]
     assert recorded.waits == [epochs * STEPS]
     assert trainer.step.lrs == [trainer.schedule(number) for number in range(epochs * STEPS)]
+    assert not TrainState(batch=2, epochs_without_improvement=5).stops_early(1), "in the middle of an epoch"
     line = f"Early stopping after epoch {epochs}: the validation loss has not improved{reason}"
     assert sum(text.startswith(line) for text in trainer.records.lines) == (reason is not None)
     assert (result.early_stop is None) == (reason is None)
@@ -330,11 +323,6 @@ def test_early_stopping_ends_a_training_also_if_it_was_resumed(
         again = validated(*losses[number + 1 :], state=copy.copy(state), early_stopping=settings)
         assert dataclasses.replace(again.fit(), **clocks) == result
         assert again.records.saved == [STEPS * epoch for epoch in range(number + 1, epochs + 1)]
-
-
-def test_a_lower_patience_takes_effect_at_the_end_of_an_epoch() -> None:
-    assert not TrainState(batch=2, epochs_without_improvement=5).stops_early(1)
-    assert TrainState(batch=0, epochs_without_improvement=5).stops_early(1)
 
 
 class SignalAtEvent(Signals):
@@ -377,6 +365,14 @@ def run_in_parts(events: list[int], bad: dict | None = None, **settings: Any) ->
     return state, steps
 
 
+def test_the_log_interval_may_change_within_an_interval() -> None:
+    state = TrainState(step=3, batch=3, unlogged=[(1.0, 2.0), (0.5, 2.0), (1 / 3, 2.0)])
+    trainer = make(ScriptedStep(done=3), log_interval=1, state=state)
+    trainer.fit()
+    assert min(trainer.records.curve("Step/loss")) == 4, "the next line comes with the next step"
+    assert trainer.records.curve("Loss/train")[5] == mean_loss(1, 5)
+
+
 @pytest.mark.parametrize("event", range(1, EVENTS + 1))
 def test_a_training_stops_after_any_step_and_validation_batch_and_resumes(event: int) -> None:
     """Nothing is logged twice or missing; a signal in a warm-up waits for the first step."""
@@ -384,25 +380,6 @@ def test_a_training_stops_after_any_step_and_validation_batch_and_resumes(event:
     assert len(steps[0].events) == {1: 2, 4: 5}.get(event, event)
     assert sum(len(step.lrs) for step in steps) == STEPS * EPOCHS
     assert (state.step, state.epoch, state.batch) == (15, 3, 0)
-
-
-@pytest.mark.parametrize(("log_interval", "every", "epochs"), [(1, None, 0), (3, 1, 1), (5, 4, 0), (100, 4, 1)])
-def test_many_stops_leave_the_records_of_an_uninterrupted_training(
-    log_interval: int, every: int | None, epochs: int
-) -> None:
-    # Events of a resumed process: the evaluation of one batch, the warm-up, then steps.
-    often = {"every_steps": every, "every_minutes": None, "every_epochs": epochs}
-    state, _ = run_in_parts([5, 3, 3, 5, 3, 4], log_interval=log_interval, checkpoint=often)
-    assert state.step == STEPS * EPOCHS
-
-
-def test_the_log_interval_may_change_within_an_interval() -> None:
-    """Three steps were made since the last line; the next line comes with the next step."""
-    state = TrainState(step=3, batch=3, unlogged=[(1.0, 2.0), (0.5, 2.0), (1 / 3, 2.0)])
-    trainer = make(ScriptedStep(done=3), log_interval=1, state=state)
-    trainer.fit()
-    assert next(iter(trainer.records.curve("Step/loss"))) == 4
-    assert trainer.records.curve("Loss/train")[5] == mean_loss(1, 5)
 
 
 def stop(world: World, cases: list[tuple[int, int]]) -> list[tuple]:
@@ -431,8 +408,18 @@ def skip(world: World) -> tuple:
     return str(caught.value), trainer.records.warnings, trainer.records.saved, len(step.lrs)
 
 
-def on_ranks(world: World, cases: list[tuple[int, int]]) -> tuple[list[tuple], tuple]:
-    return stop(world, cases), skip(world)
+def stop_without_space(world: World) -> str:
+    signals = Signals()
+    signals.received = "SIGTERM"
+    trainer = make(ScriptedStep(), world, signals=signals)
+    trainer.records.check = mock.Mock(side_effect=UserError("no space left") if world.is_root else None)
+    with pytest.raises(UserError) as caught:
+        trainer.fit()
+    return str(caught.value)
+
+
+def on_ranks(world: World, cases: list[tuple[int, int]]) -> tuple[list[tuple], tuple, str]:
+    return stop(world, cases), skip(world), stop_without_space(world)
 
 
 def signals_to(ranks: int) -> list[tuple[int, int]]:
@@ -470,6 +457,11 @@ def test_all_ranks_log_the_same_skipped_updates(answers: list[tuple]) -> None:
     assert (saved, made) == ([5], 9), "it ends with the interval"
 
 
+def test_a_stop_that_cannot_save_is_not_reported_as_saved(answers: list[tuple]) -> None:
+    """A fixed bug: on a full disk a stopped job exited with 75, not 2, and was requeued again and again."""
+    assert {answer[2] for answer in answers} == {"rank 0: no space left"}
+
+
 def test_a_skipped_update_is_logged_and_its_loss_is_not_in_the_means() -> None:
     trainer = make(ScriptedStep({1: (NAN, 2.0), 4: (0.25, INF), **bad_losses(*range(6, 11)), 15: (-INF, NAN)}))
     result, logger = trainer.fit(), trainer.records
@@ -494,22 +486,16 @@ def test_a_skipped_update_is_logged_and_its_loss_is_not_in_the_means() -> None:
 
 @pytest.mark.parametrize(("first", "made", "saved"), [(1, 4, []), (4, 7, [5]), (13, 15, [5, 10])])
 def test_training_ends_after_too_many_skipped_updates_in_a_row(first: int, made: int, saved: list[int]) -> None:
-    step = ScriptedStep(bad_losses(first - 2, *range(first, 20)))
-    trainer = make(step, max_consecutive_skips=3)
-    with pytest.raises(
-        UserError, match=f"^training stopped: 3 updates in a row were skipped, the last one at step {first + 2}: "
-    ):
+    trainer = make(ScriptedStep(bad_losses(first - 2, *range(first, 20))), max_consecutive_skips=3)
+    with pytest.raises(UserError, match=f"3 updates in a row were skipped, the last one at step {first + 2}: "):
         trainer.fit()
-    assert len(trainer.records.warnings) == 3 + (first > 2)
-    assert len(step.lrs) == made, "at the end of the interval at the latest"
-    assert trainer.records.saved == saved
-    assert trainer.records.closed
+    assert len(trainer.step.lrs) == made, "at the end of the interval at the latest"
+    assert (trainer.records.saved, trainer.records.closed) == (saved, True)
 
 
-@pytest.mark.parametrize("events", [[6], [5, 3, 3]], ids=str)
-def test_skipped_updates_are_counted_across_a_resume(events: list[int]) -> None:
+def test_skipped_updates_are_counted_across_a_resume() -> None:
     """Steps 2, 3 and 5 to 8, with stops in between: the same warnings and records, and the same limit."""
-    bad = bad_losses(2, 3, 5, 6, 7, 8)
+    bad, events = bad_losses(2, 3, 5, 6, 7, 8), [5, 3, 3]
     state, _ = run_in_parts(events, bad, log_interval=4, max_consecutive_skips=5)
     assert state.skipped == 6
     with pytest.raises(UserError, match=r"^training stopped: 4 updates in a row were skipped, the last one at step 8"):

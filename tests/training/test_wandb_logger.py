@@ -86,6 +86,7 @@ def test_each_offline_process_records_the_run_from_its_first_step(run: Path) -> 
         assert (start["name"], start["group"], start["resume"]) == ("test/1GPU/00", "test", None)
         assert start["config"]["optimizer"]["name"] == "adam"
         assert start["config"]["provenance"]["git_commit"] == "0123abc"
+        assert wandb.Settings.call_args.kwargs == SETTINGS, "no code, console, host or metrics is uploaded"
         ids.append(start["id"])
     assert len(set(ids[:4])) == 1
     assert ids[4] != ids[0], "a training run from scratch is another run"
@@ -156,11 +157,3 @@ def test_a_logger_that_cannot_be_used_is_one_line(
     flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", f"--set=loggers={loggers}"]
     assert says in refusal(train.main, [f"--yaml_config={YAML}", *flags], capsys)
     assert not (tmp_path / "runs").exists()
-
-
-def test_nothing_is_uploaded_but_what_is_logged() -> None:
-    """No code, console, host, requirements, git remote or system metrics."""
-    switches = {"save_code": False, "x_save_requirements": False, "console": "off"}
-    switches |= {f"disable_{name}": True for name in ("code", "git", "job_creation")}
-    switches |= {f"x_disable_{name}": True for name in ("machine_info", "meta", "stats")}
-    assert switches.items() <= SETTINGS.items()
