@@ -1,4 +1,4 @@
-"""An interrupted and resumed training run ends as an uninterrupted one: same bits, same records, each once."""
+"""A resumed run ends as an uninterrupted one: same bits, same records, each once. It is finished with its summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -14,27 +16,34 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from disks import fill, small_disk
 from log_lines import messages, other_lines
-from processes import GENEROUS, run_ranks
-from trainings import ALONE, STEPS, YAML, assert_equal, assert_same_training, curves, directory, last, metrics
+from processes import GENEROUS, context, run_ranks
+from trainings import ALONE, CLOCKS, STEPS, YAML, assert_equal, assert_same_training, curves, directory, last, metrics
 
 import train
-from utils import cli
+from utils import cli, evaluation
 from utils import config as configs
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
+from utils.evaluation import baselines, figures
+from utils.profiling.benchmark import Benchmark
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, checkpoint_writer
 from utils.training import run as runs
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, saved_steps, step_directory
+from utils.training.choice import SUMMARY
+from utils.training.evaluations import FOLDER as EVALUATIONS
+from utils.training.loggers.base import RunRecords
 from utils.training.resume import Start
 from utils.training.trainer import Trainer
 
+WITH_PICTURES = "--set=report_pictures=true"
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 
 CASES: dict[str, list[str]] = {
@@ -233,6 +242,24 @@ def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
     return start
 
 
+@pytest.fixture
+def start(tmp_path: Path, command: Any) -> Callable[..., tuple[Path, str]]:
+    """start(*flags): as `command`, of a run that ends well -> (its directory, stderr)."""
+
+    def run(*flags: str) -> tuple[Path, str]:
+        code, stderr = command(*flags)
+        assert code == 0, stderr
+        return directory(tmp_path), stderr
+
+    return run
+
+
+def contents(run: Path) -> dict[str, Any]:
+    """Every file's bytes, and every link's target, by name."""
+    paths = (path for path in run.rglob("*") if not path.is_dir() or path.is_symlink())
+    return {str(path): path.readlink() if path.is_symlink() else path.read_bytes() for path in paths}
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -324,12 +351,6 @@ def test_an_unusable_start_is_one_line(tmp_path: Path, command: Any, whole: Path
     assert says in line
     assert flags[0].partition("=")[2] in line
     assert not directory(tmp_path).exists(), "nothing is written"
-
-
-def contents(run: Path) -> dict[str, Any]:
-    """Every file's bytes, and every link's target, by name."""
-    paths = (path for path in run.rglob("*") if not path.is_dir() or path.is_symlink())
-    return {str(path): path.readlink() if path.is_symlink() else path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize("given", ["", f"/{FOLDER}/step_00000012"])
@@ -433,3 +454,151 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's curves, except those that measure time."""
+    return {tag: points for tag, points in curves(run).items() if tag not in CLOCKS}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / SUMMARY).read_text())
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_summary(partial: Path, target: Path, replace: Any = os.replace) -> None:
+    die() if target.name == SUMMARY else replace(partial, target)
+
+
+MOMENTS = {
+    "after the last checkpoint": (baselines, "volume_losses", die),
+    "before the hyperparameters": (RunRecords, "hparams", die),
+    "while summary.json is written": (os, "replace", die_in_summary),
+}
+
+
+def train_and_die(moment: str, argv: list[str]) -> None:
+    setattr(*MOMENTS[moment])
+    train.main(argv)
+
+
+@pytest.mark.parametrize(
+    "moment", [name if "summary" in name else pytest.param(name, marks=pytest.mark.slow) for name in MOMENTS]
+)
+def test_a_restart_writes_the_summary_that_a_kill_prevented(
+    moment: str, tmp_path: Path, start: Any, whole: Path, data_flags: list[str]
+) -> None:
+    """A run killed between its last checkpoint and its end once never got its hparam scalars."""
+    argv = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}", WITH_PICTURES]
+    process = context().Process(target=train_and_die, args=(moment, argv))
+    process.start()
+    process.join(GENEROUS)
+    assert process.exitcode == -signal.SIGKILL
+    run = directory(tmp_path)
+    assert not (run / SUMMARY).exists()
+    before = contents(run)
+    assert "The summary of this run is missing" in start(WITH_PICTURES, "--set=report_baselines=true")[1]
+    assert scalars(run) == scalars(whole), "each value once"
+    assert {"loss_curves.png", "slices.png", "slices_largest_error.png"} < {*os.listdir(run)}
+    assert not list(run.glob(".*.partial"))
+    assert (summary(run)["steps"], summary(run)["final_loss"]) == (16, summary(whole)["final_loss"])
+    after = contents(run)
+    for name in ("config.yaml", "provenance.json", "metrics.jsonl"):
+        assert after[str(run / name)] == before[str(run / name)], f"{name} is that of the process that trained"
+
+
+def test_a_run_that_never_beat_the_untrained_network_warns_at_its_end(start: Any) -> None:
+    """Fixed: only predict.py and export.py reported it, as a run that had no best checkpoint yet."""
+    run, printed = start("--set=lr_schedule.start_lr=1e-30", "--num_epochs=1")
+    (warning,) = messages(printed, "WARNING")
+    assert checkpoint.NO_BEST in warning
+    assert f"--checkpoint {run}/checkpoints/step_00000008 uses the last one" in warning
+
+
+def test_a_finished_run_is_left_unchanged(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command trains again, in a directory of its own; with --resume it has nothing to do."""
+    run, printed = start()
+    assert messages(printed, "WARNING") == []
+    before = contents(run)
+    _, printed = start("--set=log_interval=3")
+    assert f"Run directory: {run}-2 (00 is finished; " in printed
+    assert "Resuming" not in printed
+    assert summary(run.with_name("00-2"))["steps"] == 16
+    shutil.rmtree(run.with_name("00-2"))
+    _, printed = start("--set=log_interval=3", "--resume")
+    assert messages(printed)[-2].startswith("Nothing was trained: ")
+    monkeypatch.setattr(Benchmark, "run", lambda benchmark: None)
+    start("--resume", "--enable_benchy")
+    assert contents(run) == before, "a benchmark writes to no run directory"
+    assert [path.name for path in run.parent.iterdir()] == ["00"]
+
+
+def test_more_epochs_replace_the_summary_and_continue_the_records(start: Any) -> None:
+    """All lines are in out.log, with those from before it was open."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    run, first = start()
+    records = metrics(run)
+    assert "train.h5" in messages(first)[0], "of the loader, which reads before anything is written"
+    _, second = start("--num_epochs=3", "--resume")
+    assert messages((run / "out.log").read_text()) == messages(first) + messages(second)
+    assert "num_epochs 2 -> 3" in second
+    assert metrics(run)[: len(records)] == records
+    found = scalars(run)
+    assert [step for step, _ in found["Loss/valid"]] == [0, 8, 16, 24]
+    assert summary(run)["steps"] == 24
+    assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer run alone"
+    content = EventAccumulator(str(run / "logs")).Reload().PluginTagToContent("hparams")
+    shown = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
+    assert shown["num_epochs"].number_value == 3, "those of the shorter run were shown with the new loss"
+
+
+def test_a_summary_that_cannot_be_written_is_no_success(command: Any, start: Any, monkeypatch: Any) -> None:
+    """The run ended with exit code 0 and a warning."""
+    with monkeypatch.context() as patch:
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        patch.setattr(runs, "dataclasses", mock.Mock(asdict=full))
+        code, stderr = command()
+    assert code == 2
+    remedy = "the network is saved; the same command writes it"
+    assert re.search(f"summary.json: No space left on device; .*{remedy}$", stderr.splitlines()[-1])
+    run, printed = start()
+    assert "The summary of this run is missing" in printed
+    assert summary(run)["steps"] == 16
+
+
+def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules that draw are imported again, as in a new process."""
+    for name in ("figures", "loss_curves", "training_figures", "report"):
+        monkeypatch.delitem(sys.modules, f"utils.evaluation.{name}", raising=False)
+        monkeypatch.delattr(evaluation, name, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run, printed = start(WITH_PICTURES)
+    assert "Cannot draw pictures" in printed
+    assert (run / SUMMARY).exists()
+    assert not (run / "loss_curves.png").exists()
+
+
+def test_a_run_that_stopped_early_is_finished(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two epochs is the last one, and evaluated as such; nothing resumes the run unasked."""
+    monkeypatch.setattr(figures, "PICTURES", {})
+    common = ["--set=early_stopping.min_delta=9", "--set=evaluation.every_epochs=5"]
+    command = [*common, "--set=early_stopping.patience=1"]
+    run, printed = start(*command)
+    before = summary(run)
+    assert before["steps"] == 8
+    assert f"Early stopping after epoch 1: {before['early_stop']}" in printed
+    assert [path.name for path in (run / EVALUATIONS).iterdir()] == ["step_00000008.npz"]
+    _, printed = start(*command, "--resume")
+    assert "is the end of epoch 1, the last one; raise num_epochs or early_stopping.patience to extend" in printed
+    (run / SUMMARY).unlink()
+    assert "The summary of this run is missing" in start(*command)[1]
+    assert summary(run)["early_stop"] == before["early_stop"]
+    start(*common, "--set=early_stopping.patience=2", "--resume")
+    assert (summary(run)["steps"], summary(run)["early_stop"]) == (16, None)
