@@ -27,19 +27,7 @@ from utils.errors import UserError
 from utils.files import recover
 from utils.training import checkpoint as checkpoints
 from utils.training import checkpoint_writer
-from utils.training.checkpoint import (
-    BEST,
-    CHECKSUMS,
-    NO_BEST,
-    TRAINING,
-    WEIGHTS,
-    DamagedCheckpoint,
-    load_newest,
-    read_weights,
-    saved_steps,
-    step_directory,
-    verify,
-)
+from utils.training.checkpoint import BEST, CHECKSUMS, TRAINING, WEIGHTS, load_newest, read_weights, step_directory
 from utils.training.checkpoint_writer import BackgroundWriter
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState
@@ -118,19 +106,6 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.fixture
-def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """An event that writes of checkpoints wait for."""
-    event, write = threading.Event(), checkpoint_writer.write
-
-    def wait_and_write(*arguments: Any) -> None:
-        assert event.wait(GENEROUS)
-        write(*arguments)
-
-    monkeypatch.setattr(checkpoint_writer, "write", wait_and_write)
-    return event
-
-
 def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
     state = TrainState(epoch=2, batch=3, step=17, losses=[0.5], unlogged=[(0.25, 1.5)], final_loss=0.125, best_step=9)
     content = tensors(0.25)
@@ -155,18 +130,31 @@ def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
     assert modes == dict.fromkeys(FILES, 0o666 & ~others), "readable for colleagues, as temporary files are not"
 
 
-def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path, may_write: threading.Event) -> None:
-    """The write starts only after the change; the next save writes the new values, from the same host memory."""
-    saves, content = writer(tmp_path), tensors(1.0)
-    saves.save(content, TrainState(step=1), wait=False)
-    assert saved_steps(tmp_path) == [], "save does not wait for the write"
-    content["network"]["weight"] += 1
-    content["optimizer"]["state"][0]["step"] += 1
+def test_a_save_is_written_in_the_background_and_one_that_hangs_is_reported(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may change its tensors as soon as `save` returns; the next save writes the new values."""
+    may_write, write = threading.Event(), checkpoint_writer.write
+    monkeypatch.setattr(BackgroundWriter, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(BackgroundWriter, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(checkpoint_writer, "write", lambda *content: may_write.wait(GENEROUS) and write(*content))
+    saves, content = writer(tmp_path), tensors(2.0)
+    for step in (2, 3):
+        saves.save(content, TrainState(step=step), wait=False)
+        content["network"]["weight"] += 1
+        content["optimizer"]["state"][0]["step"] += 1
+    skipped = "No checkpoint at step 3: the one before it is still being written; earlier ones are kept"
+    assert warnings(caplog) == [skipped]
+    with pytest.raises(UserError, match=f"^the checkpoint of step 3 is not in {tmp_path}: it is still being written; "):
+        saves.check()
     may_write.set()
-    saves.close()
-    assert_newest(tmp_path, 1)
-    saves.save(content, TrainState(step=2), wait=True)
+    monkeypatch.undo()
+    with pytest.raises(UserError):  # step 3 was requested, and is lost
+        saves.check()
     assert_newest(tmp_path, 2)
+    saves.save(content, TrainState(step=4), wait=False)
+    saves.check()
+    assert_newest(tmp_path, 4)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("nan", torch.float32), ("inf", torch.bfloat16), ("-inf", torch.float16)])
@@ -176,7 +164,7 @@ def test_non_finite_weights_are_never_saved(tmp_path: Path, caplog: Any, value: 
     saves.check()  # nothing to save so far
     content["network"] |= {"none": torch.zeros(0), "half": torch.full((70_000,), 60_000.0).to(dtype)}
     saves.save(content, TrainState(step=1), wait=True)
-    assert saved_steps(tmp_path) == [1], "large values are finite"
+    assert checkpoints.saved_steps(tmp_path) == [1], "large values are finite"
     content["network"]["half"][69_999] = float(value)
     saves.save(content, TrainState(step=2), wait=True)
     assert "No checkpoint at step 2: the weights are not finite" in caplog.text
@@ -184,7 +172,7 @@ def test_non_finite_weights_are_never_saved(tmp_path: Path, caplog: Any, value: 
         saves.check()
     content["network"]["half"][69_999] = 0
     saves.save(content, TrainState(step=3), wait=True)
-    assert saved_steps(tmp_path) == [3, 1]
+    assert checkpoints.saved_steps(tmp_path) == [3, 1]
     saves.check()
 
 
@@ -195,10 +183,10 @@ def test_any_flipped_bit_is_detected(tmp_path: Path, name: str) -> None:
     path = directory / name
     for index in range(path.stat().st_size):
         flip(path, index)
-        with pytest.raises(DamagedCheckpoint):
-            verify(directory)
+        with pytest.raises(checkpoints.DamagedCheckpoint):
+            checkpoints.verify(directory)
         flip(path, index)
-    verify(directory)
+    checkpoints.verify(directory)
 
 
 def rename(directory: Path) -> None:
@@ -248,7 +236,7 @@ def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, k
     for step in (5, 6, 7, 8):
         save(saves, step)
         assert_newest(folder, step)
-    assert saved_steps(folder) == [8, 7][:keep_last]
+    assert checkpoints.saved_steps(folder) == [8, 7][:keep_last]
 
 
 class Bomb:
@@ -317,7 +305,7 @@ def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
     for step, best_step in ((8, 0), (16, 16), (24, 16)):
         save(saves, step, best_step)
         if step == 8:
-            with pytest.raises(UserError, match=f"{NO_BEST}; .*for example the last one, .*/step_00000008"):
+            with pytest.raises(UserError, match=f"{checkpoints.NO_BEST}; .*for example the last one, .*/step_00000008"):
                 read_weights(tmp_path)
     copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     for run in (tmp_path, copy):
@@ -375,28 +363,6 @@ def test_checkpoints_that_a_new_run_removes_are_free_space(tmp_path: Path, monke
         checkpoint_writer.check_space(folder, config, resumes=True)
 
 
-def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
-    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, may_write: threading.Event
-) -> None:
-    monkeypatch.setattr(BackgroundWriter, "WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(BackgroundWriter, "CLOSE_SECONDS", 0.01)
-    saves = writer(tmp_path)
-    for step in (2, 3):
-        saves.save(tensors(float(step)), TrainState(step=step), wait=False)
-    skipped = "No checkpoint at step 3: the one before it is still being written; earlier ones are kept"
-    assert warnings(caplog) == [skipped]
-    with pytest.raises(UserError, match=f"^the checkpoint of step 3 is not in {tmp_path}: it is still being written; "):
-        saves.check()
-    may_write.set()
-    saves._thread.join(GENEROUS)
-    with pytest.raises(UserError):  # step 3 was requested, and is lost
-        saves.check()
-    saves.save(tensors(5.0), TrainState(step=5), wait=False)
-    saves._thread.join(GENEROUS)
-    assert saved_steps(tmp_path) == [5, 2]
-    saves.check()
-
-
 def killed_at(folder: str, step: int, function: str, call: int) -> None:
     """Saves other numbers at `step`, and kills its process at the given call of a function of `os`."""
     real, calls = getattr(os, function), []
@@ -434,7 +400,7 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     saved = newest(folder)
     assert saved.state.step == left, before
     assert float(saved.weights["network"]["weight"][0]) == (5.0 if left == 3 else 2.0)
-    assert names(folder) == directories(*saved_steps(folder)), before
+    assert names(folder) == directories(*checkpoints.saved_steps(folder)), before
     save(writer(folder), 4, best_step=4)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"

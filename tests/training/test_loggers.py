@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from disks import fill, small_disk
 from log_lines import messages, refusal
 from processes import Program
 from trainings import TOP, YAML, curves, directory, metrics
@@ -157,21 +156,6 @@ def test_points_after_the_clock_was_set_back_are_shown(tmp_path: Path) -> None:
     with closing(start(tmp_path, 2)) as run:
         record(run, range(3, 7))
     assert recorded(tmp_path) == list(range(7))
-
-
-def test_a_full_disk_when_tensorboard_creates_its_file_is_one_warning(tmp_path: Path, caplog: Any, capfd: Any) -> None:
-    """A fixed bug: each scalar created another file, after a pause, and printed a traceback."""
-    with small_disk(tmp_path / "run", "200k") as disk:
-        filler = fill(disk)
-        with closing(start(disk)) as run:
-            record(run, range(5))
-            run.flush()
-            os.remove(filler)
-            record(run, range(5, 10))
-        assert caplog.messages == [f"Cannot record scalars in {disk}: No space left on device; the run continues"]
-        assert len(os.listdir(disk / "logs")) <= 1
-        assert [record["step"] for record in metrics(disk)][-5:] == list(range(5, 10))
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_logger_that_records_nothing_creates_nothing(tmp_path: Path) -> None:

@@ -234,15 +234,8 @@ def begin(first: Path, **options: Any) -> None:
 
 def begin_and_die(first: Path, renamed: int) -> None:
     """Begins a run; is killed while it writes its records, once `renamed` of them have their names."""
-    replace, paths = os.replace, []
-
-    def die(*names: Any) -> None:
-        if len(paths) == renamed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        paths.append(names)
-        replace(*names)
-
-    os.replace = die  # type: ignore[assignment]
+    replace, calls = os.replace, iter(range(9))
+    os.replace = lambda *names: replace(*names) if next(calls) < renamed else os.kill(os.getpid(), signal.SIGKILL)
     begin(first)
 
 
@@ -255,7 +248,10 @@ def test_a_kill_while_the_first_records_are_written_leaves_the_directory_free(fi
     assert process.exitcode == -signal.SIGKILL
     assert any(name.endswith(".partial") for name in names(first))
     assert chosen(first) == ("00", "")
+    begin(first)
+    (first / "out.log").write_text("early")
     begin(first, config=configs.load(YAML, "test").for_world(4))
+    assert (first / "out.log").read_text().startswith("early"), "a run without a checkpoint keeps its log"
     assert names(first) == [LOCK, "config.yaml", "out.log", "provenance.json"]
     again = configs.load(str(first / "config.yaml"), "test").for_world(2)
     assert (again.global_batch_size, again.local_batch_size) == (8, 4), "for another number of ranks"
@@ -298,9 +294,8 @@ def test_runs_that_start_at_once_use_different_directories(first: Path) -> None:
     assert names(first.parent) == ["00"]
 
 
-def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path) -> None:
-    first.mkdir(parents=True)
-    (first / "config.yaml").touch()
+def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path, run: Any) -> None:
+    run(1)
     predecessor = open_locked(first / LOCK, "locked")
     threading.Timer(0.1, predecessor.close).start()
     with opened(first, resume="no", restarted=("slurm 7",)):
@@ -398,13 +393,6 @@ def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, m
     assert name_of(recorded) == "00-2"
     begin(recorded, resume="no")
     assert names(recorded) == [LOCK, "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
-
-
-def test_a_run_that_died_before_its_first_checkpoint_keeps_its_log(recorded: Path) -> None:
-    shutil.rmtree(recorded / FOLDER)
-    (recorded / "summary.json").unlink()
-    begin(recorded)
-    assert (recorded / "out.log").read_text().startswith("out.log")
 
 
 def volumes(folder: Path) -> dict[str, str]:
