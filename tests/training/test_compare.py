@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,11 @@ def make_run(run: Path, summary: dict[str, Any] | None = None, **values: Any) ->
     return run
 
 
-def compared(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, list[str]]:
+def compared(capsys: Any, *runs: Path) -> dict[str, list[str]]:
     """The cells of each line by its first one."""
     compare.main([str(run) for run in runs])
-    lines = capsys.readouterr().out.splitlines()
-    starts = [lines[0].index(str(run)) for run in runs]
-    ends = [*starts[1:], None]
-    return {
-        line[: starts[0]].strip(): [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
-        for line in lines
-        if line
-    }
+    lines = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines() if line]
+    return {name: cells for name, *cells in lines}
 
 
 def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

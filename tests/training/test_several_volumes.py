@@ -76,10 +76,6 @@ def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(t
     assert last(several[1]).weights["config"]["box_size"] == [16, [list(BOXES["a"]), list(BOXES["b"])]]
     (evaluation,) = (several[1] / evaluations.FOLDER).iterdir()
     assert results.load(evaluation).metadata["input"] == str(paths["a"])
-    for second, says in (
-        ("b", "Nsamples_val 1 is less than the 2 volumes of val_path; raise it to 2"),
-        ("a", f"val_path: {paths['a']} is listed twice; remove one"),
-    ):
+    for second, says in (("b", "Nsamples_val 1 is less than the 2 volumes"), ("a", f"{paths['a']} is listed twice")):
         wrong = [f"--set=val_path=[{paths['a']},{paths[second]}]", "--set=Nsamples_val=1"]
-        line = refusal(train.main, [f"--yaml_config={YAML}", "--config=test", *flags, *wrong], capsys)
-        assert says in line
+        assert says in refusal(train.main, [f"--yaml_config={YAML}", "--config=test", *flags, *wrong], capsys)

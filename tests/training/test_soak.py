@@ -44,10 +44,7 @@ def test_random_stops_of_a_random_config(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 def test_only_the_records_grow(tmp_path: Path) -> None:
-    """8,100 steps in 81 epochs with 9 evaluations and 108 checkpoints; finds a leak of 50 bytes per step.
-
-    About 60 bytes per step are usual. Over 2,000 steps they vary by 25, over 6,000 by a few.
-    """
+    """8,100 steps, 9 evaluations and 108 checkpoints; about 60 bytes per step are usual, and vary by a few."""
     (samples,) = measure(8100, 1, tmp_path)
     found = growth(samples)
     assert found.steps == 6000
