@@ -12,18 +12,15 @@ import trainings
 from dataset_files import write
 from log_lines import refusal
 from processes import run_ranks
-from trainings import TOP, YAML, metrics
+from trainings import TOP, YAML, metrics, train_on
 
 import train
-from utils import cli
 from utils import config as configs
 from utils.data import open_loaders
 from utils.data.loaders.classification import open_splits
-from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.evaluation.baselines import class_frequency_loss
 from utils.steps import build
-from utils.steps.eager import EagerStep
 
 NAMES = list(configs.read_file(str(TOP / "config" / "classification.yaml")))  # which UNet.yaml finds next to it
 FAST = ("mnist_cnn", "reuters_cnn", "cifar10_bn")
@@ -60,9 +57,7 @@ def test_config_passes_the_preflight_and_trains(name: str, tmp_path: Path, capsy
 
 def train_digits(world: World, flags: list[str]) -> dict[str, float]:
     """Trains; returns the baseline of the validation labels."""
-    options = cli.parse([f"--yaml_config={YAML}", "--set=device=cpu", *flags])
-    config = configs.load(YAML, options.config, options.overrides).for_world(world.size)
-    train.run(options, config, world, EagerStep, Signals())
+    train_on(world, ["--set=device=cpu", *flags])
     config = configs.load(YAML, "digits_naive").for_world(world.size)
     return class_frequency_loss(open_loaders(config, world).valid, world)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -51,17 +50,6 @@ def recorded(run: Path) -> list[int]:
 def start(path: Path, resumed: int | None = None) -> RunRecords:
     run = LoggedRun(path) if resumed is None else LoggedRun(path, Resumed(resumed))
     return RunRecords(run, [TensorBoardLogger(run)])
-
-
-def test_lines_on_a_terminal_are_short(monkeypatch: Any) -> None:
-    terminal, long = io.StringIO(), ", ".join(f"key_{number} value-{number}" for number in range(30))
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    configure_logging(0)
-    logging.getLogger("utils.training.trainer").info(f"Table:\n  a  b\n{long}")
-    assert re.match(r"\d\d:\d\d:\d\d INFO Table:\n  a  b\n", terminal.getvalue())
-    assert max(map(len, terminal.getvalue().splitlines())) <= 140
-    assert long in " ".join(terminal.getvalue().split())
 
 
 def test_an_interrupted_allocation_is_no_full_memory() -> None:

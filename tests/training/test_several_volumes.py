@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from log_lines import refusal
 from processes import run_ranks
-from trainings import YAML, directory, last, metrics
+from trainings import YAML, directory, last, metrics, train_on
 from volume_files import write_volume
 
 import train
-from utils import config as configs
-from utils.distributed.world import World
 from utils.evaluation import results
 from utils.training import evaluations
 
@@ -44,12 +42,6 @@ def test_a_training_on_two_volumes_resumes_with_moved_files_but_not_with_others(
     assert last(run).state.epoch == 2
 
 
-def train_on(world: World, flags: list[str]) -> None:
-    options = train.cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
-    config = configs.load(options.yaml_config, options.config, options.overrides)
-    train.run(options, train.resolve_config(config, world), world, train.EagerStep, train.Signals())
-
-
 def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(tmp_path: Path, capsys: Any) -> None:
     """The losses are those of runs that validate on one of them, on any number of ranks; evaluations use the first."""
     boxes = {"train": (16, 16, 16), **BOXES}
@@ -60,7 +52,7 @@ def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(t
         folder = tmp_path / f"{'+'.join(names)}_{ranks}"
         data = f"--set=val_path=[{','.join(str(paths[name]) for name in names)}]"
         more = [data, f"--set=Nsamples_val={samples}", f"--set=expdir={folder}", "--set=evaluation.every_epochs=1"]
-        run_ranks(train_on, ranks, [*flags, *more])
+        run_ranks(train_on, ranks, ["--config=test", *flags, *more])
         return directory(folder, ranks)
 
     several = [trained("a", "b", samples=23, ranks=ranks) for ranks in (1, 2)]

@@ -228,9 +228,7 @@ def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch:
     second = 70.0 + 0.25 + 5.0 + 3 + 0.5
     assert [state.seconds for state in trainer.records.states] == [second, second + 5.5]
     assert (result.steps, result.seconds, result.samples_per_second) == (15, second + 5.5, 2.0)
-    for epoch in (2, 3):
-        line = f"Time taken for epoch {epoch} is 5.000 sec, avg 2.00 samples/sec"
-        assert line in trainer.records.lines
+    assert "Time taken for epoch 2 is 5.000 sec, avg 2.00 samples/sec" in trainer.records.lines
 
 
 @pytest.mark.parametrize(
@@ -326,9 +324,8 @@ def test_early_stopping(losses: Any, settings: Any, epochs: int, reason: str | N
 
 
 class SignalAtEvent(Signals):
-    def receive(self, event: int, when: int) -> None:
-        if event == when:
-            self.received = "SIGTERM"
+    def receive(self, when: int, event: int) -> None:
+        self.received = "SIGTERM" if event == when else self.received
 
 
 BAD = bad_losses(2, 3, 5, 6, 7, 8)  # also their warnings and counts continue
@@ -343,7 +340,7 @@ def run_in_parts(events: list[int], **settings: Any) -> tuple[TrainState, list[S
     state, parts, steps = TrainState(), [], []
     for number in [*events, 0]:
         signals = SignalAtEvent()
-        step = ScriptedStep(BAD, state.step, functools.partial(signals.receive, when=number))
+        step = ScriptedStep(BAD, state.step, functools.partial(signals.receive, number))
         trainer = make(step, signals=signals, state=copy.deepcopy(state), **settings)
         recorded = trainer.records
         if number == 0:
@@ -391,7 +388,7 @@ def stop(world: World, cases: list[tuple[int, int]]) -> list[tuple]:
     answers = []
     for rank, event in cases:
         signals = SignalAtEvent()
-        step = ScriptedStep(after=functools.partial(signals.receive, when=event if world.rank == rank else 0))
+        step = ScriptedStep(after=functools.partial(signals.receive, event if world.rank == rank else 0))
         # Rank 0 has fewer validation batches than the last rank.
         trainer = make(step, world, [batch(float(n + 1)) for n in range(world.rank + 1)], signals)
         fault = UserError("no space left") if world.is_root and event == DISK_IS_FULL else None
