@@ -172,7 +172,6 @@ def test_non_finite_weights_are_never_saved(tmp_path: Path, caplog: Any, value: 
 
 @pytest.mark.parametrize("name", [WEIGHTS, TRAINING, CHECKSUMS])
 def test_any_flipped_bit_is_detected(tmp_path: Path, name: str) -> None:
-    """In zip headers, pickle, tensors, the end of the file, and every letter of the digests."""
     directory = step_directory(folder_of(tmp_path), 2)
     path = directory / name
     for index in range(path.stat().st_size):

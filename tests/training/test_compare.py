@@ -73,10 +73,7 @@ def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys
 
 
 def test_the_runs_below_a_directory_are_sorted_by_final_or_best_loss(tmp_path: Path, capsys: Any) -> None:
-    """Also as CSV. Folders of a run, such as those of W&B, and other files named config.yaml are not runs.
-
-    Fixed: a run without records ended the command with a traceback.
-    """
+    """Also as CSV. Folders of a run and other config.yaml are no runs. Fixed: a run without records was a traceback."""
     (tmp_path / "runs").mkdir()
     losses = {"a": [0.5, 0.2, 0.4], "b": [0.5, 0.35], "c": [], "d": [0.1, 0.3]}
     for name, values in losses.items():

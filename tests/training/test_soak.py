@@ -14,7 +14,7 @@ def test_three_kills(tmp_path: Path) -> None:
     """kill -9 of either rank, whose survivor ends without a signal, and of both, between two saves."""
     plan = [PlannedKill([1], steps=5), PlannedKill([0, 1], steps=7), PlannedKill([0], steps=4)]
     kills = KillTest(tmp_path, epochs=3, pictures=False).run("killed", plan)
-    assert [set(kill.victims) <= set(planned.victims) for kill, planned in zip(kills, plan, strict=True)] == [True] * 3
+    assert all(set(kill.victims) <= set(planned.victims) for kill, planned in zip(kills, plan, strict=True))
 
 
 @pytest.mark.slow
