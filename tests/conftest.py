@@ -29,7 +29,6 @@ LONG_FILES = (
     "tests/test_tutorial.py",
     "tests/training/test_resume.py",
     "tests/distributed/test_signals.py",
-    "tests/training/test_end_of_run.py",
     "tests/distributed/test_heartbeat.py",
     "tests/distributed/test_restarts.py",
     "tests/steps/test_compile.py",

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from processes import GENEROUS, TOP, context
 
+import train
 from utils.distributed.launch import Launch
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
+from utils.steps.eager import EagerStep
 from utils.training import checkpoint, tags
 from utils.training.checkpoint import BEST, FOLDER
 
-TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")
 ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS = 16  # of config test: two epochs of eight
 # Measured times, which differ from run to run.
 CLOCKS = {"seconds", tags.ITERATIONS_PER_SECOND, tags.STEP_SAMPLES_PER_SECOND, tags.STEP_TFLOPS_PER_RANK}
 CLOCKS |= {tags.STEP_DATA_WAIT, tags.STEP_SLOWEST_RANK}
+
+
+def train_on(world: World, flags: list[str], step_class: type = EagerStep, signals: Signals | None = None) -> None:
+    """Trains in this process, which is one rank."""
+    options = train.cli.parse([f"--yaml_config={YAML}", *flags])
+    config = train.configs.load(options.yaml_config, options.config, options.overrides)
+    train.run(options, train.resolve_config(config, world), world, step_class, signals or Signals())
+
+
+def killed(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function in a process of its own, which it ends with SIGKILL."""
+    process = context().Process(target=function, args=arguments)
+    process.start()
+    process.join(GENEROUS)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def directory(expdir: Path | str, ranks: int = 1, run_num: str = "00") -> Path:

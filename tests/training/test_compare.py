@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from log_lines import refusal
 from trainings import TOP
 
 from utils.config import Config, to_yaml
@@ -34,17 +36,11 @@ def make_run(run: Path, summary: dict[str, Any] | None = None, **values: Any) ->
     return run
 
 
-def compared(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, list[str]]:
+def compared(capsys: Any, *runs: Path) -> dict[str, list[str]]:
     """The cells of each line by its first one."""
     compare.main([str(run) for run in runs])
-    lines = capsys.readouterr().out.splitlines()
-    starts = [lines[0].index(str(run)) for run in runs]
-    ends = [*starts[1:], None]
-    return {
-        line[: starts[0]].strip(): [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
-        for line in lines
-        if line
-    }
+    lines = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines() if line]
+    return {name: cells for name, *cells in lines}
 
 
 def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,55 +52,35 @@ def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest
     assert cells["seed"] == ["1", "2"]
     assert cells["channel_weights"] == ["null", "[1.0, 2.0, 1.0, 1.0, 1.0]"]
     assert cells["state"] == ["stopped early", "no summary"]
-    same = {
-        "steps": "20",
-        "final validation loss": "0.375000",
-        "best validation loss": "0.250000",
-        "best step": "10",
-        "samples/s": "128.0",
-        "time": "0:40",
-        "ranks": "4",
-        "device": "-",
-        "commit": "0123456789ab-dirty",
-    }
-    assert {key: cells[key] for key in same} == {key: [value] * 2 for key, value in same.items()}
-    cells = compared(capsys, DEMO, second)
-    assert cells["config"] == ["demo", "small"]
-    assert cells["final validation loss"] == ["0.004177", "0.375000"]
-    assert cells["time"] == ["2:07", "0:40"]
+    results = [cells[key] for key in ("steps", "final validation loss", "best validation loss", "best step", "time")]
+    assert results == [["20"] * 2, ["0.375000"] * 2, ["0.250000"] * 2, ["10"] * 2, ["0:40"] * 2]
+    provenance = [cells[key] for key in ("samples/s", "ranks", "device", "commit")]
+    assert provenance == [["128.0"] * 2, ["4"] * 2, ["-"] * 2, ["0123456789ab-dirty"] * 2]
+    assert compared(capsys, DEMO, second)["final validation loss"] == ["0.004177", "0.375000"]
 
 
-def test_losses_of_other_validation_data_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [make_run(tmp_path / name, val_path=f"{name}.h5", seed=seed) for seed, name in enumerate(("a", "b"))]
-    compare.main([str(run) for run in runs])
+def test_losses_of_other_validation_data_get_a_warning(tmp_path: Path, capsys: Any) -> None:
+    runs = [str(make_run(tmp_path / str(n), val_path=f"{n % 2}.h5", seed=n)) for n in range(3)]
+    compare.main(runs[:2])
     assert "these losses cannot be compared, because of different val_path" in capsys.readouterr().err
-    compare.main([str(runs[0]), str(make_run(tmp_path / "c", val_path="a.h5", seed=3))])
+    compare.main(runs[::2])
     assert capsys.readouterr().err == ""
 
 
-def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        compare.main([str(DEMO), str(tmp_path)])
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
+    line = refusal(compare.main, [str(DEMO), str(tmp_path)], capsys)
     assert f"{tmp_path} is not a run's directory and has none in it" in line
 
 
-def test_the_runs_below_a_directory_are_sorted_by_final_or_best_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also as CSV. Folders of a run, such as those of W&B, and other files named config.yaml are not runs.
-
-    Fixed: a run without records ended the command with a traceback.
-    """
+def test_the_runs_below_a_directory_are_sorted_by_final_or_best_loss(tmp_path: Path, capsys: Any) -> None:
+    """Also as CSV. Folders of a run and other config.yaml are no runs. Fixed: a run without records was a traceback."""
     (tmp_path / "runs").mkdir()
     losses = {"a": [0.5, 0.2, 0.4], "b": [0.5, 0.35], "c": [], "d": [0.1, 0.3]}
     for name, values in losses.items():
         run = make_run(tmp_path / "runs" / name, seed=ord(name))
         records = [json.dumps({"step": step, "seconds": 1.0, "Loss/valid": loss}) for step, loss in enumerate(values)]
         (run / "metrics.jsonl").write_text("\n".join(records))
-    nested = make_run(tmp_path / "runs" / "a" / "wandb")
-    (nested / "deeper").mkdir()
+    make_run(tmp_path / "runs" / "a" / "wandb")
     (tmp_path / "runs" / "other").mkdir()
     (tmp_path / "runs" / "other" / "config.yaml").write_text("no run")
 

@@ -1,35 +1,36 @@
-"""The records of a run: each point once across restarts; a full disk ends no run; how to add a logger."""
+"""The records of a run, also those of W&B: each point once; no fault ends a run; how to add a logger."""
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
-from disks import fill, small_disk
-from log_lines import messages
-from trainings import TOP
+from log_lines import messages, refusal
+from processes import Program
+from trainings import TOP, YAML, curves, directory, metrics
 
 import train
 from utils.distributed.devices import out_of_memory_for_users
-from utils.errors import Stopped, UserError, one_line_errors
+from utils.errors import Stopped, UserError
 from utils.log import configure_logging, log_file
 from utils.training import loggers
 from utils.training.loggers import LOGGERS, build_loggers
 from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunRecords
 from utils.training.loggers.tensorboard import TensorBoardLogger
-
-SECTIONS = re.split(r"^## ", (TOP / "docs/logging.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+from utils.training.loggers.wandb import SETTINGS
 
 
 def record(logger: Logger, steps: Iterable[int]) -> None:
@@ -38,55 +39,17 @@ def record(logger: Logger, steps: Iterable[int]) -> None:
 
 
 def recorded(run: Path) -> list[int]:
-    """The steps in metrics.jsonl, all of whose lines are complete, valid JSON."""
+    """The steps in metrics.jsonl, all of whose lines are complete, valid JSON, and those of TensorBoard's curve."""
     text = (run / "metrics.jsonl").read_text()
     assert text.endswith("\n")
-    return [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()]
-
-
-def shown(run: Path) -> list[int]:
-    """The steps of TensorBoard's curve."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "logs"), size_guidance={"scalars": 0}).Reload()
-    assert all(event.value == event.step for event in events.Scalars("Loss/train"))
-    return [event.step for event in events.Scalars("Loss/train")]
+    steps = [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()]
+    assert curves(run)["Loss/train"] == [(step, step) for step in steps]
+    return steps
 
 
 def start(path: Path, resumed: int | None = None) -> RunRecords:
     run = LoggedRun(path) if resumed is None else LoggedRun(path, Resumed(resumed))
     return RunRecords(run, [TensorBoardLogger(run)])
-
-
-# --- log lines -------------------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, one_line_errors():
-        raise KeyboardInterrupt
-    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
-
-
-LONG = "Config test extends demo_base: " + ", ".join(f"key_{number} value-{number}" for number in range(30))
-
-
-def test_lines_on_a_terminal_are_short_and_those_of_the_file_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    configure_logging(0)
-    with log_file(tmp_path / "out.log"):
-        logging.getLogger("utils.training.trainer").info("a line")
-        logging.getLogger("utils.training.trainer").info(f"Table:\n  a  b\n{LONG}")
-    printed, stored = terminal.getvalue(), (tmp_path / "out.log").read_text()
-    assert re.match(r"\d\d:\d\d:\d\d INFO a line\n", printed)
-    assert " - utils.training.trainer - INFO - a line\n" in stored
-    assert "\n  a  b\n" in printed
-    assert max(map(len, printed.splitlines())) <= 140
-    assert LONG in stored
-    assert LONG in " ".join(printed.split())
 
 
 def test_an_interrupted_allocation_is_no_full_memory() -> None:
@@ -98,9 +61,7 @@ def test_an_interrupted_allocation_is_no_full_memory() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_logs_everything_and_the_others_their_own_warnings(
-    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_0_logs_everything_and_the_others_their_own_warnings(rank: int, tmp_path: Path, capsys: Any) -> None:
     """The lines of utils.training are equal on all ranks. The file gets those from before it was open, once."""
     loop, data = logging.getLogger("utils.training.trainer"), logging.getLogger("utils.data")
     configure_logging(rank)
@@ -111,35 +72,25 @@ def test_rank_0_logs_everything_and_the_others_their_own_warnings(
                 loop.info(f"{name} line")
                 loop.warning(f"{name} skipped update")
                 data.warning(f"{name} slow disk")
-        loop.info("late")
     finally:
         configure_logging(0)
     printed = messages(capsys.readouterr().err)
-    files = [messages((tmp_path / name).read_text()) for name in ("first", "second")]
-    lines = [[f"{name} line", f"{name} skipped update", f"{name} slow disk"] for name in ("first", "second")]
     if rank == 0:
-        assert printed == ["early", *lines[0], *lines[1], "late"]
-        assert files == [["early", *lines[0]], lines[1]]
+        lines = [[f"{name} line", f"{name} skipped update", f"{name} slow disk"] for name in ("first", "second")]
+        assert printed == ["early", *lines[0], *lines[1]]
+        assert messages((tmp_path / "first").read_text()) == ["early", *lines[0]]
+        assert messages((tmp_path / "second").read_text()) == lines[1]
     else:
         assert printed == ["first slow disk", "second slow disk"]
 
 
-@pytest.mark.parametrize(
-    ("error", "lines"),
-    [
-        (UserError("training stopped: \n the disk is full"), ["training stopped: the disk is full"]),
-        (KeyboardInterrupt("the last checkpoint is kept"), ["KeyboardInterrupt: the last checkpoint is kept"]),
-        (Stopped(), []),
-    ],
-)
-def test_the_log_file_ends_with_what_ended_the_run(tmp_path: Path, error: BaseException, lines: list[str]) -> None:
+def test_the_log_file_ends_with_what_ended_the_run(tmp_path: Path) -> None:
     """Fixed: the run directory did not say why the run had ended."""
-    with pytest.raises(type(error)), log_file(tmp_path / "out.log"):
-        raise error
+    for error in (UserError("stopped: \n the disk is full"), KeyboardInterrupt("the checkpoint is kept"), Stopped()):
+        with pytest.raises(type(error)), log_file(tmp_path / "out.log"):
+            raise error
+    lines = ["stopped: the disk is full", "KeyboardInterrupt: the checkpoint is kept"]
     assert messages((tmp_path / "out.log").read_text(), "ERROR") == lines
-
-
-# --- records across restarts -----------------------------------------------------------------------------------------
 
 
 def test_a_new_run_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:
@@ -153,47 +104,35 @@ def test_a_new_run_replaces_the_records_and_a_resumed_one_continues_them(tmp_pat
     ):
         with closing(start(tmp_path, resumed)) as run:
             record(run, steps)
-        assert recorded(tmp_path) == shown(tmp_path) == list(kept)
+        assert recorded(tmp_path) == list(kept)
 
 
-@pytest.mark.parametrize("rest", ['{"step": 4, "sec', '{"step": 4'])
-def test_a_half_written_line_is_removed(tmp_path: Path, rest: str) -> None:
-    """Also a line that lacks only its line end, to which the next record would be appended."""
+def test_a_half_written_line_is_removed(tmp_path: Path) -> None:
+    """A line that lacks its line end, to which the next record would be appended."""
     with closing(start(tmp_path)) as run:
         record(run, range(4))
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = (tmp_path / "metrics.jsonl").read_text()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(rest)
+        file.write('{"step": 4')
     with closing(start(tmp_path, 3)) as again:
         record(again, range(4, 6))
     assert recorded(tmp_path) == list(range(6))
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[:4] == lines, "kept lines are unchanged"
-    assert not list(tmp_path.glob(".*.partial"))
+    assert (tmp_path / "metrics.jsonl").read_text().startswith(lines), "kept lines are unchanged"
 
 
 def test_non_finite_values_are_not_recorded(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     with closing(start(tmp_path)) as run:
         run.scalars({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": 2}, 3)
         run.scalars({"a": math.nan}, 4)
-    text = (tmp_path / "metrics.jsonl").read_text()
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
-    assert [{key: value for key, value in line.items() if key != "seconds"} for line in lines] == [
-        {"step": 3, "d": 1.5, "e": 2},
-        {"step": 4},
-    ]
-    assert sorted(EventAccumulator(str(tmp_path / "logs")).Reload().Tags()["scalars"]) == ["d", "e"]
+    assert metrics(tmp_path) == [{"step": 3, "d": 1.5, "e": 2}, {"step": 4}]
+    assert sorted(curves(tmp_path)) == ["d", "e"]
 
 
 def test_flushed_points_survive_a_kill(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    run.flush()
-    assert os.listdir(tmp_path) == [], "a flush creates no files"
-    record(run, range(5))
-    run.flush()
-    assert recorded(tmp_path) == shown(tmp_path) == list(range(5))
-    run.close()
+    with closing(start(tmp_path)) as run:
+        record(run, range(5))
+        run.flush()
+        assert recorded(tmp_path) == list(range(5))
 
 
 def test_points_after_the_clock_was_set_back_are_shown(tmp_path: Path) -> None:
@@ -204,46 +143,20 @@ def test_points_after_the_clock_was_set_back_are_shown(tmp_path: Path) -> None:
     file.rename(file.with_name(f"events.out.tfevents.{int(time.time()) + 10_000}.host"))
     with closing(start(tmp_path, 2)) as run:
         record(run, range(3, 7))
-    assert shown(tmp_path) == list(range(7))
+    assert recorded(tmp_path) == list(range(7))
 
 
-def test_a_full_disk_when_the_file_of_tensorboard_is_created_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A fixed bug: each scalar created another file, after a pause, and printed a traceback."""
-    with small_disk(tmp_path / "run", "200k") as disk:
-        filler = fill(disk)
-        with closing(start(disk)) as run:
-            record(run, range(5))
-            run.flush()
-            os.remove(filler)
-            record(run, range(5, 10))
-        assert caplog.messages == [f"Cannot record scalars in {disk}: No space left on device; the run continues"]
-        assert len(os.listdir(disk / "logs")) <= 1
-        assert recorded(disk)[-5:] == list(range(5, 10))
-    assert "Traceback" not in capfd.readouterr().err
-
-
-# --- the table of loggers --------------------------------------------------------------------------------------------
-
-
-def code(title: str) -> list[str]:
-    """The Python blocks of a section of docs/logging.md."""
-    (section,) = (section for section in SECTIONS if section.startswith(f"{title}\n"))
-    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", LOGGERS)
-def test_a_logger_that_records_nothing_creates_nothing(name: str, tmp_path: Path) -> None:
+def test_a_logger_that_records_nothing_creates_nothing(tmp_path: Path) -> None:
     run = LoggedRun(tmp_path)
-    with closing(RunRecords(run, build_loggers([name], run))) as logger:
+    with closing(RunRecords(run, build_loggers([*LOGGERS], run))) as logger:
         logger.flush()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/logging.md says how to add one."""
-    source, line = code("How to add a logger")
+    """As docs/logging.md adds it."""
+    section = (TOP / "docs/logging.md").read_text(encoding="utf-8").partition("\n## How to add a logger\n")[2]
+    source, line = re.findall(r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
     module = ModuleType("utils.training.loggers.csv")
     exec(compile(source, "docs/logging.md", "exec", dont_inherit=True), vars(module))
     monkeypatch.setattr(loggers, "LOGGERS", LOGGERS | eval(f"{{{line}}}", vars(loggers) | vars(module)))
@@ -255,15 +168,137 @@ def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "scalars.csv").read_text().splitlines() == [f'{step},"a, b",{step / 2}' for step in range(4)]
 
 
-def test_each_task_of_a_sweep_has_values_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real job array is in tests/slurm/test_submit.py."""
-    (source,) = code("A sweep as a job array")
-    given: list[list[str]] = []
-    monkeypatch.setattr(train, "main", given.append)
-    monkeypatch.setattr(sys, "argv", ["train_sweep.py", "--config=short"])
-    for task in range(6):
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
-        with pytest.raises(SystemExit):
-            exec(compile(source, "docs/logging.md", "exec", dont_inherit=True), {})
-    assert given[3] == ["--config=short", "--set=lr_schedule.start_lr=2e-4", "--set=seed=1"]
-    assert len(set(map(tuple, given))) == 6
+def stand_in(first_row: int | None = None, **faults: Any) -> mock.Mock:
+    """The module wandb, offline, or online if the server has received the rows before the first one; raises faults."""
+    wandb = mock.Mock()
+    wandb.setup.return_value.settings.mode = "offline" if first_row is None else "online"
+    wandb.init.return_value = wandb.run
+    wandb.run.starting_step, wandb.run.disabled = first_row or 0, False
+    wandb.configure_mock(**{f"{name}.side_effect": error for name, error in faults.items()})
+    return wandb
+
+
+def rows(wandb: mock.Mock) -> list[int]:
+    return [call.kwargs["step"] for call in wandb.run.log.call_args_list]
+
+
+def points(records: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    """All points as (name, step, value)."""
+    items = ((name, record["step"], value) for record in records for name, value in record.items())
+    return sorted(item for item in items if item[0] not in ("step", "seconds"))
+
+
+def record_with(wandb: mock.Mock, path: Path, steps: range, resumed: Resumed) -> RunRecords:
+    """Records intervals of two steps and epochs of four, from a process that resumes; leaves the logger open."""
+    sys.modules["wandb"] = wandb
+    run = LoggedRun(path, resumed, {"optimizer": {"name": "adam"}}, {"git_commit": "0123abc"})
+    logger = RunRecords(run, build_loggers(["wandb"], run))
+    for step in steps:
+        if step % 2 == 0 and step > resumed.step:
+            logger.scalars({"Step/loss": step / 7, "Step/learning rate": 1.0}, step)
+        if step % 4 == 0:
+            logger.scalars({"Learning Rate": 1.0}, step)
+            logger.scalars({"Loss/valid": step / 3}, step)
+    return logger
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: Any) -> Path:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # restores it
+    path = tmp_path / "test" / "1GPU" / "00"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_each_offline_process_records_the_run_from_its_first_step(run: Path) -> None:
+    """The second process is killed after its last checkpoint. The third is stopped before the end of its epoch."""
+    ids = []
+    for steps, resumed in (
+        (range(0, 6), Resumed(-1)),
+        (range(6, 14), Resumed(5)),
+        (range(10, 12), Resumed(9)),
+        (range(12, 17), Resumed(12, in_epoch=True)),
+        (range(0, 3), Resumed(-1)),  # --resume=no
+    ):
+        wandb = stand_in()
+        record_with(wandb, run, steps, resumed).close(Stopped())
+        stored = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert points([call.args[0] for call in wandb.run.log.call_args_list]) == points(stored)
+        assert rows(wandb) == sorted(rows(wandb))
+        wandb.run.finish.assert_called_once_with(exit_code=75)
+        wandb.run.mark_preempting.assert_called_once_with()
+        start = wandb.init.call_args.kwargs
+        assert (start["name"], start["group"], start["resume"]) == ("test/1GPU/00", "test", None)
+        assert start["config"]["optimizer"]["name"] == "adam"
+        assert start["config"]["provenance"]["git_commit"] == "0123abc"
+        assert wandb.Settings.call_args.kwargs == SETTINGS, "no code, console, host or metrics is uploaded"
+        ids.append(start["id"])
+    assert len(set(ids[:4])) == 1
+    assert ids[4] != ids[0], "a training run from scratch is another run"
+
+
+def test_rows_that_the_server_has_are_skipped_and_missing_ones_are_added(run: Path) -> None:
+    """The first process was killed after step 9; its last checkpoint is of step 8, the last uploaded row of step 6."""
+    record_with(stand_in(), run, range(0, 10), Resumed(-1))
+    server = stand_in(first_row=13)
+    record_with(server, run, range(9, 15), Resumed(8)).close()
+    assert sorted(set(rows(server))) == [16, 17, 20, 24, 25, 28], "two rows per step; the second ends an epoch"
+    assert server.init.call_args.kwargs["resume"] == "allow"
+
+
+@pytest.mark.slow
+def test_a_stopped_training_resumes_its_offline_run(tmp_path: Path, data_flags: list[str]) -> None:
+    """With wandb itself."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    flags = [*data_flags, f"--set=expdir={tmp_path}", "--set=loggers=[wandb]", "--set=report_pictures=false"]
+    environment = {**os.environ, "WANDB_MODE": "offline"}
+    first = Program(["train.py", "--config=test", *flags], tmp_path / "first", environment=environment)
+    first.wait_for("Weights & Biases: offline; upload with: wandb sync")
+    first.signal(signal.SIGTERM)
+    ends = [first.end(), Program(["train.py", "--config=test", *flags], tmp_path / "2", environment=environment).end()]
+    assert [end.returncode for end in ends] == [75, 0], ends
+    assert not any(text in end.stdout + end.stderr for end in ends for text in ("wandb:", "Cannot record"))
+    folder = directory(tmp_path) / "wandb"
+    assert len(list(folder.glob(f"offline-run-*-{(folder / 'id').read_text().strip()}/*.wandb"))) == 2
+    assert not (directory(tmp_path) / "logs").exists(), "TensorBoard was not asked for"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "reason"),
+    [
+        ("init", RuntimeError("no network\nat all"), "no network at all"),
+        ("run.log", OSError(28, "No space left on device"), "No space left on device"),
+        ("run.finish", TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_a_fault_is_one_warning_and_the_training_continues(
+    run: Path, caplog: pytest.LogCaptureFixture, fault: str, error: Exception, reason: str
+) -> None:
+    wandb = stand_in(**{fault: error})
+    logger = record_with(wandb, run, range(0, 9), Resumed(-1))
+    logger.hparams(None, {"hparam/final loss": 0.5}, 9)  # type: ignore[arg-type]
+    logger.close()
+    (warning,) = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    assert warning.startswith(f"Cannot record scalars in {run}: {reason}")
+    assert wandb.init.call_count == 1, "each attempt may last 30 s"
+    assert wandb.mock_calls[-1] == mock.call.teardown()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 11
+
+
+@pytest.mark.parametrize(
+    ("wandb", "loggers", "says"),
+    [
+        (None, "[wandb]", "needs the package wandb; pip install -e '.[wandb]'"),
+        (stand_in(0, login=[False]), "[tensorboard, wandb]", "no API key; run `wandb login`"),
+        (stand_in(0, login=ValueError("key: too\nshort")), "[wandb]", "refuses its settings: key: too short"),
+        (None, "[tensorbord]", "unknown logger tensorbord; known: tensorboard, wandb; did you mean tensorboard?"),
+    ],
+)
+def test_a_logger_that_cannot_be_used_is_one_line(
+    tmp_path: Path, data_flags: list[str], monkeypatch: Any, capsys: Any, wandb: Any, loggers: str, says: str
+) -> None:
+    """Before training, and without a run directory."""
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", f"--set=loggers={loggers}"]
+    assert says in refusal(train.main, [f"--yaml_config={YAML}", *flags], capsys)
+    assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""An interrupted and resumed training run ends as an uninterrupted one: same bits, same records, each once."""
+"""A resumed run ends as an uninterrupted one: same bits, same records, each once. It is finished with its summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -22,34 +25,33 @@ from log_lines import messages, other_lines
 from processes import GENEROUS, run_ranks
 from trainings import (
     ALONE,
+    CLOCKS,
     STEPS,
     YAML,
     assert_equal,
     assert_same_training,
     curves,
     directory,
+    killed,
     last,
     metrics,
+    train_on,
 )
 
 import train
-from utils import cli
 from utils import config as configs
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
+from utils.profiling.benchmark import Benchmark
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, checkpoint_writer
 from utils.training import run as runs
-from utils.training.checkpoint import (
-    BEST,
-    FOLDER,
-    TRAINING,
-    WEIGHTS,
-    saved_steps,
-    step_directory,
-)
+from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, saved_steps, step_directory
+from utils.training.choice import SUMMARY
+from utils.training.loggers.base import RunRecords
 from utils.training.resume import Start
+from utils.training.trainer import Trainer
 
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 
@@ -57,13 +59,12 @@ CASES: dict[str, list[str]] = {
     "adam": [],
     "adam, 2 micro-batches": ["--set=accumulation_steps=2"],
     "apex_adam": ["--set=optimizer.name=apex_adam"],
+    "nadam": ["--set=optimizer.name=nadam"],
     "sgd": ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9", "--set=lr_schedule.start_lr=0.01"],
     "bfloat16": ["--enable_amp"],
-    "nadam": ["--set=optimizer.name=nadam"],
     "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
     "lamb, manual exchange": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
     "soap": ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=2"],
-    "batch norm": ["--set=network.norm=batch"],
     "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
     "ghost batches, micro-batches": ["--set=network.norm=ghost(1)", "--set=accumulation_steps=2"],
     "classification, dropout": [
@@ -74,10 +75,8 @@ CASES: dict[str, list[str]] = {
         "--set=metrics=[accuracy, top5_accuracy]",
     ],
 }
-CLASSIFICATION = ["classification, dropout"]  # needs scikit-learn, which has the digits
-# Cases whose state may differ between ranks.
-BETWEEN_RANKS = ["batch norm, own statistics", "averaged weights", *CLASSIFICATION]
-ON_ONE_RANK = [name for name in CASES if name not in ("adam", "batch norm, own statistics")]
+# Also cases whose state may differ between ranks.
+ON_TWO_RANKS = ["adam", "batch norm, own statistics", "averaged weights", "classification, dropout"]
 
 
 class HookedStep(EagerStep):
@@ -87,10 +86,8 @@ class HookedStep(EagerStep):
     calls: ClassVar[int] = 0
     valid: ClassVar[dict[int, float]] = {}
 
-    def __call__(
-        self, inputs: torch.Tensor, targets: torch.Tensor, lr: float, *conditions: torch.Tensor
-    ) -> torch.Tensor:
-        loss = super().__call__(inputs, targets, lr, *conditions)
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        loss = super().__call__(*arguments)
         HookedStep.calls += 1
         HookedStep.after(HookedStep.calls)
         return loss
@@ -106,8 +103,6 @@ class HookedStep(EagerStep):
 
 def run(world: World, flags: list[str], after: int | None = None, valid: dict[int, float] | None = None) -> bool:
     """Trains in this process; False if it was stopped. The last rank gets a signal `after` that many steps."""
-    options = cli.parse([f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", *flags])
-    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(world.size)
     signals = Signals()
 
     def interrupt(step: int) -> None:
@@ -116,7 +111,7 @@ def run(world: World, flags: list[str], after: int | None = None, valid: dict[in
 
     HookedStep.hook(interrupt, valid)
     try:
-        train.run(options, config, world, HookedStep, signals)
+        train_on(world, ["--config=test", "--set=report_baselines=false", *flags], HookedStep, signals)
     except Stopped:
         return False
     return True
@@ -129,12 +124,12 @@ def run_in_parts(world: World, flags: list[str], after: list[int]) -> None:
     assert run(world, flags)
 
 
-def run_cases(world: World, flags: list[str], expdir: str, cases: dict[str, list[str]], stops: list[int]) -> None:
+def run_cases(world: World, flags: list[str], expdir: str, names: list[str]) -> None:
     """Trains each case once without stops and once with them."""
     logging.getLogger().setLevel(logging.INFO)
-    for name, case in cases.items():
-        assert run(world, [*flags, *case, f"--set=expdir={expdir}/{name}/whole"])
-        run_in_parts(world, [*flags, *case, f"--set=expdir={expdir}/{name}/parts"], stops)
+    for name in names:
+        assert run(world, [*flags, *CASES[name], f"--set=expdir={expdir}/{name}/whole"])
+        run_in_parts(world, [*flags, *CASES[name], f"--set=expdir={expdir}/{name}/parts"], [3, 6])
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +147,6 @@ def finished(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, directory(tmp_path), symlinks=True)
 
 
-# --- bit for bit -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("after", [[step] for step in range(1, STEPS + 1)] + [[1] * 15, [5, 4, 3]], ids=str)
 def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, data_flags: Any, whole: Path) -> None:
     """A fixed bug: after a stop in the last validation, the saved learning rate was that of the step before."""
@@ -162,26 +154,44 @@ def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, d
     assert_same_training(whole, directory(tmp_path))
 
 
-@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_a_stop_in_the_validation_and_a_kill_after_its_repetition_record_no_point_twice(
+    tmp_path: Path, data_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixed bug: the records of the epoch's end were written before the kill, and again after it."""
+    flags = [*data_flags, "--set=log_interval=3", "--set=log_noise_scale=true", "--set=accumulation_steps=2"]
+    parts = [*flags, f"--set=expdir={tmp_path / 'parts'}"]
+    assert run(ALONE, [*flags, f"--set=expdir={tmp_path / 'whole'}"])
+    with monkeypatch.context() as patch:
+
+        def evaluate(step: HookedStep, *batch: torch.Tensor) -> torch.Tensor:
+            if step.calls:
+                patch.setattr(Signals, "received", "SIGTERM")
+            return EagerStep.evaluate(step, *batch)
+
+        patch.setattr(HookedStep, "evaluate", evaluate)
+        assert not run(ALONE, parts)
+        assert HookedStep.calls == 8
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_finish_epoch", lambda *_: sys.exit(9))
+        with pytest.raises(SystemExit):
+            run(ALONE, parts)
+    assert run(ALONE, parts)
+    assert_same_training(directory(tmp_path / "whole"), directory(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ON_TWO_RANKS[:2]])
 def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: list[str]) -> None:
-    if name in CLASSIFICATION:
+    if "classification" in name:
         pytest.importorskip("sklearn", reason="scikit-learn, which has the digits, is not installed")
-    run_cases(ALONE, data_flags, str(tmp_path), {name: CASES[name]}, [3, 6])
+    run_cases(ALONE, data_flags, str(tmp_path), [name])
     assert_same_training(directory(tmp_path / name / "whole"), directory(tmp_path / name / "parts"))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "names"),
-    [
-        (2, ["adam", *BETWEEN_RANKS]),
-        pytest.param(4, [*list(CASES)[:3], "sgd", "bfloat16"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "names"), [(2, ON_TWO_RANKS), pytest.param(4, [*CASES][:6], marks=pytest.mark.slow)])
 def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags: list[str]) -> None:
     """Only the last rank gets the signal; all ranks stop after the same step, one step later."""
-    if importlib.util.find_spec("sklearn") is None:
-        names = [name for name in names if name not in CLASSIFICATION]
-    run_ranks(run_cases, ranks, data_flags, str(tmp_path), {name: CASES[name] for name in names}, [3, 6])
+    names = names if importlib.util.find_spec("sklearn") else names[:3]
+    run_ranks(run_cases, ranks, data_flags, str(tmp_path), names)
     for name in names:
         runs = [directory(tmp_path / name / part, ranks) for part in ("whole", "parts")]
         assert_same_training(*runs)
@@ -195,10 +205,8 @@ def two_ranks_between(world: World, flags: list[str], source: str) -> list[bool]
     return [stopped, run(world, [*flags, "--run_num=one-two", f"--resume={source}"])]
 
 
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The difference of all parameters, relative to their norm."""
-    flat = [torch.cat([tensor.flatten().double() for tensor in part.values()]) for part in (one, other)]
-    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+def parameters(path: Path) -> torch.Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in last(path).weights["network"].values()])
 
 
 def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flags: list[str], whole: Path) -> None:
@@ -208,16 +216,13 @@ def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flag
     assert not run(ALONE, [*flags, "--run_num=one"], 11)
     assert run_ranks(two_ranks_between, 2, flags, str(one)) == [[False, True]] * 2
     assert run(ALONE, [*flags, "--run_num=two-one", f"--resume={two}"])
-    expected = last(whole)
+    expected = parameters(whole)
     for source, end in ((one, directory(tmp_path, 2, "one-two")), (two, directory(tmp_path, 1, "two-one"))):
         assert last(source).state.step in (11, 12)
         assert last(end).state.step == STEPS
-        moved = distance(last(source).weights["network"], expected.weights["network"])
-        assert distance(last(end).weights["network"], expected.weights["network"]) < min(1e-5, moved / 100)
-        assert last(end).state.final_loss == pytest.approx(expected.state.final_loss, rel=1e-5)
-
-
-# --- from the command line -------------------------------------------------------------------------------------------
+        moved, error = ((parameters(path) - expected).norm() / expected.norm() for path in (source, end))
+        assert error < min(1e-5, moved / 100)
+        assert last(end).state.final_loss == pytest.approx(last(whole).state.final_loss, rel=1e-5)
 
 
 @pytest.fixture
@@ -237,57 +242,42 @@ def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
     return start
 
 
-def error_line(stderr: str) -> str:
-    """The last line, and the only one that reports an error."""
-    (line,) = [line for line in other_lines(stderr) if line.startswith("error: ")]
-    assert line == stderr.splitlines()[-1]
-    assert "Traceback" not in stderr
-    return line
+@pytest.fixture
+def start(tmp_path: Path, command: Any) -> Callable[..., tuple[Path, str]]:
+    """start(*flags): as `command`, of a run that ends well -> (its directory, stderr)."""
+
+    def run(*flags: str) -> tuple[Path, str]:
+        code, stderr = command(*flags)
+        assert code == 0, stderr
+        return directory(tmp_path), stderr
+
+    return run
 
 
-def contents(run: Path, *without: str) -> dict[str, Any]:
+def contents(run: Path) -> dict[str, Any]:
     """Every file's bytes, and every link's target, by name."""
     paths = (path for path in run.rglob("*") if not path.is_dir() or path.is_symlink())
-    named = {str(path.relative_to(run)): path for path in paths if path.name not in without}
-    return {name: path.readlink() if path.is_symlink() else path.read_bytes() for name, path in named.items()}
+    return {str(path): path.readlink() if path.is_symlink() else path.read_bytes() for path in paths}
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-# --- damage ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_a_run_resumes_with_damaged_records(command: Any, finished: Path, is_missing: bool) -> None:
+def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> None:
     """All at once, and the link. provenance.json and a metrics line once ended it with a traceback."""
     for name in ("provenance.json", "config.yaml"):
         (finished / name).write_text("")
-        if is_missing:
-            (finished / name).unlink()
     (finished / "summary.json").unlink()
     (finished / FOLDER / BEST).unlink()
     with (finished / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "Loss/va')
-    for epochs in (3, 4):
-        code, stderr = command("--resume", f"--num_epochs={epochs}")
-        assert code == 0, stderr
-        assert json.loads((finished / "summary.json").read_text())["steps"] == 8 * epochs
-        assert json.loads((finished / "provenance.json").read_text())["run_num"] == "00"
-        assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [
-            *range(0, 8 * epochs + 1, 8)
-        ]
-        assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
+    code, stderr = command("--resume", "--num_epochs=3")
+    assert code == 0, stderr
+    assert json.loads((finished / "summary.json").read_text())["steps"] == 24
+    assert json.loads((finished / "provenance.json").read_text())["run_num"] == "00"
+    assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
+    assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
 
 
-# --- where a run starts ----------------------------------------------------------------------------------------------
-
-
-def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_one(
-    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_new_training_that_ends_before_its_first_step_resumes_no_old_one(
+    command: Any, finished: Path, monkeypatch: Any
 ) -> None:
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / FOLDER)
@@ -305,82 +295,59 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new run"
 
 
-def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_its_result(
-    tmp_path: Path, command: Any, whole: Path
-) -> None:
-    """A fixed bug: the new directory got config, summary and result table of a training run that was not its own."""
-    code, stderr = command(f"--resume={whole}", "--run_num=new")
-    assert code == 0, stderr
-    assert f"Nothing was trained: {step_directory(whole / FOLDER, 16)} is the end of epoch 2, " in stderr
-    assert "Result:" not in stderr
-    assert list(tmp_path.iterdir()) == []
+def test_only_the_summary_is_missing_if_the_run_itself_had_trained_all_epochs(whole: Path) -> None:
+    """An interrupted run is not finished by fewer epochs."""
+    saved = last(whole)
+    for trained, lacks_only_summary in ((2, True), (3, False)):
+        saved.weights["config"]["num_epochs"] = trained
+        start = Start({**saved.weights["config"], "num_epochs": 2}, None, saved)
+        assert (start.is_complete, start.lacks_only_summary) == (True, lacks_only_summary)
 
 
-def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) -> None:
-    """The schedule follows the new number of epochs."""
-    first = metrics(finished)
-    code, stderr = command("--resume", "--num_epochs=3")
-    assert code == 0, stderr
-    assert any("num_epochs 2 -> 3" in line for line in messages(stderr, "INFO"))
-    assert HookedStep.calls == 8
-    assert metrics(finished)[: len(first)] == first
-    assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
-    assert last(finished).state.epoch == 3
+def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> None:
+    saved = last(whole)
+    for key in ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset"):
+        with pytest.raises(UserError, match=f"was written by a run with {key} .* would see other samples; omit --res"):
+            Start({**saved.weights["config"], key: "other"}, None, saved)
 
 
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("--set=network.width=8", " does not fit this run: size mismatch for down1.weight: "),
-        ("--set=optimizer.name=sgd", " does not fit this run: its optimizer is Adam, "),
+        ("--resume={new}", "it holds no checkpoint; give a run directory, a checkpoint directory, auto or no"),
+        ("--resume={new}/none", "no such directory; "),
+        ("--resume={new}/damaged", "weights.pt is damaged: its digest does not match; recopy it"),
+        ("--init_from={new}/damaged", "weights.pt is damaged: its digest does not match; recopy it"),
+        ("--init_from={new}/none.pt", "no such file: "),
+        ("--init_from={source}/training.pt", "holds no network; give weights.pt"),
+        ("--resume={source} --set=network.width=8", "does not fit this run: size mismatch for down1.weight: "),
+        ("--resume={source} --set=optimizer.name=sgd", "does not fit this run: its optimizer is Adam, "),
+        ("--init_from={source} --set=network.width=8", "does not fit this run: size mismatch for down1.weight: "),
     ],
 )
-def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwritten(
-    command: Any, finished: Path, flag: str, says: str
-) -> None:
-    before = contents(finished)
-    code, stderr = command("--resume", "--num_epochs=3", flag)
+def test_an_unusable_start_is_one_line(tmp_path: Path, command: Any, whole: Path, flag: str, says: Any) -> None:
+    source = step_directory(whole / FOLDER, 16)
+    (shutil.copytree(source, tmp_path / "new" / "damaged") / WEIGHTS).write_text("damaged")
+    flags = flag.format(new=tmp_path / "new", source=source).split()
+    code, stderr = command(*flags, "--num_epochs=3")
     assert code == 2, stderr
-    line = error_line(stderr)
-    assert line.startswith(f"error: {step_directory(finished / FOLDER, 16)}{says}")
-    assert "omit --resume" in line
-    assert contents(finished) == before
+    (line,) = [line for line in other_lines(stderr) if line.startswith("error: ")]
+    assert line == stderr.splitlines()[-1]
+    assert says in line
+    assert flags[0].partition("=")[2] in line
+    assert not directory(tmp_path).exists(), "nothing is written"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("seed", 1),
-        ("Nsamples", 128),
-        ("global_batch_size", 4),
-        ("data_size", 4),
-        ("box_size", [16, 32]),
-        ("symmetries", "grid"),
-        ("dataset", {"name": "digits"}),
-    ],
-)
-def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path, key: str, value: Any) -> None:
-    saved = last(whole)
-    with pytest.raises(UserError, match=f"was written by a run with {key} .* would see other samples; omit --resume"):
-        Start({**saved.weights["config"], key: value}, None, saved)
-
-
-def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path, command: Any) -> None:
-    (tmp_path / "other").mkdir()
-    for other, reason in ((tmp_path / "other", "it holds no checkpoint"), (tmp_path / "nowhere", "no such directory")):
-        code, stderr = command(f"--resume={other}")
-        assert code == 2
-        line = f"error: --resume={other}: {reason}; give a run directory, a checkpoint directory, auto or no"
-        assert error_line(stderr) == line
-        assert not directory(tmp_path).exists()
-
-
-def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Path, command: Any, whole: Path) -> None:
+@pytest.mark.parametrize("given", ["", f"/{FOLDER}/step_00000012"])
+def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(
+    tmp_path: Path, command: Any, whole: Path, given: str
+) -> None:
+    """A fixed bug: --resume=<run>/checkpoints/step_00000012 reported that it holds no checkpoint."""
     run, other = directory(tmp_path), shutil.copytree(whole, directory(tmp_path, run_num="other"), symlinks=True)
     shutil.rmtree(step_directory(other / FOLDER, 16))
     shutil.rmtree(step_directory(other / FOLDER, 15))
     before = contents(other)
-    flags = [f"--resume={other}", "--set=checkpoint.every_steps=1"]
+    flags = [f"--resume={other}{given}", "--set=checkpoint.every_steps=1"]
     code, stderr = command(*flags, after=lambda step: sys.exit(143) if step == 3 else None)
     assert code == 143, stderr
     assert f"Resuming from {step_directory(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
@@ -391,60 +358,14 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Pa
     assert contents(other) == before
 
 
-def test_a_checkpoint_directory_is_resumed_as_a_run_directory_is(tmp_path: Path, command: Any, whole: Path) -> None:
-    """A fixed bug: --resume=<run>/checkpoints/step_00000008 reported that it holds no checkpoint."""
-    eighth = step_directory(whole / FOLDER, 8)
-    damaged = shutil.copytree(eighth, tmp_path / "damaged")
-    flip(damaged / TRAINING)
-    code, stderr = command(f"--resume={damaged}")
-    assert code == 2
-    assert error_line(stderr).startswith(f"error: cannot read {damaged}: training.pt is damaged: ")
-    code, stderr = command(f"--resume={eighth}")
-    assert code == 0, stderr
-    assert f"Resuming from {eighth}, after step 8" in messages(stderr, "INFO")
-    assert_equal(last(directory(tmp_path)).weights["network"], last(whole).weights["network"])
-
-
-# --- weights alone ---------------------------------------------------------------------------------------------------
-
-
 def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    """From a file, a checkpoint or the best one, without optimizer state; --resume continues the new run."""
-    eighth = step_directory(whole / FOLDER, 8)
-    for name, path in {"file": eighth / WEIGHTS, "checkpoint": eighth, "best": whole / FOLDER / BEST}.items():
-        source = checkpoint.load(path.parent if name == "file" else path)
-        flags = [f"--init_from={path}", f"--run_num={name}", "--set=seed=7"]
-        code, stderr = command(*flags, "--num_epochs=1")
-        assert code == 0, stderr
-        assert f"Weights of {path}" in messages(stderr, "INFO")
-        run = directory(tmp_path, run_num=name)
-        end = last(run)
-        assert (end.state.step, end.state.epoch) == (8, 1)
-        assert end.state.initial_loss == metrics(run)[0]["Loss/valid"] == source.state.final_loss
-        assert {int(state["step"]) for state in end.training["optimizer"]["state"].values()} == {8}
-    code, stderr = command(*flags, "--resume", "--num_epochs=3")
+    path = step_directory(whole / FOLDER, 8) / WEIGHTS
+    code, stderr = command(f"--init_from={path}", "--set=seed=7", "--num_epochs=1")
     assert code == 0, stderr
-    assert f"Resuming from {step_directory(run / FOLDER, 8)}, after step 8" in messages(stderr, "INFO")
-
-
-def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, command: Any, whole: Path) -> None:
-    source, damaged = step_directory(whole / FOLDER, 16), tmp_path / "damaged"
-    shutil.copytree(source, damaged)
-    flip(damaged / WEIGHTS)
-    for path, says, flags in (
-        (source / TRAINING, "holds no network; give weights.pt", []),
-        (source / WEIGHTS, "does not fit this run: size mismatch for down1.weight: ", ["--set=network.width=8"]),
-        (tmp_path / "none.pt", "no such file: ", []),
-        (damaged, "weights.pt is damaged: its digest does not match; recopy it", []),
-    ):
-        code, stderr = command(f"--init_from={path}", *flags)
-        assert code == 2, stderr
-        assert says in error_line(stderr)
-        assert str(path) in error_line(stderr)
-        assert not directory(tmp_path).exists(), "nothing is written"
-
-
-# --- the best checkpoint ---------------------------------------------------------------------------------------------
+    assert f"Weights of {path}" in messages(stderr, "INFO")
+    end = last(directory(tmp_path))
+    assert (end.state.step, end.state.initial_loss) == (8, checkpoint.read_weights(path)["final_loss"])
+    assert {int(state["step"]) for state in end.training["optimizer"]["state"].values()} == {8}
 
 
 def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: list[str]) -> None:
@@ -463,18 +384,12 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
     assert (last(source).state.best_loss, last(source).state.best_step) == (1.0, 16)
 
 
-# --- save times ---------------------------------------------------------------------------------------------------
-
-
 def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
-    clock = SimpleNamespace(now=0.0)
-    fake = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic)
+    now = [0.0]
+    fake = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
     monkeypatch.setattr(checkpoint_writer, "time", fake)
-
-    def a_minute_passes(step: int) -> None:
-        clock.now += 60
-
-    assert command("--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99", after=a_minute_passes)[0] == 0
+    flags = ["--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99"]
+    assert command(*flags, after=lambda step: now.append(now.pop() + 60))[0] == 0
     assert saved_steps(directory(tmp_path) / FOLDER) == [16, 14, 11, 8, 6, 3]
 
 
@@ -482,48 +397,36 @@ def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_
     """With every part that a checkpoint may have. The formats of its files add a few kB."""
     flags = [*data_flags, "--set=ema_decay=0.9", "--set=network.norm=batch", "--set=network.width=32"]
     assert run(ALONE, [*flags, f"--set=expdir={tmp_path}", "--num_epochs=1"])
-    options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
-    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    size = sum(file.stat().st_size for file in last(directory(tmp_path)).path.iterdir())
+    saved = last(directory(tmp_path))
+    size = sum(file.stat().st_size for file in saved.path.iterdir())
+    config = configs.Config.model_validate(saved.weights["config"])
     assert 1 < size / checkpoint_writer.checkpoint_bytes(config) < 1.02
-
-
-# --- disk errors ----------------------------------------------------------------------------------------------
-
-
-def wait_for_writes() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join(GENEROUS)
-            assert not thread.is_alive()
 
 
 def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
     """Checkpoints, logs, curves and pictures are on it; it stays full to the end, and has space at the restart."""
-    run = directory(tmp_path / "disk")
-    flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={tmp_path / 'disk'}", "--set=report_pictures=true"]
+    disk = tmp_path / "disk"
+    run = directory(disk)
+    flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={disk}", "--set=report_pictures=true"]
 
     def after(step: int) -> None:
         if step == 5:
-            wait_for_writes()
-            fill(tmp_path / "disk")
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join(GENEROUS)
+            fill(disk)
 
-    with small_disk(tmp_path / "disk", "2m"):
+    with small_disk(disk, "2m"):
         code, stderr = command(*flags, after=after)
         assert code == 2, stderr
-        why = f"the checkpoint of step 16 is not in {run / FOLDER}: No space left on device; run the command again"
-        assert f"\nerror: {why}" in stderr
-        warnings = messages(stderr, "WARNING")
         fault = "No space left on device"
-        assert [line for line in warnings if "checkpoint" in line] == [
-            f"Cannot write checkpoint {step_directory(run / FOLDER, step)}: {fault}; earlier ones are kept"
-            for step in (8, 12, 16)
-        ]
+        assert f"\nerror: the checkpoint of step 16 is not in {run / FOLDER}: {fault}; run the command again" in stderr
+        warnings = messages(stderr, "WARNING")
+        assert sum(f": {fault}; earlier ones are kept" in line for line in warnings) == 3, "of steps 8, 12 and 16"
         assert warnings.count(f"Cannot record scalars in {run}: {fault}; the run continues") == 1
         assert len(warnings) <= 5, "at most one more, about pictures"
         assert "Traceback" not in stderr
-        assert "DONE ---- rank 0" not in messages(stderr, "INFO")
-        os.remove(tmp_path / "disk" / "filler")
+        (disk / "filler").unlink()
         code, stderr = command(*flags)
         assert code == 0, stderr
         assert f"Resuming from {step_directory(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
@@ -532,16 +435,110 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
 
 
-def test_removing_the_run_directory_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's curves, except those that measure time."""
+    return {tag: points for tag, points in curves(run).items() if tag not in CLOCKS}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / SUMMARY).read_text())
+
+
+def train_and_die(argv: list[str]) -> None:
+    RunRecords.hparams = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+    train.main(argv)
+
+
+def test_a_restart_writes_the_summary_that_a_kill_prevented(
+    tmp_path: Path, start: Any, whole: Path, data_flags: list[str]
+) -> None:
+    """A run killed between its last checkpoint and its end once never got its hparam scalars."""
+    argv = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
+    killed(train_and_die, argv)
     run = directory(tmp_path)
+    assert not (run / SUMMARY).exists()
+    before = contents(run)
+    assert "The summary of this run is missing" in start("--set=report_pictures=true")[1]
+    assert scalars(run) == scalars(whole), "each value once"
+    assert {"loss_curves.png", "slices.png", "slices_largest_error.png"} < {*os.listdir(run)}
+    assert (summary(run)["steps"], summary(run)["final_loss"]) == (16, summary(whole)["final_loss"])
+    after = contents(run)
+    for name in ("config.yaml", "provenance.json", "metrics.jsonl"):
+        assert after[str(run / name)] == before[str(run / name)], f"{name} is that of the process that trained"
 
-    def after(step: int) -> None:
-        if step == 11:
-            wait_for_writes()
-            shutil.rmtree(run)
 
-    code, stderr = command("--set=checkpoint.every_steps=2", after=after)
-    assert code == 0, stderr
-    assert "Traceback" not in stderr
-    assert last(run).state.step == STEPS
-    assert_equal(last(run).weights["network"], last(whole).weights["network"])
+def test_a_run_that_never_beat_the_untrained_network_warns_at_its_end(start: Any) -> None:
+    """Fixed: only predict.py and export.py reported it, as a run that had no best checkpoint yet."""
+    run, printed = start("--set=lr_schedule.start_lr=1e-30", "--num_epochs=1")
+    (warning,) = messages(printed, "WARNING")
+    assert f"{checkpoint.NO_BEST}; --checkpoint {run}/checkpoints/step_00000008 uses the last one" in warning
+
+
+def test_a_finished_run_is_left_unchanged(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command trains again, in a directory of its own; with --resume it has nothing to do."""
+    run, printed = start()
+    assert messages(printed, "WARNING") == []
+    before = contents(run)
+    _, printed = start("--set=log_interval=3")
+    assert f"Run directory: {run}-2 (00 is finished; " in printed
+    assert "Resuming" not in printed
+    assert summary(run.with_name("00-2"))["steps"] == 16
+    shutil.rmtree(run.with_name("00-2"))
+    _, printed = start("--set=log_interval=3", "--resume")
+    assert messages(printed)[-2].startswith("Nothing was trained: ")
+    start(f"--resume={run}", "--run_num=new")  # A fixed bug: it got the config and the summary of the other run.
+    monkeypatch.setattr(Benchmark, "run", lambda benchmark: None)
+    start("--resume", "--enable_benchy")
+    assert contents(run) == before, "a benchmark writes to no run directory"
+    assert [path.name for path in run.parent.iterdir()] == ["00"]
+
+
+def test_more_epochs_replace_the_summary_and_continue_the_records(start: Any) -> None:
+    """All lines are in out.log, with those from before it was open."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    run, first = start()
+    records = metrics(run)
+    assert "train.h5" in messages(first)[0], "of the loader, which reads before anything is written"
+    _, second = start("--num_epochs=3", "--resume")
+    assert messages((run / "out.log").read_text()) == messages(first) + messages(second)
+    assert "num_epochs 2 -> 3" in second
+    assert metrics(run)[: len(records)] == records
+    found = scalars(run)
+    assert [step for step, _ in found["Loss/valid"]] == [0, 8, 16, 24]
+    assert summary(run)["steps"] == 24
+    assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer run alone"
+    content = EventAccumulator(str(run / "logs")).Reload().PluginTagToContent("hparams")
+    shown = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
+    assert shown["num_epochs"].number_value == 3, "those of the shorter run were shown with the new loss"
+
+
+def test_a_summary_that_cannot_be_written_is_no_success(command: Any, start: Any, monkeypatch: Any) -> None:
+    """The run ended with exit code 0 and a warning."""
+    with monkeypatch.context() as patch:
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        patch.setattr(runs, "dataclasses", mock.Mock(asdict=full))
+        code, stderr = command()
+    assert code == 2
+    remedy = "the network is saved; the same command writes it"
+    assert re.search(f"summary.json: No space left on device; .*{remedy}$", stderr.splitlines()[-1])
+    run, printed = start()
+    assert "The summary of this run is missing" in printed
+    assert summary(run)["steps"] == 16
+
+
+def test_a_run_that_stopped_early_is_finished(start: Any) -> None:
+    """Nothing resumes the run unasked."""
+    command = ["--set=early_stopping.min_delta=9", "--set=early_stopping.patience=1"]
+    run, printed = start(*command)
+    before = summary(run)
+    assert before["steps"] == 8
+    assert f"Early stopping after epoch 1: {before['early_stop']}" in printed
+    _, printed = start(*command, "--resume")
+    assert "is the end of epoch 1, the last one; raise num_epochs or early_stopping.patience to extend" in printed
+    (run / SUMMARY).unlink()
+    assert "The summary of this run is missing" in start(*command)[1]
+    assert summary(run)["early_stop"] == before["early_stop"]
+    start(command[0], "--set=early_stopping.patience=2", "--resume")
+    assert (summary(run)["steps"], summary(run)["early_stop"]) == (16, None)
