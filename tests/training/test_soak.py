@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from soak import END, SAVE, START, KillTest, PlannedKill, Unavailable, soak
+from soak import END, FLAGS, SAVE, START, PlannedStop, StopTest, Unavailable, soak
 from soak_random import random_run
 
 
 def test_three_kills(tmp_path: Path) -> None:
     """kill -9 of either rank, whose survivor ends without a signal, and of both, between two saves."""
-    plan = [PlannedKill([1], steps=5), PlannedKill([0, 1], steps=7), PlannedKill([0], steps=4)]
-    kills = KillTest(tmp_path, epochs=3, pictures=False).run("killed", plan)
-    assert [set(kill.victims) <= set(planned.victims) for kill, planned in zip(kills, plan, strict=True)] == [True] * 3
+    plan = [PlannedStop([1], step=6), PlannedStop([0, 1], step=8), PlannedStop([0], step=5)]
+    test = StopTest(tmp_path, [*FLAGS, "--num_epochs=3", "--set=report_pictures=false"])
+    kills = test.run("killed", plan)
+    assert [kill.victims <= set(planned.victims) for kill, planned in zip(kills, plan, strict=True)] == [True] * 3
 
 
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
-    """At random moments, during the start, saves and the end phase too, of one rank or of both."""
+    """At random moments, during the start, saves and the end phase, too, of one rank or of both."""
     kills = soak(20, seed=5, folder=tmp_path)
     assert len(kills) == 20
     assert {START, SAVE, END} <= {kill.phase for kill in kills}
