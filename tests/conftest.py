@@ -31,7 +31,6 @@ LONG_FILES = (
     "tests/distributed/test_signals.py",
     "tests/training/test_end_of_run.py",
     "tests/distributed/test_heartbeat.py",
-    "tests/distributed/test_restarts.py",
     "tests/steps/test_compile.py",
     "tests/training/test_soak.py",
     "tests/distributed/test_launchers.py",

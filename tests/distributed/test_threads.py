@@ -11,33 +11,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import TOP
 
 from utils.distributed import threads
 from utils.distributed.threads import cpu_limit, is_set_by_user, physical_cores, share
 from utils.distributed.world import connect
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize(
-    ("cores", "limits", "expected"),
+    ("cores", "limit", "expected"),
     [
-        ([range(16)], [], [16]),
-        ([range(2)] * 2, [], [1, 1]),
-        ([range(6)] * 3, [], [2, 2, 2]),
-        ([range(2)] * 4, [], [1] * 4),  # more ranks than cores
-        ([range(8), range(8, 16)], [], [8, 8]),  # bound by the launcher
-        ([range(4), range(2, 6)], [], [3, 3]),
-        ([range(64)], [2.5], [2]),  # a container
-        ([range(64)] * 4, [8.0] * 4, [2] * 4),
-        ([range(64)], [0.5], [1]),
+        ([range(16)], math.inf, [16]),
+        ([range(6)] * 3, math.inf, [2, 2, 2]),
+        ([range(2)] * 4, math.inf, [1] * 4),  # more ranks than cores
+        ([range(8), range(8, 16)], math.inf, [8, 8]),  # bound by the launcher
+        ([range(4), range(2, 6)], math.inf, [3, 3]),
+        ([range(64)] * 4, 8.0, [2] * 4),  # a container
+        ([range(64)], 0.5, [1]),
     ],
 )
-def test_the_cores_of_a_node_are_divided_among_its_ranks(cores, limits, expected) -> None:
-    limits = limits or [math.inf] * len(cores)
-    here = [("here", list(one), limit) for one, limit in zip(cores, limits, strict=True)]
-    there = [("there", list(range(3)), math.inf)]
-    assert [share([*there, *here], rank) for rank in range(1 + len(cores))] == [3, *expected]
+def test_the_cores_of_a_node_are_divided_among_its_ranks(cores, limit, expected) -> None:
+    everywhere = [("there", list(range(3)), math.inf), *(("here", list(one), limit) for one in cores)]
+    assert [share(everywhere, rank) for rank in range(len(everywhere))] == [3, *expected]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +49,7 @@ def test_the_cores_of_a_node_are_divided_among_its_ranks(cores, limits, expected
     ],
 )
 def test_the_one_thread_that_torchrun_sets_is_not_the_users(variables: str, expected: bool) -> None:
-    env = dict(word.split("=") for word in variables.split())
-    assert is_set_by_user(env) == expected
+    assert is_set_by_user(dict(word.split("=") for word in variables.split())) == expected
 
 
 def test_a_run_uses_its_share_unless_the_user_has_set_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,40 +75,32 @@ def test_the_limit_of_a_control_group_and_those_above_it_counts(tmp_path: Path) 
     (proc / "self").mkdir(parents=True)
     (job / "step").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("1:name=systemd:/other\n0::/job/step\n")
-    assert cpu_limit(proc, job.parent) == math.inf, "no files"
     (job / "step" / "cpu.max").write_text("max 100000\n")
     assert cpu_limit(proc, job.parent) == math.inf
     (job / "cpu.max").write_text("150000 100000\n")
     assert cpu_limit(proc, job.parent) == 1.5
 
 
-@pytest.mark.parametrize(
-    ("variables", "spins"), [({}, "1000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")]
-)
+@pytest.mark.parametrize(("variables", "spins"), [({}, "1000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")])
 def test_waiting_threads_of_pytorch_hardly_spin(variables: dict[str, str], spins: str) -> None:
     """libgomp, PyTorch's OpenMP library, prints its settings when it is loaded."""
-    library = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), "libgomp.so.1")
+    library = str(next((Path(torch.__file__).parent / "lib").glob("libgomp*"), "libgomp.so.1"))
     try:
-        ctypes.CDLL(str(library))
+        ctypes.CDLL(library)
     except OSError:
         pytest.skip("no libgomp")
     unset = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    env = {key: value for key, value in os.environ.items() if key not in unset} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", f"import utils, ctypes; ctypes.CDLL({str(library)!r})"],
-        env={**env, "OMP_DISPLAY_ENV": "VERBOSE"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = {key: value for key, value in os.environ.items() if key not in unset}
+    command = [sys.executable, "-c", f"import utils, ctypes; ctypes.CDLL({library!r})"]
+    env |= {**variables, "OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run(command, env=env, cwd=TOP, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["train.py", "train_graph.py", "predict.py", "evaluate.py"])
 def test_entry_scripts_import_utils_before_pytorch(script: str) -> None:
     """Its settings of the threads come too late once PyTorch is imported."""
-    lines = [line for line in (ROOT / script).read_text().splitlines() if line.startswith(("import ", "from "))]
-    own = [line.split()[1].split(".")[0] for line in lines]
-    first = next(name for name in own if name not in sys.stdlib_module_names)
+    lines = [line for line in (TOP / script).read_text().splitlines() if line.startswith(("import ", "from "))]
+    packages = [line.split()[1].split(".")[0] for line in lines]
+    first = next(name for name in packages if name not in sys.stdlib_module_names)
     assert first in ("utils", "train"), "train.py is checked as well"
