@@ -66,7 +66,7 @@ def test_restarted_ranks_return_to_their_run_although_another_one_is_finished(
         words = [*command, f"--master-port={free_port()}", script, *arguments[1:]]
         ended = subprocess.run(words, env=environment, **RUN)
         assert ended.returncode == 0, ended.stderr
-        assert ended.stderr.count(f"Run directory: {directory(tmp_path, 2, name)}\n") == 1 + len(deaths)
+        assert ended.stderr.count(f"Run directory: {directory(tmp_path, 2, name)}") == 1 + len(deaths)
     assert ended.stderr.count("Resuming from ") == 1, "the first restart has no checkpoint yet"
     assert "after step 8" in ended.stderr
     assert_same_training(directory(tmp_path, 2), directory(tmp_path, 2, "00-2"))
