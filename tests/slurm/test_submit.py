@@ -12,29 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from processes import GENEROUS, TOP, Program, free_port, rank_variables, wait_until
 from slurm_cluster import Cluster, Job, is_pending
+from trainings import assert_same_training, directory
 
 from utils import config as configs
+from utils.training.checkpoint import FOLDER, saved_steps
 
 pytestmark = pytest.mark.slurm
 
 FOUR_RANKS = "--nodes=2 --ntasks=4 --ntasks-per-node=2"
-EPOCHS, STEPS_PER_EPOCH = 24, 8
+STEPS = 192  # of 24 epochs
 NO_GPUS = "--gpus-per-node=0 --cpus-per-task=1"
 LOGS = "lögs #1: 'a' \"$HOME\" %s\\n \n"  # a name with characters of YAML and of shells
-
-
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> checkpoint."""
-    found = (folder / LOGS / "test/4ranks/00/checkpoints").glob("step_*")
-    return {int(path.name.removeprefix("step_")): path for path in found}
-
-
-def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    path = checkpoints(folder)[EPOCHS * STEPS_PER_EPOCH]
-    return torch.load(path / "weights.pt", weights_only=True)["network"]
 
 
 def dumped(folder: Path) -> list[dict[str, Any]]:
@@ -45,26 +35,24 @@ def dumped(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def flags(data_flags: list[str]) -> list[str]:
-    return ["--config=test", *data_flags, "--set=report_baselines=false", f"--num_epochs={EPOCHS}"]
+    return ["--config=test", *data_flags, "--set=report_baselines=false", "--num_epochs=24"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """The same run on four ranks without Slurm and without interruption."""
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
-    path = json.dumps(str(folder / LOGS).replace("$", "$$"), ensure_ascii=False)
-    command = ["train.py", *flags, f"--set=expdir={path}"]
-    ranks = [
-        Program(command, folder / str(rank), environment={**os.environ, **rank_variables(rank, 4, port)})
-        for rank in range(4)
-    ]
+    command = ["train.py", *flags, f"--set=expdir={folder}"]
+    environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
+    ranks = [Program(command, folder / str(rank), environment=each) for rank, each in enumerate(environments)]
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
-    return folder
+    return directory(folder, 4)
 
 
-def train_some_epochs(cluster: Cluster, folder: Path, flags: list[str]) -> tuple[Job, list[int]]:
+@pytest.fixture
+def training(cluster: Cluster, tmp_path: Path, flags: list[str]) -> tuple[Job, list[int]]:
     """A training run in its third epoch, and the process ids of its ranks, which are suspended there."""
-    job = cluster.submit(folder, FOUR_RANKS, *flags, LOGS_DIR=str(folder / LOGS))
+    job = cluster.submit(tmp_path, FOUR_RANKS, *flags, LOGS_DIR=str(tmp_path / LOGS))
     job.wait_for("epoch 3/")
     return job, job.suspend_ranks(4)
 
@@ -77,29 +65,64 @@ def resume(ranks: list[int]) -> None:
 def stopped_after(job: Job, by: str) -> int:
     """The step after which all ranks stopped; rank 0 may learn of the signal from another rank."""
     (step,) = re.findall(rf"Stopping after step (\d+): (?:{by}|a signal to another rank)$", job.output, re.MULTILINE)
-    assert 0 < int(step) < EPOCHS * STEPS_PER_EPOCH
+    assert 0 < int(step) < STEPS
     return int(step)
 
 
-def ends_with_the_same_weights(job: Job, folder: Path, uninterrupted: Path) -> None:
-    job.ends("COMPLETED")
-    expected, weights = final_weights(uninterrupted), final_weights(folder)
-    assert expected.keys() == weights.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, weights[name]), name
-
-
-def test_a_preempted_training_saves_is_requeued_and_resumes(
-    cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
+@pytest.mark.parametrize("by", ["SIGTERM", *(pytest.param(by, marks=pytest.mark.slow) for by in ("SIGUSR1", "node"))])
+def test_an_interrupted_training_run_is_requeued_and_resumes(
+    cluster: Cluster, training: tuple[Job, list[int]], uninterrupted: Path, tmp_path: Path, by: str
 ) -> None:
-    """Its weights equal those of an uninterrupted run, and one file has the output of both starts, from rank 0."""
-    job, _ = train_some_epochs(cluster, tmp_path, flags)
-    cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
+    """After a preemption, a warning of the time limit, or the failure of a node: from its last checkpoint.
+
+    One file has the output of both starts, from rank 0.
+    """
+    (job, ranks), run = training, directory(tmp_path / LOGS, 4)
+    newest = saved_steps(run / FOLDER)[0]
+    saved = [newest, newest + 8]  # the next one may have been half written when the ranks were suspended
+    if by == "SIGTERM":
+        cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
+    elif by == "SIGUSR1":
+        job.signal_shell("USR1")
+        job.wait_until(lambda: all(is_pending(pid, signal.SIGUSR1) for pid in ranks), "SIGUSR1 for all ranks")
+        resume(ranks)
+    else:
+        bring_back = cluster.freeze("node2", job)
+        resume(sorted(set(ranks) & set(job.processes(SLURMD_NODENAME="node1"))))
+        job.wait_until(lambda: job.state == "PENDING", "requeue")
+        bring_back()
     job.is_requeued()
-    ends_with_the_same_weights(job, tmp_path, uninterrupted)
-    assert re.search(rf"Resuming from (?s:.*), after step {stopped_after(job, 'SIGTERM')}$", job.output, re.MULTILINE)
-    assert job.output.count("Avg train loss=") == EPOCHS
-    assert (tmp_path / LOGS / "test/4ranks/00/provenance.json").is_file()
+    job.ends("COMPLETED")
+    if by == "node":
+        assert "Stopping" not in job.output
+    else:
+        saved = [stopped_after(job, by)]
+        assert job.output.count("Avg train loss=") == 24
+    (step,) = re.findall(r"Resuming from (?s:.*), after step (\d+)$", job.output, re.MULTILINE)
+    assert int(step) in saved
+    assert_same_training(uninterrupted, run, STEPS)
+
+
+@pytest.mark.slow
+def test_a_canceled_training_saves_and_stays_canceled(
+    cluster: Cluster, training: tuple[Job, list[int]], tmp_path: Path
+) -> None:
+    job, _ = training
+    cluster.run("scancel", job.number)
+    job.ends("CANCELLED")
+    assert job.field("Restarts") == "0"
+    assert stopped_after(job, "SIGTERM") in saved_steps(directory(tmp_path / LOGS, 4) / FOLDER)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_fails_the_job(training: tuple[Job, list[int]]) -> None:
+    job, ranks = training
+    os.kill(ranks.pop(2), signal.SIGKILL)
+    resume(ranks)
+    job.ends("FAILED")
+    assert job.field("ExitCode") == "76:0"
+    assert "task 2: Killed" in job.output
+    assert "error: rank 2 (host " in job.output
 
 
 # --- exit codes ---
@@ -164,7 +187,19 @@ def test_the_default_partition_accepts_the_script_without_a_time_limit_of_its_ow
     assert "in partition high" in answer("-q regular -t 4:00:00 -n 8 --partition=high")
 
 
+@pytest.fixture(scope="module")
+def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job close to its time limit. Slurm checks limits every 30 s, so other tests run meanwhile."""
+    options = f"--ntasks=1 --nodelist=node1 --partition=high {NO_GPUS}"
+    job = cluster.stand_in(tmp_path_factory.mktemp("limited"), options, "wait")
+    job.wait_for("rank 0 waits")
+    # submit_pm.sh requests a warning 120 s before the end.
+    cluster.run("scontrol", "update", f"JobId={job.number}", "EndTime=now+2minutes")
+    return job
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("limited")
 def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) -> None:
     """Four ranks per node; each sees all GPUs of its node, or only its own if the options say so."""
     cases = {"": 4, "-n 1": 1, "-n 8": 8, "-N 2": 8, "-n 2 --gpu-bind=single:1": 2, "-n 4 --gpus-per-task=1": 4}
@@ -186,81 +221,21 @@ def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) 
 # --- signals ---
 
 
-@pytest.fixture(scope="module")
-def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job close to its time limit. Slurm checks limits every 30 s, so other tests run meanwhile."""
-    options = f"--ntasks=1 --nodelist=node1 --partition=high {NO_GPUS}"
-    job = cluster.stand_in(tmp_path_factory.mktemp("limited"), options, "wait")
-    job.wait_for("rank 0 waits")
-    # submit_pm.sh requests a warning 120 s before the end.
-    cluster.run("scontrol", "update", f"JobId={job.number}", "EndTime=now+2minutes")
-    return job
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("limited")
-def test_a_warned_training_saves_is_requeued_and_resumes(
-    cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
-) -> None:
-    job, ranks = train_some_epochs(cluster, tmp_path, flags)
-    job.signal_shell("USR1")
-    job.wait_until(lambda: all(is_pending(pid, signal.SIGUSR1) for pid in ranks), "SIGUSR1 for all ranks")
-    resume(ranks)
-    job.is_requeued()
-    ends_with_the_same_weights(job, tmp_path, uninterrupted)
-    assert f", after step {stopped_after(job, 'SIGUSR1')}\n" in job.output
-
-
-@pytest.mark.slow
-def test_a_training_whose_node_fails_resumes_from_its_last_checkpoint(
-    cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
-) -> None:
-    job, ranks = train_some_epochs(cluster, tmp_path, flags)
-    newest = max(checkpoints(tmp_path))
-    bring_back = cluster.freeze("node2", job)
-    resume(sorted(set(ranks) & set(job.processes(SLURMD_NODENAME="node1"))))
-    job.wait_until(lambda: job.state == "PENDING", "requeue")
-    bring_back()
-    job.is_requeued()
-    ends_with_the_same_weights(job, tmp_path, uninterrupted)
-    (step,) = re.findall(r", after step (\d+)\n", job.output)
-    assert int(step) in (newest, newest + 8)  # the next one may have been half written when the ranks were suspended
-    assert "Stopping" not in job.output
-
-
-@pytest.mark.slow
-def test_a_canceled_training_saves_and_stays_canceled(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
-    job, _ = train_some_epochs(cluster, tmp_path, flags)
-    cluster.run("scancel", job.number)
-    job.ends("CANCELLED")
-    assert job.field("Restarts") == "0"
-    assert stopped_after(job, "SIGTERM") in checkpoints(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_fails_the_job(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
-    job, ranks = train_some_epochs(cluster, tmp_path, flags)
-    os.kill(ranks.pop(2), signal.SIGKILL)
-    resume(ranks)
-    job.ends("FAILED")
-    assert job.field("ExitCode") == "76:0"
-    assert "task 2: Killed" in job.output
-    assert "error: rank 2 (host " in job.output
-
-
 @pytest.mark.slow
 def test_a_job_that_was_requested_to_stop_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """The signal goes to the shell or to the ranks; the step may also end by a signal."""
+    """The signal goes to the shell or to the ranks; the step may also end by a signal, also of a preemption."""
     options = f"{FOUR_RANKS} {NO_GPUS}"
     translated = cluster.stand_in(tmp_path, f"{options} --signal=B:TERM@120", "wait", STOP_SIGNAL="USR2")
     deaf, late, alone = (cluster.stand_in(tmp_path, options, program) for program in ("deaf", "late", "wait"))
-    jobs = (translated, deaf, late, alone)
+    preempted = cluster.stand_in(tmp_path, FOUR_RANKS, "deaf")  # the only one with GPUs
+    jobs = (translated, deaf, late, alone, preempted)
     for job in jobs:
         job.wait_for(" waits", 4)
     translated.signal_shell("TERM")
     deaf.signal_shell("USR1")
     late.signal_shell("USR1")
     cluster.run("scancel", "--signal=USR1", alone.number)
+    cluster.preempt()
     for job in jobs:
         job.is_requeued()
     for job in jobs:
@@ -269,7 +244,7 @@ def test_a_job_that_was_requested_to_stop_is_requeued(cluster: Cluster, tmp_path
     assert "User defined signal 1" in deaf.output, "the ranks do not catch the signal"
     assert "Terminated" in late.output, "-K1 ends ranks that have saved"
     assert "rank 3 saves after SIGUSR1" in alone.output
-    assert ["warned" in job.output for job in jobs] == [True, True, True, False]
+    assert ["warned" in job.output for job in jobs] == [True, True, True, False, False]
 
 
 @pytest.mark.slow
@@ -289,15 +264,6 @@ def test_a_job_that_may_not_be_requeued_fails_and_prints_the_reason(cluster: Clu
         assert job.field("Restarts") == "0"
         assert job.field("ExitCode") == code
         assert text in job.output
-
-
-@pytest.mark.slow
-def test_a_program_that_a_preemption_kills_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, FOUR_RANKS, "deaf")
-    job.wait_for(" waits", 4)
-    cluster.preempt()
-    job.is_requeued()
-    job.ends("COMPLETED")
 
 
 @pytest.mark.slow
