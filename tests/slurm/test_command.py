@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,17 +19,19 @@ from utils import config as configs
 TASK = ["bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_"]
 TRAIN = [*TASK, "python", "train.py"]
 IMAGE = {"CONTAINER_IMAGE": "some/image:1"}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "12"}
+RECORD = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; {{}}'; exit {{}}"
 
 
 class Submission:
-    """submit_pm.sh in a batch job, with an srun that executes SRUN_THEN and a scontrol that prints JOB; both record
-    their arguments."""
+    """submit_pm.sh in a batch job, with an srun that executes SRUN_THEN and a scontrol that refuses to requeue;
+    both record their arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.written = folder, folder / "srun.log"
         commands = {
             "srun": 'printf "%s\\0" "$@" >"$0.log"; eval "${SRUN_THEN:-}"',
-            "scontrol": 'echo "$@" >>"$0.log"; echo "${JOB:-}"',
+            "scontrol": 'echo "$@" >>"$0.log"; echo " JobState=RUNNING "; [ "$1" != requeue ]',
         }
         for name, script in commands.items():
             (folder / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -37,7 +40,8 @@ class Submission:
     def run(self, *arguments: str, where: str = str(TOP), **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
         # As in a batch job, the shell of the script is Slurm's task.
-        command = ["bash", "-c", 'SLURM_TASK_PID=$$ exec bash "$0" "$@"', str(TOP / "submit_pm.sh"), *arguments]
+        script = 'SLURM_TASK_PID=${SLURM_TASK_PID:-$$} exec bash "$0" "$@"'
+        command = ["bash", "-c", script, str(TOP / "submit_pm.sh"), *arguments]
         return subprocess.run(command, cwd=where, env={**environment, **variables}, capture_output=True, text=True)
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
@@ -126,28 +130,26 @@ def test_logs_go_to_the_scratch_file_system_if_there_is_one(submission: Submissi
 
 def test_each_task_of_an_array_gets_its_own_run_directory(submission: Submission) -> None:
     """All tasks have the same command line, and Slurm does not replace a variable's name in it."""
-    task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "12"}
     cases = {(): "00-12", ("--run_num=a b",): "a b-12", ("--run_num", "1", "--run_num=2", "--run_num", "3"): "3-12"}
     for arguments, run_num in cases.items():
-        assert submission.options("--config=short", *arguments, **task).run_num == run_num
+        assert submission.options("--config=short", *arguments, **ARRAY).run_num == run_num
     assert submission.command("--config=short")[-1] == "--config=short"
 
 
 def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submission, tmp_path: Path) -> None:
     """srun reports the highest code, for example 143 of a rank that -K1 ended after another one's exit code 2."""
-    record = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; {{}}'; exit {{}}"
     logs = tmp_path / "logs"
     podman = {"CONTAINER_RUNTIME": "podman-hpc", "LOGS_DIR": str(logs), **IMAGE}
     mounted = f'[ "${{TRAIN_EXIT_FILE%%.*}}" = /logs/ ] && ln -s 2 "{logs}/${{TRAIN_EXIT_FILE##*/}}"; exit 143'
     cases: list[tuple[str, int, dict[str, str]]] = [
-        (record.format("record(2); record(1)", 143), 2, {}),
-        (record.format("record(2); record(1)", 143), 2, {"LOGS_DIR": str(logs)}),
+        (RECORD.format("record(2); record(1)", 143), 2, {}),
+        (RECORD.format("record(2); record(1)", 143), 2, {"LOGS_DIR": str(logs)}),
         (mounted, 2, podman),
-        (record.format("record(75)", 143), 75, {}),
-        (record.format("record(0)", 143), 143, {}),
+        (RECORD.format("record(75)", 143), 75, {}),
+        (RECORD.format("record(0)", 143), 143, {}),
         ("exit 75", 1, {}),  # ranks that could not connect to one that failed to start
         ("trap : USR1; kill -s USR1 $PPID; sleep 1; exit 75", 75, {}),
-        (record.format("record(1)", 0), 0, {}),  # torchrun has restarted the ranks
+        (RECORD.format("record(1)", 0), 0, {}),  # torchrun has restarted the ranks
     ]
     for step, code, variables in cases:
         done = submission.run(SRUN_THEN=step, **variables)
@@ -207,13 +209,31 @@ def test_nsys_wraps_the_command_and_writes_to_the_log_directory(submission: Subm
         assert command[command.index("-o") + 1] == expected
 
 
-def test_a_job_of_a_debug_qos_is_not_requeued(submission: Submission, tmp_path: Path) -> None:
-    """NERSC forbids chains of jobs in its debug QOS."""
-    step = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; record(75)'; exit 75"
-    done = submission.run(SRUN_THEN=step, JOB=" JobState=RUNNING ", SLURM_JOB_QOS="gpu_debug")
-    assert done.returncode == 75
-    assert "not requeued: MAX_REQUEUES=0 is reached; the same command resumes (QOS gpu_debug)" in done.stderr
-    assert "requeue" not in (tmp_path / "scontrol.log").read_text()
+@pytest.mark.parametrize(
+    ("variables", "message", "requeued"),
+    [
+        ({}, "cannot be requeued; submit the same command again", "7"),
+        (ARRAY, "cannot be requeued; submit the same command again", "6_12"),
+        # NERSC forbids chains of jobs in its debug QOS.
+        ({"SLURM_JOB_QOS": "gpu_debug"}, "MAX_REQUEUES=0 is reached; the same command resumes (QOS gpu_debug)", ""),
+        ({"SLURM_RESTART_COUNT": "100"}, "MAX_REQUEUES=100 is reached; the same command resumes", ""),
+        ({"SLURM_TASK_PID": "1"}, "stopped; the same command resumes", ""),  # inside an allocation
+    ],
+)
+def test_a_job_that_cannot_be_requeued_prints_the_reason(
+    submission: Submission, tmp_path: Path, variables: dict[str, str], message: str, requeued: str
+) -> None:
+    done = submission.run(SRUN_THEN=RECORD.format("record(75)", 75), **variables)
+    assert (done.returncode, message in done.stderr) == (75, True), done.stderr
+    log = tmp_path / "scontrol.log"
+    asked = re.findall(r"^requeue (.*)", log.read_text() if log.exists() else "", re.MULTILINE)
+    assert asked == [requeued] * bool(requeued)
+
+
+def test_a_benchmark_gets_no_stop_signal(submission: Submission) -> None:
+    """It has nothing to save."""
+    done = submission.run("--enable_benchy", SRUN_THEN="trap 'exit 9' USR1; kill -s USR1 $PPID; sleep 1")
+    assert (done.returncode, "a benchmark has nothing to save" in done.stderr) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, Program, free_port, rank_variables, wait_until
+from processes import TOP, Program, free_port, rank_variables
 from slurm_cluster import Cluster, Job, is_pending
 from trainings import assert_same_training, directory
 
@@ -125,9 +125,6 @@ def test_a_rank_that_dies_fails_the_job(training: tuple[Job, list[int]]) -> None
     assert "error: rank 2 (host " in job.output
 
 
-# --- exit codes ---
-
-
 def test_bad_input_ends_the_job_with_exit_code_2(cluster: Cluster, tmp_path: Path) -> None:
     """The job had exit code 143, because -K1 ends the other ranks while they wait for rank 0 to print."""
     job = cluster.submit(tmp_path, FOUR_RANKS, "--config=test", "--num_epoch=3", LOGS_DIR=str(tmp_path / LOGS))
@@ -137,30 +134,12 @@ def test_bad_input_ends_the_job_with_exit_code_2(cluster: Cluster, tmp_path: Pat
     assert list((tmp_path / LOGS).iterdir()) == []
 
 
-@pytest.mark.slow
-def test_the_job_has_the_exit_code_of_the_program_and_a_failed_rank_ends_the_others(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    hung = cluster.stand_in(tmp_path, "--ntasks=1", "exit", "0", "76")
-    failed = cluster.stand_in(tmp_path, FOUR_RANKS, "exit", "1", "3")
-    hung.ends("FAILED")
-    assert hung.field("ExitCode") == "76:0"
-    failed.ends("FAILED")
-    assert failed.field("ExitCode") == "3:0"
-    assert "error: rank 1 fails" in failed.output
-    assert "Exited with exit code 3" in failed.output
-
-
-# --- environment of the ranks ---
-
-AWKWARD = ["--set=run name=a b", "it's", 'say "x"', "$HOME `id` $(id)", "*", "two\nlines", "", "back\\slash", "--", "ü"]
-
-
 def test_arguments_and_variables_reach_every_rank_unchanged_on_unequal_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    given = {"BENCHY_OUTPUT": "weak scale", "NVIDIA_TF32_OVERRIDE": "0", "OMP_NUM_THREADS": "3"}
-    cluster.stand_in(tmp_path, "-N2 -n3", "dump", str(tmp_path), *AWKWARD, **given).ends("COMPLETED")
+    awkward = ["--set=run name=a b", 'it\'s "x" $HOME `id` $(id)', "*", "two\nlines", "", "back\\slash", "--", "ü"]
+    given = {"BENCHY_OUTPUT": "weak scale", "OMP_NUM_THREADS": "3"}
+    cluster.stand_in(tmp_path, "-N2 -n3", "dump", str(tmp_path), *awkward, **given).ends("COMPLETED")
     ranks = dumped(tmp_path)
-    assert [rank["argv"] for rank in ranks] == [["tests/slurm/stand_in.py", "dump", str(tmp_path), *AWKWARD]] * 3
+    assert [rank["argv"] for rank in ranks] == [["tests/slurm/stand_in.py", "dump", str(tmp_path), *awkward]] * 3
     environments = [rank["environment"] for rank in ranks]
     assert [{name: rank[name] for name in given} for rank in environments] == [given] * 3
     assert [rank["RANK"] for rank in environments] == ["0", "1", "2"]
@@ -218,9 +197,6 @@ def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) 
         assert gpus == ([str(rank) for rank in range(ranks)] if "gpu" in options else ["0,1,2,3"] * ranks), options
 
 
-# --- signals ---
-
-
 @pytest.mark.slow
 def test_a_job_that_was_requested_to_stop_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     """The signal goes to the shell or to the ranks; the step may also end by a signal, also of a preemption."""
@@ -248,50 +224,6 @@ def test_a_job_that_was_requested_to_stop_is_requeued(cluster: Cluster, tmp_path
 
 
 @pytest.mark.slow
-def test_a_job_that_may_not_be_requeued_fails_and_prints_the_reason(cluster: Cluster, tmp_path: Path) -> None:
-    often = cluster.stand_in(tmp_path, f"--ntasks=1 {NO_GPUS}", "wait", MAX_REQUEUES="0")
-    refused = cluster.stand_in(tmp_path, f"--ntasks=1 --no-requeue {NO_GPUS}", "wait")
-    for job in (often, refused):
-        job.wait_for(" waits")
-        job.signal_shell("USR1")
-    deaf = cluster.stand_in(tmp_path, f"{FOUR_RANKS} {NO_GPUS}", "deaf")
-    deaf.wait_for(" waits", 4)
-    for pid in deaf.processes(RANK="3"):
-        os.kill(pid, signal.SIGTERM)
-    expected = {often: ("75:0", "MAX_REQUEUES=0"), refused: ("75:0", "cannot be requeued")}
-    for job, (code, text) in {**expected, deaf: ("143:0", "task 3: Terminated")}.items():
-        job.ends("FAILED")
-        assert job.field("Restarts") == "0"
-        assert job.field("ExitCode") == code
-        assert text in job.output
-
-
-@pytest.mark.slow
-def test_a_benchmark_gets_no_stop_signal(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, "--ntasks=1", "wait", "--enable_benchy")
-    job.wait_for("waits")
-    job.signal_shell("USR1")
-    job.wait_for("a benchmark has nothing to save")
-    cluster.run("scancel", job.number)
-    job.ends("CANCELLED")
-    assert "SIGUSR1" not in job.output
-
-
-@pytest.mark.slow
-def test_a_task_of_an_array_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    options = f"--array=3,7%2 --ntasks=1 {NO_GPUS} --output={shlex.quote(str(tmp_path / '%a.out'))}"
-    job = cluster.stand_in(tmp_path, options, "wait")
-    tasks = {name: Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out") for name in ("3", "7")}
-    for task in tasks.values():
-        task.wait_for("waits")
-    tasks["7"].signal_shell("USR1")
-    tasks["7"].is_requeued()
-    tasks["7"].ends("COMPLETED")
-    assert tasks["3"].state == "RUNNING"
-    cluster.run("scancel", job.number)
-
-
-@pytest.mark.slow
 def test_a_sweep_as_a_job_array(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
     """As docs/logging.md describes it: each task trains with its own values, and is a W&B run of its own."""
     page = (TOP / "docs/logging.md").read_text(encoding="utf-8")
@@ -308,49 +240,6 @@ def test_a_sweep_as_a_job_array(cluster: Cluster, tmp_path: Path, flags: list[st
         config = configs.load(str(run / "config.yaml"), "test")
         assert (config.lr_schedule.start_lr, config.seed) == (rate, seed)
         assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
-
-
-# --- inside an allocation ---
-
-
-def allocate(cluster: Cluster, output: Path, program: str) -> tuple[subprocess.Popen[str], Job]:
-    """submit_pm.sh under salloc, with a terminal as its input, and its job, when all ranks wait."""
-    inner = ["salloc", *FOUR_RANKS.split(), *NO_GPUS.split(), "bash", "submit_pm.sh", program]
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            ["script", "--quiet", "--return", "--command", shlex.join(inner), "/dev/null"],
-            cwd=TOP,
-            env={**cluster.environment, "TRAIN_SCRIPT": "tests/slurm/stand_in.py"},
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=file,
-            text=True,
-        )
-    wait_until(lambda: output.read_text().count(" waits") == 4, output.read_text, lambda: process.poll() is None)
-    found = re.search(r"Granted job allocation (\d+)", output.read_text())
-    assert found, output.read_text()
-    return process, Job(cluster, found[1], output)
-
-
-@pytest.mark.slow
-def test_inside_an_allocation_nothing_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    process, job = allocate(cluster, tmp_path / "output", "wait")
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in job.processes()}
-    os.kill(next(pid for pid, text in commands.items() if text.startswith("bash\0submit_pm.sh")), signal.SIGUSR1)
-    process.communicate(timeout=GENEROUS)
-    assert process.returncode == 75, job.output
-    assert "the same command resumes" in job.output
-    job.ends("FAILED")
-
-
-@pytest.mark.slow
-def test_one_ctrl_c_ends_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    """Without -X srun would only report the state of its tasks and wait for a second Ctrl-C."""
-    process, job = allocate(cluster, tmp_path / "output", "deaf")
-    assert job.state == "RUNNING"
-    process.communicate("\x03", timeout=GENEROUS)
-    assert process.returncode == 130, job.output
-    assert job.output.count("KeyboardInterrupt") == 4, job.output
 
 
 @pytest.mark.slow
