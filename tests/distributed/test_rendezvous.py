@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,7 +21,7 @@ from processes import GENEROUS, Program, free_port, is_free, rank_variables, run
 from utils.distributed import rendezvous
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
-from utils.distributed.rendezvous import identify, meet
+from utils.distributed.rendezvous import meet
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 
@@ -103,30 +102,12 @@ def test_a_rank_of_another_run_is_refused(port: int) -> None:
     assert str(refused) == str(right) == str(root)
 
 
-def test_two_processes_with_one_rank_are_never_in_the_same_start(port: int) -> None:
-    """Rank 1 of another start of the same command: one of the two is accepted, the other one has no answer."""
-    root, *ones, two = start_ranks(port, [THREE[0], THREE[1], THREE[1], THREE[2]], 3.0)
-    if root == NAME:
-        assert two == root
-        accepted, rejected = ones if ones[0] == root else ones[::-1]
-        assert (accepted, str(rejected)) == (root, "no answer from rank 0")
-
-
 def test_a_late_rank_has_no_answer(port: int) -> None:
     """Neither a second rank 1 nor rank 3 of a larger run, which rank 0 has not compared."""
     assert start_ranks(port, THREE) == [NAME] * 3
     second, larger = start_ranks(port, [THREE[1], (3, {**IDENTITY, "number of ranks": "4"})], 0.3)
     assert str(second) == "no answer from rank 0"
     assert re.search(r"rank 3 .* differs in number of ranks \(4, not 3\)", str(larger))
-
-
-def test_the_identity_covers_the_command_and_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config=a"])
-    first = identify(Launch("slurm", 3, 1, 8), {"config": "c"})
-    assert first == {**first, "config": "c", "number of ranks": "8"}
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config=b"])
-    second = identify(Launch("slurm", 3, 1, 8), {"config": "c"})
-    assert {name for name, text in second.items() if text != first[name]} == {"command line"}
 
 
 @pytest.mark.parametrize(
@@ -175,13 +156,15 @@ def test_ranks_that_pytorch_would_let_wait_forever_are_refused(
 
 
 CONNECTING = """
+import os, sys
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import connect
 from utils.errors import one_line_errors
 with one_line_errors(), StopSignals() as signals:
-    {before}
-    with connect("cpu", TimeoutsConfig(rendezvous={seconds})):
+    if "early" in sys.argv:
+        os.kill(os.getpid(), 15)
+    with connect("cpu", TimeoutsConfig(rendezvous=float(sys.argv[1]))):
         print("connected")
 """
 Start = Callable[..., Program]
@@ -189,14 +172,10 @@ Start = Callable[..., Program]
 
 @pytest.fixture
 def connecting(start: Start, tmp_path: Path) -> Start:
-    """connecting(rank, port, seconds, before='pass') -> a program, one of two ranks, that connects within this time"""
-
-    def start_rank(rank: int, port: int, seconds: float, before: str = "pass") -> Program:
-        script = tmp_path / f"connecting {rank} {port}.py"
-        script.write_text(CONNECTING.format(seconds=seconds, before=before))
-        return start([str(script)], **rank_variables(rank, 2, port))
-
-    return start_rank
+    """connecting(rank, port, seconds, …) -> a program, one of two ranks, that connects within this time"""
+    script = tmp_path / "connecting.py"
+    script.write_text(CONNECTING)
+    return lambda rank, port, *words: start([str(script), *map(str, words)], **rank_variables(rank, 2, port))
 
 
 def the_error(program: Program) -> str:
@@ -215,9 +194,8 @@ def test_trainings_with_one_port_do_not_mix(start: Start, data_flags: list[str],
         ranks.append(start(flags, **rank_variables(rank, 2, port)))
     for line in map(the_error, ranks):
         assert line.startswith("error: rank 1 belongs to another run than rank 0: it differs in config (")
-        assert f"run directory ({tmp_path}/b/test/00, not {tmp_path}/a/test/00)" in line
-    assert not (tmp_path / "a").exists()
-    assert not (tmp_path / "b").exists()
+        assert f"run directory ({tmp_path}/b/test/00, not {tmp_path}/a/test/00), command line (" in line
+    assert not {"a", "b"} & set(os.listdir(tmp_path))
 
 
 def test_a_rank_without_the_others_prints_one_line(connecting: Start) -> None:
@@ -235,12 +213,12 @@ def test_a_rank_without_the_others_prints_one_line(connecting: Start) -> None:
     assert re.search("Address already in use .* that no other run uses MASTER_PORT", line)
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_stop_signal_ends_the_rendezvous(connecting: Start, early: bool) -> None:
+@pytest.mark.parametrize("moment", ["early", "late"])
+def test_a_stop_signal_ends_the_rendezvous(connecting: Start, moment: str) -> None:
     """It was ignored until the rendezvous timeout. The signal may also come right before the rendezvous."""
     port = free_port()
-    program = connecting(0, port, 2 * GENEROUS, "import os; os.kill(os.getpid(), 15)" if early else "pass")
-    if not early:
+    program = connecting(0, port, 2 * GENEROUS, moment)
+    if moment == "late":
         wait_until(lambda: not is_free(port), alive=lambda: program.process.exitcode is None)
         program.signal(signal.SIGTERM)
     assert program.end().returncode == 75, program.text

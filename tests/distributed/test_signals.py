@@ -95,43 +95,26 @@ def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(signals_module, "SAME_SIGNAL_SECONDS", 1e6)
     other: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: other.append(number))
+    before = process_state()
     with StopSignals("SIGUSR2") as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: other)
-        assert signals.received is None
+    assert (signals.received, process_state(), signal.set_wakeup_fd(-1)) == (None, before, -1)
+    with StopSignals("SIGUSR2") as signals:
         os.kill(os.getpid(), signal.Signals[first])
         wait_until(lambda: signals.received)
         os.kill(os.getpid(), SIGTERM)
-    assert signals.received == first
-    assert not process_state()[1]
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_without_a_signal_the_process_state_is_restored() -> None:
-    before = process_state()
-    with StopSignals() as signals:
-        assert all(now != then for now, then in zip(process_state(), before, strict=True))
-    assert (signals.received, process_state()) == (None, before)
+    assert (signals.received, process_state()[1]) == (first, set())
 
 
 def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
-    """It must not fail with EINTR while a run saves and exits."""
+    """It must not fail with EINTR while a run saves and exits. On a busy machine the test proves less."""
     libc = ctypes.CDLL(None, use_errno=True)
     reader, writer = os.pipe()
-
-    def signal_and_answer() -> None:
-        time.sleep(0.2)  # until the call has begun; otherwise the test proves less
-        os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: signals.received)
-        os.write(writer, b"x")
-
-    with StopSignals() as signals:
-        thread = threading.Thread(target=signal_and_answer)
-        thread.start()
+    with StopSignals():
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        threading.Timer(0.5, os.write, [writer, b"x"]).start()
         assert libc.read(reader, ctypes.create_string_buffer(1), 1) == 1, os.strerror(ctypes.get_errno())
-        thread.join()
-    os.close(reader)
-    os.close(writer)
 
 
 def exchange(world: World, requests: dict[int, Request]) -> list[int]:
@@ -223,13 +206,11 @@ from utils.distributed import signals
 from utils.errors import one_line_errors
 signals.INTERRUPT_SECONDS = 0.5
 with one_line_errors(), signals.StopSignals():
-    lock = threading.Lock()
     try:
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait()
     finally:
-        lock.acquire()
-        lock.acquire()
+        threading.Event().wait()
 """
 
 
