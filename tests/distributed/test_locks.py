@@ -13,15 +13,6 @@ from utils.distributed.locks import is_locked, open_locked
 from utils.errors import UserError
 
 
-def test_a_lock_file_that_is_a_link_is_refused_and_its_target_is_unchanged(tmp_path: Path) -> None:
-    """A fixed bug: the target was opened, and truncated."""
-    (tmp_path / "target").write_text("precious")
-    (tmp_path / ".lock").symlink_to("target")
-    with pytest.raises(OSError, match="symbolic link"):
-        open_locked(tmp_path / ".lock", "locked")
-    assert (tmp_path / "target").read_text() == "precious"
-
-
 def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
     """flock treats a second open file of one process like that of another process."""
     path = tmp_path / ".lock"

@@ -45,10 +45,12 @@ def flags(tmp_path: Path, data_flags: list[str]) -> list[str]:
 
 @pytest.fixture
 def train(start: Start, flags: list[str], tmp_path: Path) -> Start:
-    """train(more flags) -> a training run without the time limits of signals"""
-    script = tmp_path / "patient.py"
+    """train(more flags) -> a training run without the time limits of signals, or a benchmark"""
+    script, settings = tmp_path / "patient.py", tmp_path / "conf.yaml"
     script.write_text(PATIENT)
-    return lambda *more: start([str(script), *flags, *more])
+    settings.write_text("IO: {batches: 2, trials: 1000000, warmup_trials: 1}\n")
+    variables = {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": f"{tmp_path}/x"}
+    return lambda *more: start([str(script), *flags, *more], **variables)
 
 
 @pytest.fixture
@@ -83,10 +85,10 @@ def saved_at_the_stop(text: str, tmp_path: Path, ranks: int = 1) -> checkpoint.C
 # --- the parts -------------------------------------------------------------------------------------------------------
 
 
-def process_state() -> tuple[list[object], set[threading.Thread]]:
+def process_state() -> list[object]:
     """The handlers, and the threads that wait for signals."""
     handlers = [signal.getsignal(number) for number in (SIGTERM, signal.SIGUSR1, signal.SIGUSR2, SIGINT)]
-    return handlers, {thread for thread in threading.enumerate() if thread.name == "stop signals"}
+    return [*handlers, [thread for thread in threading.enumerate() if thread.name == "stop signals"]]
 
 
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGUSR2"])
@@ -104,7 +106,7 @@ def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch,
         os.kill(os.getpid(), signal.Signals[first])
         wait_until(lambda: signals.received)
         os.kill(os.getpid(), SIGTERM)
-    assert (signals.received, process_state()[1]) == (first, set())
+    assert (signals.received, process_state()[-1]) == (first, [])
 
 
 def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
@@ -178,18 +180,19 @@ def test_repeated_signals_still_save(train: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "signals", "code"),
+    ("flag", "signals", "code"),
     [
         pytest.param(LONG, {"Config test": SIGTERM}, 75, marks=pytest.mark.slow),  # before the first step
+        ("--enable_benchy", {"BENCHY|Config test": SIGTERM}, 128 + SIGTERM),
         ("--num_epochs=1", {"DONE ---- rank 0": SIGTERM}, 0),  # it ended with 143
         (LONG, {"epoch 2/": SIGINT, "^interrupted; the last checkpoint is kept, and the same command": SIGINT}, 130),
     ],
 )
 def test_a_signal_leaves_complete_checkpoints_and_no_traceback(
-    train: Start, tmp_path: Path, epochs: str, signals: dict[str, int], code: int
+    train: Start, tmp_path: Path, flag: str, signals: dict[str, int], code: int
 ) -> None:
-    """At the start, during the exit, and Ctrl-C, which does not save."""
-    program = train(epochs)
+    """At the start, during the exit, to a benchmark, and Ctrl-C, which does not save."""
+    program = train(flag)
     for place, number in signals.items():
         program.wait_for(place)
         program.signal(number)
@@ -221,17 +224,6 @@ def test_ctrl_c_ends_a_program_that_blocks_during_its_exit(start: Start, tmp_pat
     program = start([str(script)])
     assert program.end().returncode == 130
     assert program.text == "interrupted\n"
-
-
-def test_a_signal_ends_a_benchmark_at_once(start: Start, flags: list[str], tmp_path: Path) -> None:
-    settings = tmp_path / "conf.yaml"
-    settings.write_text("IO: {batches: 2, trials: 1000000, warmup_trials: 1}\n")
-    variables = {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": f"{tmp_path}/x"}
-    program = start(["train.py", *flags, "--enable_benchy"], **variables)
-    program.wait_for("BENCHY|Config test")
-    program.signal(SIGTERM)
-    assert program.end().returncode == 128 + SIGTERM
-    assert "Stopping" not in program.text
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------
