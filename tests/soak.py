@@ -2,6 +2,8 @@
 
 python tests/soak.py 100                                      100 kills; make soak N=100 does the same
 python tests/soak.py 200 --launchers plain,torchrun,srun      an equal share of the kills under each launcher
+python tests/soak.py 0 --runs 20                              20 training runs with random configs and random stops
+python tests/soak.py 0 --runs 1 --seed 7                      repeats the run whose line begins with "seed 7"
 
 Kills are planned in four phases: in the start, between two saves, during a save, and in the end phase, which begins
 when the last checkpoint is written and ends with summary.json. Victims are one rank, all ranks, or torchrun's agent.
@@ -15,7 +17,6 @@ import json
 import logging
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -24,16 +25,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "tests" / "slurm")]
 
 from slurm_cluster import Unavailable  # noqa: E402 # found by the path above
 from soak_launchers import AGENT, RANKS, LauncherFactory, Plain, open_launcher  # noqa: E402
-from trainings import assert_same_training, best, directory  # noqa: E402
+from trainings import YAML, assert_same_training, directory  # noqa: E402
 from volume_files import write_volume  # noqa: E402
 
+from utils import config as configs  # noqa: E402
+from utils.errors import UserError  # noqa: E402
+from utils.optim.optimizers import OPTIMIZERS  # noqa: E402
 from utils.training.checkpoint import FOLDER, saved_steps  # noqa: E402
 
 # A save every third step in addition to each epoch's end: many kills hit a save. With this learning rate the
@@ -54,6 +58,38 @@ TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this run is m
 CODES = {signal.SIGKILL: 137, signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
 OTHER_CODES = {0, 1, 2, 76}
 CLOCKS = ("seconds", "samples_per_second")  # measured times in summary.json
+
+
+# Each run draws one value of each key; a value that stands there twice is twice as likely.
+KEYS: dict[str, list[Any]] = {
+    "optimizer.name": list(OPTIMIZERS),
+    "loss": ["l1", "mse", "huber"],
+    "network.norm": ["none", "batch", "group", "ghost(1)"],
+    "accumulation_steps": [1, 1, 2, 4],
+    "ddp": ["torch", "torch", "manual"],
+    "gradient_compression": ["none", "bfloat16"],
+    "static_graph": [False, True],
+    "disable_broadcast_buffers": [False, True],
+    "bucket_cap_mb": [25.0, 0.001],
+    "ema_decay": [None, 0.5, 0.9],
+    "clip_grad_norm": [None, 0.01],
+    "log_noise_scale": [False, True],
+    "enable_amp": [False, True],
+    "precision": ["bfloat16", "float16"],
+    "lr_schedule.shape": ["cosine", "constant"],
+    "lr_schedule.start_lr": [0.0002, 0.01],
+    "early_stopping.patience": [None, 1],
+    "early_stopping.min_delta": [0.0, 0.001],
+    "checkpoint.every_steps": [None, 1, 3, 5],
+    "checkpoint.keep_last": [1, 2],
+    "evaluation.every_epochs": [0, 0, 1],
+    "data_loader_config": ["lowmem", "inmem", "resident"],
+    "channels_last": [False, True],
+    "log_interval": [1, 3, 4],
+    "num_epochs": [1, 2, 3],
+}
+FIXED = ["--config=test", "--set=report_baselines=false", "--set=timeouts.rendezvous=30"]
+FIXED += ["--set=optimizer.momentum=0.9", "--set=optimizer.precondition_frequency=3"]
 
 
 class PlannedStop(NamedTuple):
@@ -107,16 +143,6 @@ class Run:
             return END
         return SAVE if self.is_saving() else BETWEEN
 
-    def files(self) -> set[str]:
-        """The files of the run, without those of TensorBoard, which has one per start, and without the lock.
-
-        Of the checkpoints, those of the last and the best step: a stop signal saves other ones.
-        """
-        kept = {f"step_{self.saved()[0]:08d}", best(self.directory)}
-        paths = [path.relative_to(self.directory) for path in self.directory.rglob("*")]
-        others = [path for path in paths if any(re.fullmatch(r"step_\d+", part) for part in {*path.parts} - kept)]
-        return {str(path) for path in paths if "events.out" not in path.name and path not in others} - {".lock"}
-
 
 class StopTest:
     """An undisturbed training run, and stopped ones, which must end with its bits."""
@@ -162,7 +188,8 @@ class StopTest:
         texts = [(one.directory / "summary.json").read_text() for one in (self._whole, run)]
         expected, summary = ({**json.loads(text), **dict.fromkeys(CLOCKS)} for text in texts)
         assert summary == expected
-        assert run.files() == self._whole.files()
+        assert [path for path in run.directory.rglob("*") if path.name.endswith(".partial")] == []
+        assert set(os.listdir(run.directory)) == set(os.listdir(self._whole.directory))
         return done
 
     def _start_and_stop(self, run: Run, planned: PlannedStop) -> Stop | None:
@@ -241,30 +268,76 @@ def soak(kills: int, seed: int, folder: Path, launcher: str = "plain") -> list[S
     return done
 
 
+def draw_config(draw: random.Random, ranks: int) -> dict[str, Any]:
+    """The values of one valid config that are not the defaults of `test`."""
+    default = configs.flatten(configs.load(YAML, "test"))
+    while True:
+        drawn = {key: draw.choice(values) for key, values in KEYS.items()}
+        with contextlib.suppress(UserError):
+            configs.load(YAML, "test", drawn).for_world(ranks)
+            return {key: value for key, value in drawn.items() if default[key] != value}
+
+
+def draw_stops(draw: random.Random, ranks: int, lines: int) -> list[PlannedStop]:
+    """Stops for the first starts of a run; an uninterrupted start logs that many lines."""
+    plan = []
+    for _ in range(draw.randint(1, 4)):
+        victims = list(range(ranks)) if draw.random() < 0.5 else [draw.randrange(ranks)]
+        signals = [(draw.choice(list(CODES)), draw.uniform(0.0, 0.1)) for _ in range(draw.choice([1, 1, 1, 2]))]
+        plan.append(PlannedStop(victims, lines=draw.randint(1, lines), signals=signals))
+    return plan
+
+
+def random_run(seed: int, folder: Path) -> list[Stop]:
+    """Trains with a random config, with and without stops; returns the stops. AssertionError unless both are equal."""
+    draw = random.Random(seed)
+    ranks = draw.choice([1, 2])
+    drawn = [f"--set={key}={json.dumps(value)}" for key, value in draw_config(draw, ranks).items()]
+    print(f"seed {seed}: {ranks} ranks", *drawn, flush=True)
+    test = StopTest(folder, [*FIXED, *drawn], ranks)
+    plan = draw_stops(draw, ranks, test.lines)
+    stops = test.run("stopped", plan)
+    for planned, stop in zip(plan, stops, strict=False):
+        print(f"  {planned.lines} lines, {planned.signals} to {planned.victims}: exit codes {stop.codes}", flush=True)
+    return stops
+
+
+def soak_launchers(kills: int, seed: int, launchers: list[str]) -> None:
+    """Carries out an equal share of the kills under each launcher."""
+    for index, launcher in enumerate(launchers):
+        print(f"{launcher}: seed {seed}", flush=True)
+        folder = tempfile.mkdtemp(prefix="soak-")
+        share = kills * (index + 1) // len(launchers) - kills * index // len(launchers)
+        try:
+            phases = Counter(kill.phase for kill in soak(share, seed, Path(folder), launcher))
+        except Unavailable as reason:
+            print(f"{launcher}: skipped, {reason}", flush=True)
+            continue
+        shutil.rmtree(folder)  # kept after an error
+        counts = ", ".join(f"{phase} {phases[phase]}" for phase in WEIGHTS)
+        print(f"{launcher}: every run ended with the bits of an undisturbed one; {counts}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=100)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="drawn if absent")
     parser.add_argument("--launchers", default="plain", metavar="NAME,NAME,…", help="plain, torchrun, srun")
+    parser.add_argument("--runs", type=int, default=0, help="number of runs with random configs")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="drawn if absent")
     options = parser.parse_args()
     launchers = options.launchers.split(",")
     if not set(launchers) <= {"plain", "torchrun", "srun"}:
         parser.error(f"unknown launcher in {options.launchers}; use plain, torchrun or srun")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each restart
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the cluster of srun
-    for index, launcher in enumerate(launchers):
-        print(f"{launcher}: seed {options.seed}", flush=True)
-        folder = tempfile.mkdtemp(prefix="soak-")
-        share = options.kills * (index + 1) // len(launchers) - options.kills * index // len(launchers)
-        try:
-            kills = soak(share, options.seed, Path(folder), launcher)
-        except Unavailable as reason:
-            print(f"{launcher}: skipped, {reason}", flush=True)
-            continue
+    if options.kills:
+        soak_launchers(options.kills, options.seed, launchers)
+    stops = 0
+    for seed in range(options.seed, options.seed + options.runs):
+        folder = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-"))
+        stops += len(random_run(seed, folder))
         shutil.rmtree(folder)  # kept after an error
-        phases = Counter(kill.phase for kill in kills)
-        counts = ", ".join(f"{phase} {phases[phase]}" for phase in WEIGHTS)
-        print(f"{launcher}: every run ended with the bits of an undisturbed one; {counts}", flush=True)
+    print(f"{options.runs} random runs, {stops} stops: each ended with the bits of an uninterrupted run")
 
 
 if __name__ == "__main__":

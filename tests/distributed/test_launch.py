@@ -67,7 +67,6 @@ def slurm(address: str = "nid000003", port: int = STEP_PORT) -> Launch:
         ({**SLURM_STEP, "SLURM_STEP_ID": "interactive"}, slurm(port=21021)),
         # `srun --mpi=cray_shasta` and `--mpi=pmi2` set variables of MPI as well, the latter without local ranks.
         ({**SLURM_STEP, **CRAY}, slurm()),
-        ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, Launch("single process")),
         ({**TORCHRUN, "PMI_SIZE": "2"}, Launch("environment", 5, 1, 8, "node1", 29400)),  # one torchrun per node
         # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS=16, but no other ranks.
         ({**BATCH_SCRIPT, "SLURM_PROCID": "0"}, Launch("single process")),
@@ -124,20 +123,14 @@ def test_an_incomplete_or_inconsistent_environment_is_rejected(environment: dict
         read_launch(environment)
 
 
-@pytest.mark.parametrize(
-    ("environment", "rank"),
-    [
-        ({"SLURM_PROCID": "3"}, 0),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
-        ({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "0"}, 3),
-        ({"PMI_RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 1),  # the step of mpiexec's daemons
-        ({"RANK": "x"}, 0),
-    ],
-)
-def test_rank_is_known_before_the_ranks_meet(monkeypatch: Any, environment: dict[str, str], rank: int) -> None:
-    for name, value in environment.items():
+def test_rank_is_known_before_the_ranks_meet(monkeypatch: Any) -> None:
+    """Each variable takes precedence over the earlier ones. A batch script has SLURM_PROCID without a step."""
+    variables = {"SLURM_PROCID": ("4", 0), "SLURM_STEP_ID": ("0", 4), "PMI_RANK": ("1", 1), "RANK": ("3", 3)}
+    for name, (value, rank) in variables.items():
         monkeypatch.setenv(name, value)
-    assert launched_rank() == rank
+        assert launched_rank() == rank
+    monkeypatch.setenv("RANK", "x")
+    assert launched_rank() == 1
 
 
 @pytest.mark.parametrize(

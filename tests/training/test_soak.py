@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from soak import END, FLAGS, SAVE, START, PlannedStop, StopTest, Unavailable, soak
-from soak_random import random_run
+from soak import END, FLAGS, SAVE, START, PlannedStop, StopTest, Unavailable, random_run, soak
 
 
 def test_three_kills(tmp_path: Path) -> None:
