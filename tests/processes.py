@@ -50,13 +50,9 @@ def context() -> ForkServerContext:
 
 
 def is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):  # with SO_REUSEADDR
+        return True
+    return False
 
 
 def free_port() -> int:
@@ -208,7 +204,7 @@ class Program:
 
     def kill(self) -> None:
         """Ends the process, even if it is suspended; has no effect if it has ended."""
-        self.signal(signal.SIGKILL)
+        self.process.kill()
         self.process.join(GENEROUS)
 
 

@@ -36,9 +36,6 @@ HANG = 10.0  # seconds; for the scenarios in which a rank hangs or is suspended
 NEVER = 2 * GENEROUS  # so that no rank seems to hang on a busy machine
 
 
-# --- the diagnosis of rank 0 -----------------------------------------------------------------------------------------
-
-
 class Reports:
     """Reports of ranks in the store of rank 0, which reads them at any time."""
 
@@ -148,9 +145,6 @@ def test_rank_0_of_4096_notices_within_the_limit_and_one_report(event: str, limi
     assert (found.hangs, found.rank, found.code) == (False, 3000, EXIT_HANG)
     assert limit - 8 <= (tick - end) * heartbeats.TICK <= limit + 8 + heartbeats.TICK
     assert event == "lost" or max(len(call.args[0]) for call in store.multi_get.call_args_list) == 2 + 512 / 4
-
-
-# --- real ranks ----------------------------------------------------------------------------------------------------
 
 
 def reduce_but(exception: int, act: Callable[[], Any], world: World) -> None:

@@ -77,21 +77,6 @@ class Job:
                     found.append(int(folder.name))
         return found
 
-    def suspend_ranks(self, count: int) -> list[int]:
-        """Suspends the ranks until SIGCONT, and returns their process ids."""
-        ranks = [pid for rank in range(count) for pid in self.processes(RANK=str(rank))]
-        assert len(ranks) == count, self.output
-        for pid in ranks:
-            os.kill(pid, signal.SIGSTOP)
-        return ranks
-
-
-def is_pending(pid: int, number: signal.Signals) -> bool:
-    """True if the signal has been sent to the stopped process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    mask = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
-    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
-
 
 class Cluster:
     """Slurm's commands, and jobs of submit_pm.sh."""

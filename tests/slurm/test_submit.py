@@ -8,12 +8,13 @@ import re
 import shlex
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import TOP, Program, free_port, rank_variables
-from slurm_cluster import Cluster, Job, is_pending
+from slurm_cluster import Cluster, Job, Unavailable, private_cluster
 from trainings import assert_same_training, directory
 
 from utils import config as configs
@@ -25,6 +26,19 @@ FOUR_RANKS = "--nodes=2 --ntasks=4 --ntasks-per-node=2"
 STEPS = 192  # of 24 epochs
 NO_GPUS = "--gpus-per-node=0 --cpus-per-task=1"
 LOGS = "lögs #1: 'a' \"$HOME\" %s\\n \n"  # a name with characters of YAML and of shells
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # SIGTERM to pytest also stops the cluster.
+    previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", 128 + signal.SIGTERM))
+    try:
+        with private_cluster() as cluster:
+            yield cluster
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def dumped(folder: Path) -> list[dict[str, Any]]:
@@ -54,7 +68,17 @@ def training(cluster: Cluster, tmp_path: Path, flags: list[str]) -> tuple[Job, l
     """A training run in its third epoch, and the process ids of its ranks, which are suspended there."""
     job = cluster.submit(tmp_path, FOUR_RANKS, *flags, LOGS_DIR=str(tmp_path / LOGS))
     job.wait_for("epoch 3/")
-    return job, job.suspend_ranks(4)
+    ranks = [pid for rank in range(4) for pid in job.processes(RANK=str(rank))]
+    assert len(ranks) == 4, job.output
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    return job, ranks
+
+
+def has_pending_signal(pid: int) -> bool:
+    """True if a signal has been sent to the stopped process."""
+    found = re.search(r"^ShdPnd:\s*0*[1-9a-f]", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return found is not None
 
 
 def resume(ranks: list[int]) -> None:
@@ -84,7 +108,7 @@ def test_an_interrupted_training_run_is_requeued_and_resumes(
         cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
     elif by == "SIGUSR1":
         job.signal_shell("USR1")
-        job.wait_until(lambda: all(is_pending(pid, signal.SIGUSR1) for pid in ranks), "SIGUSR1 for all ranks")
+        job.wait_until(lambda: all(map(has_pending_signal, ranks)), "SIGUSR1 for all ranks")
         resume(ranks)
     else:
         bring_back = cluster.freeze("node2", job)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import GENEROUS, ONE_THREAD, TOP
-from trainings import directory
+from trainings import YAML, directory
 
 # Python allocates with malloc, whose counter is exact, whereas resident memory changes by megabytes for no reason.
 ALLOCATOR = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", **ONE_THREAD}
@@ -44,9 +44,8 @@ class MeasuringStep(EagerStep):
 torch.set_num_threads(1)
 run_script(lambda: train.main(sys.argv[1:], MeasuringStep))
 """
-SMALL = {"network.width": 2, "network.scales": 1, "data_size": 4, "global_batch_size": 2, "base_batch_size": 2}
-SETTINGS = {"Nsamples": 200, "Nsamples_val": 4, "num_epochs": 81, "log_interval": 10}
-SAVES = {"checkpoint.every_steps": 300, "evaluation.every_epochs": 10}
+FLAGS = "network.width=2 network.scales=1 data_size=4 global_batch_size=2 base_batch_size=2 Nsamples=200 Nsamples_val=4"
+FLAGS += " num_epochs=81 log_interval=10 checkpoint.every_steps=300 evaluation.every_epochs=10"
 
 
 @pytest.mark.slow
@@ -56,9 +55,8 @@ def test_only_the_records_grow(tmp_path: Path, data_flags: list[str]) -> None:
     About 60 bytes per step are usual, 20 of them PyTorch's own, per checkpoint. Over 2,000 steps they vary by 25, over
     6,000 by a few.
     """
-    settings = {**SMALL, **SETTINGS, **SAVES, "expdir": tmp_path}
-    flags = [f"--yaml_config={TOP}/config/UNet.yaml", "--config=test", *data_flags]
-    flags += [f"--set={key}={value}" for key, value in settings.items()]
+    flags = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
+    flags += [f"--set={flag}" for flag in FLAGS.split()]
     environment = {**os.environ, **ALLOCATOR, "PYTHONPATH": str(TOP)}
     command = [sys.executable, "-c", SCRIPT, *flags]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=9 * GENEROUS)
