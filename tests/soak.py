@@ -86,23 +86,21 @@ KEYS: dict[str, list[Any]] = {
 
 
 class PlannedStop(NamedTuple):
-    """Signals to ranks some time after a phase or a number of log lines is reached, or SIGKILL before a step."""
+    """Signals to ranks some time after a phase or a number of log lines is reached."""
 
     victims: Sequence[int]
     phase: str = ""
     seconds: float = 0.0
     lines: int = 0
-    step: int | None = None
     signals: Sequence[tuple[signal.Signals, float]] = ((signal.SIGKILL, 0.0),)  # and the seconds before each
 
 
 class Stop(NamedTuple):
-    """An executed stop, and the seconds from it to the end of the last survivor."""
+    """An executed stop."""
 
     victims: set[int]
     phase: str
     codes: list[int]  # of the ranks or the launcher
-    seconds: float
 
 
 class Run:
@@ -182,8 +180,8 @@ class StopTest:
     def _start_and_stop(self, run: Run, planned: PlannedStop) -> Stop | None:
         """Starts the run, stops it and waits for the consequences; None if the run ended by itself."""
         launcher, victims, running = run.launcher, set[int](), None
-        launcher.start([] if planned.step is None else [(rank, planned.step) for rank in planned.victims])
-        if planned.victims and planned.step is None:
+        launcher.start()
+        if planned.victims:
             self._wait_for_moment(run, planned)
             for number, seconds in planned.signals:
                 time.sleep(seconds)
@@ -192,11 +190,8 @@ class StopTest:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(running[name], number)
                         victims.add(name)
-        phase, saved, stopped = run.phase(self._last_step), run.saved(), time.monotonic()
+        phase, saved = run.phase(self._last_step), run.saved()
         codes = launcher.wait(victims, running)
-        seconds = time.monotonic() - stopped
-        if planned.step is not None:
-            victims = {rank for rank, code in enumerate(codes) if code == CODES[signal.SIGKILL]}
         if type(launcher) is Plain or not planned.victims:
             numbers = {number for number, _ in planned.signals}
             allowed = OTHER_CODES | {CODES[number] for number in numbers} if planned.victims else {0}
@@ -206,7 +201,7 @@ class StopTest:
             assert set(codes) <= allowed, ended
         assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
         assert max(run.saved(), default=0) >= max(saved, default=0), f"{planned}: a checkpoint of {saved} is lost"
-        return Stop(victims, phase, codes, seconds) if victims and (not codes or any(codes)) else None
+        return Stop(victims, phase, codes) if victims and (not codes or any(codes)) else None
 
     def _wait_for_moment(self, run: Run, planned: PlannedStop) -> None:
         """Returns at the planned moment, or when the run has ended."""
@@ -250,8 +245,11 @@ def soak(kills: int, seed: int, folder: Path, launcher: str = "plain") -> list[S
         while len(done) < kills:
             plan = draw_plan(draw, min(kills - len(done), 10), launcher, test.durations)
             done += test.run(f"soak{len(done)}", plan)
-            slowest = max((kill.seconds for kill in done), default=0.0)
-            print(f"{launcher}: {len(done)} kills, same bits, survivors ended within {slowest:.1f} s", flush=True)
+            phases = dict(Counter(kill.phase for kill in done))
+            print(
+                f"{launcher}: {len(done)} kills, every run ended with the bits of the undisturbed one; {phases}",
+                flush=True,
+            )
     return done
 
 
@@ -297,13 +295,11 @@ def soak_launchers(kills: int, seed: int, launchers: list[str]) -> None:
         folder = tempfile.mkdtemp(prefix="soak-")
         share = kills * (index + 1) // len(launchers) - kills * index // len(launchers)
         try:
-            phases = Counter(kill.phase for kill in soak(share, seed, Path(folder), launcher))
+            soak(share, seed, Path(folder), launcher)
         except Unavailable as reason:
             print(f"{launcher}: skipped, {reason}", flush=True)
             continue
         shutil.rmtree(folder)  # kept after an error
-        counts = ", ".join(f"{phase} {phases[phase]}" for phase in WEIGHTS)
-        print(f"{launcher}: every run ended with the bits of an undisturbed one; {counts}", flush=True)
 
 
 def main() -> None:

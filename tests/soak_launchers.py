@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from slurm_cluster import Job, private_cluster
 
 RANKS = 2
 AGENT = -1  # a victim, in place of a rank: the process of torchrun
-DYING = "tests/training/dying_training.py"
 
 
 class Plain:
@@ -26,16 +24,14 @@ class Plain:
         self._flags, self._log, self._starts, self._size = flags, log, 0, ranks
         self._programs: list[Program] = []
 
-    def start(self, deaths: Sequence[tuple[int, int]] = ()) -> None:
-        """Starts all ranks; those in `deaths` kill themselves before that step."""
+    def start(self) -> None:
+        """Starts all ranks."""
         self._starts += 1
-        port, outputs = free_port(), [f"{self._log.stem} {self._starts} {rank}" for rank in range(self._size)]
-        command = [DYING if deaths else "train.py", *self._flags]
-        environments = [{**os.environ, **rank_variables(rank, self._size, port)} for rank in range(self._size)]
-        self._programs = [
-            Program(command, self._log.with_name(name), environment={**variables, "DEATHS": json.dumps(deaths)})
-            for name, variables in zip(outputs, environments, strict=True)
-        ]
+        port, self._programs = free_port(), []
+        for rank in range(self._size):
+            output = self._log.with_name(f"{self._log.stem} {self._starts} {rank}")
+            environment = {**os.environ, **rank_variables(rank, self._size, port)}
+            self._programs.append(Program(["train.py", *self._flags], output, environment=environment))
 
     def text(self) -> str:
         """The output of this start."""
@@ -73,7 +69,7 @@ class Command(Plain):
         self._start_of_text = 0
         self._pids: set[int] = set()  # of ranks
 
-    def start(self, deaths: Sequence[tuple[int, int]] = ()) -> None:
+    def start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return  # torchrun has restarted the ranks
         self._pids.clear()
@@ -94,8 +90,7 @@ class Command(Plain):
             running = ranks_of_torchrun(self._process.pid)
         else:
             ranks = {rank: self._job.processes(RANK=str(rank)) for rank in range(self._size)}
-            # Not commands that a rank runs, such as git.
-            running = {rank: pid for rank, pids in ranks.items() for pid in pids if _is_training(pid)}
+            running = {rank: min(pids) for rank, pids in ranks.items() if pids}  # later ones are of git, for example
         self._pids |= set(running.values())
         if self._job is None and self._process.poll() is None:
             running[AGENT] = self._process.pid
@@ -113,12 +108,6 @@ class Command(Plain):
         wait_until(lambda: self.has_ended() or all(map(has_ended, old)), lambda: f"restart of ranks; see {self._log}")
         self._start_of_text = self._log.stat().st_size
         return []
-
-
-def _is_training(pid: int) -> bool:
-    with contextlib.suppress(OSError):  # it has ended
-        return b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 @contextlib.contextmanager

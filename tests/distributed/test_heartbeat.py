@@ -105,15 +105,14 @@ def test_a_late_report_of_earlier_progress_is_no_step_back() -> None:
     reports.diagnosis_after(50)
     reports.write(1, idle=40.0)
     for seconds, hangs in ((60, False), (100, False), (115, True)):
-        for rank in (0, 1):
-            reports.write(rank)
+        reports.write(0)
+        reports.write(1)
         assert (reports.diagnosis_after(seconds) is not None) == hangs
 
 
-@pytest.mark.parametrize("hang", [0.0, 900.0])
-def test_the_start_has_a_limit_of_its_own(hang: float) -> None:
+def test_the_start_has_a_limit_of_its_own() -> None:
     """Fixed: with `hang: 0` or a large value only gloo's limit of half an hour held there."""
-    reports = Reports(2, hang)
+    reports = Reports(2, hang=0)
     with reports.root.limit(20.0):
         assert reports.diagnosis_after(15) is None
         found = reports.diagnosis_after(25)
@@ -195,7 +194,6 @@ def single_is_suspended_for_a_while(world: World) -> None:
     time.sleep(6 * heartbeats.TICK)
 
 
-# The lines, and other output: of faulthandler, of Python, and PyTorch's of a rank that uses the store of a dead rank 0.
 GONE = r"rank {} \(host .*\) {}, last seen at step \d+ \(\w+\): killed, suspended, or its machine gone\? .* 76"
 SILENT = r"sends no heartbeat for \d+ s"
 HANGS = r"rank {} .* hangs at step {} \({}\) for 10 s; {}.*"

@@ -109,7 +109,6 @@ def test_ranks_of_mpiexec_know_the_address_of_rank_0(tmp_path: Path) -> None:
     ("environment", "message"),
     [
         ({"PMIX_RANK": "0"}, "incomplete: PMIX_RANK is set, but no .*; set RANK, "),  # of an unknown MPI
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "incomplete: PMI_RANK is set"),
         ({"RANK": "5", "WORLD_SIZE": "8"}, "incomplete: LOCAL_RANK missing"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "incomplete: MASTER_ADDR missing"),
         ({"SLURM_PROCID": "5", "SLURM_STEP_ID": "2"}, "incomplete: SLURM_LOCALID missing"),

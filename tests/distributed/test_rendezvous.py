@@ -22,7 +22,7 @@ from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.rendezvous import meet
 from utils.distributed.world import World
-from utils.errors import LocalError, UserError
+from utils.errors import UserError
 
 TIMEOUT = timedelta(seconds=GENEROUS)
 IDENTITY = {"config": "a", "number of ranks": "3"}
@@ -84,17 +84,6 @@ def test_a_start_without_all_ranks_times_out(port: int) -> None:
     for rank, message in ((0, "nothing from rank 1, 2"), (1, "no answer from rank 0")):
         (error,) = start_ranks(port, THREE[rank : rank + 1], 0.3)
         assert (type(error), str(error)) == (TimeoutError, message)
-
-
-def test_a_rank_of_another_run_is_refused(port: int) -> None:
-    """The ranks of two runs with the same port trained together."""
-    other = {**IDENTITY, "config": "b", "run directory": "/runs/b"}
-    root, refused, right = start_ranks(port, [THREE[0], (1, other), THREE[2]], 5.0)
-    expected = r"rank 1 .* differs in config \(b, not a\), run directory \(/runs/b, not none\).*MASTER_PORT"
-    assert re.search(expected, str(root))
-    assert type(root) is UserError  # printed by rank 0
-    assert type(refused) is LocalError, "printed in the output of the other run, too"
-    assert str(refused) == str(right) == str(root)
 
 
 def test_a_late_rank_has_no_answer(port: int) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,16 +93,6 @@ def test_only_sigterm_and_the_named_signal_are_caught() -> None:
         os.kill(os.getpid(), signal.SIGUSR2)
         wait_until(lambda: signals.received)
     assert (signals.received, signal.set_wakeup_fd(-1)) == ("SIGUSR2", -1)
-
-
-def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
-    """It must not fail with EINTR while a run saves and exits. On a busy machine the test proves less."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    reader, writer = os.pipe()
-    with StopSignals():
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-        threading.Timer(0.5, os.write, [writer, b"x"]).start()
-        assert libc.read(reader, ctypes.create_string_buffer(1), 1) == 1, os.strerror(ctypes.get_errno())
 
 
 def exchange(world: World, requests: dict[int, Request]) -> list[int]:

@@ -173,13 +173,15 @@ def test_each_runtime_gets_gpus_code_data_and_logs(submission: Submission, tmp_p
 def test_image_cuda_version_and_options_become_options_of_the_runtime(submission: Submission) -> None:
     """The CUDA version of the image chooses NERSC's plug-in for NCCL."""
     job_image = {"SLURM_SPANK__SLURM_SPANK_OPTION_shifter_image": "other/image:1"}
-    assert submission.command(**job_image) == ["shifter", "--module=gpu,nccl-cu13-plugin", *TRAIN]
-    assert submission.command(**job_image, **IMAGE)[:2] == ["shifter", "--image=some/image:1"]
-    assert submission.command(**job_image, CONTAINER_RUNTIME="none") == TRAIN
-    assert "--module=gpu,nccl-plugin" in submission.command(**IMAGE, CONTAINER_CUDA="12")
-    assert "--nccl" in submission.command(**IMAGE, CONTAINER_CUDA="12", CONTAINER_RUNTIME="podman-hpc")
-    given = submission.command(**IMAGE, CONTAINER_OPTIONS="--one  --two=2")
-    assert given == ["shifter", "--image=some/image:1", "--one", "--two=2", *TRAIN], "in place of the default ones"
+    plugin, own = "--module=gpu,nccl-cu13-plugin", "--image=some/image:1"
+    for variables, command in (
+        (job_image, ["shifter", plugin]),
+        ({**job_image, **IMAGE}, ["shifter", own, plugin]),
+        ({**job_image, "CONTAINER_RUNTIME": "none"}, []),
+        ({**IMAGE, "CONTAINER_CUDA": "12"}, ["shifter", own, "--module=gpu,nccl-plugin"]),
+        ({**IMAGE, "CONTAINER_OPTIONS": "--one  --two=2"}, ["shifter", own, "--one", "--two=2"]),
+    ):
+        assert submission.command(**variables) == [*command, *TRAIN]
 
 
 def test_nsys_wraps_the_command_and_writes_to_the_log_directory(submission: Submission, tmp_path: Path) -> None:

@@ -17,15 +17,12 @@ ALLOCATOR = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", **ONE_THREAD}
 # Appends [step, bytes in use, descriptors, threads] in the middle of each epoch that follows an evaluation.
 SCRIPT = """
 import ctypes, gc, json, os, sys
-import torch, train
+import train
 from utils.distributed.launch import run_script
 from utils.steps.eager import EagerStep
 
-class Mallinfo(ctypes.Structure):  # struct mallinfo2 of glibc 2.33 and later: …, hblkhd, …, …, uordblks, …
-    _fields_ = [("fields", ctypes.c_size_t * 10)]
-
-mallinfo = ctypes.CDLL(None).mallinfo2
-mallinfo.restype = Mallinfo
+mallinfo = ctypes.CDLL(None).mallinfo2  # of glibc 2.33 and later; field 4 is hblkhd, field 7 uordblks
+mallinfo.restype = type("Mallinfo", (ctypes.Structure,), {"_fields_": [("fields", ctypes.c_size_t * 10)]})
 
 class MeasuringStep(EagerStep):
     calls = 0
@@ -41,7 +38,6 @@ class MeasuringStep(EagerStep):
                 print(json.dumps([self.calls, used[4] + used[7], *counts]), file=file)
         return loss
 
-torch.set_num_threads(1)
 run_script(lambda: train.main(sys.argv[1:], MeasuringStep))
 """
 FLAGS = "network.width=2 network.scales=1 data_size=4 global_batch_size=2 base_batch_size=2 Nsamples=200 Nsamples_val=4"

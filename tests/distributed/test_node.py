@@ -1,7 +1,8 @@
-"""The number of CPU threads per rank, and how they wait."""
+"""What the ranks of a node share: CPU cores, and locked files."""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import subprocess
@@ -12,9 +13,11 @@ import pytest
 import torch
 from processes import TOP
 
-from utils.distributed import threads
+from utils.distributed import locks, threads
+from utils.distributed.locks import is_locked, open_locked
 from utils.distributed.threads import cpu_limit, is_set_by_user, physical_cores, share
 from utils.distributed.world import connect
+from utils.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,27 @@ def test_waiting_threads_of_pytorch_hardly_spin(script: str) -> None:
     command = [sys.executable, script, "--version"]
     done = subprocess.run(command, env=env, cwd=TOP, capture_output=True, text=True, check=True)
     assert "GOMP_SPINCOUNT" not in done.stderr or "GOMP_SPINCOUNT = '1000'" in done.stderr
+
+
+def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
+    """flock treats a second open file of one process like that of another process."""
+    path = tmp_path / ".lock"
+    with open_locked(path, "locked"):
+        assert is_locked(path)
+        with pytest.raises(UserError, match=r"^in use$"):
+            open_locked(path, "in use")
+    assert not is_locked(path)
+    open_locked(path, "in use").close()
+
+
+def test_without_locks_a_warning_asks_for_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    with open_locked(tmp_path / ".lock", "locked"):
+        assert not is_locked(tmp_path / ".lock")
+    (line,) = caplog.messages
+    assert f"The file system of {tmp_path / '.lock'} has no locks (No locks available): " in line
