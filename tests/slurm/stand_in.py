@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent.parent))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from utils.errors import EXIT_RESUMABLE, record_exit_code
 
@@ -35,9 +35,8 @@ def main(action: str, arguments: list[str]) -> int:
         write("is restarted")
         return 0
     stopped: list[int] = []
-    if action in ("wait", "late"):
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: stopped.append(number))
+    for number in () if action == "deaf" else (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: stopped.append(number))
     write("waits")
     while not stopped:
         time.sleep(0.05)

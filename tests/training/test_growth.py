@@ -46,11 +46,7 @@ FLAGS += " num_epochs=81 log_interval=10 checkpoint.every_steps=300 evaluation.e
 
 @pytest.mark.slow
 def test_only_the_records_grow(tmp_path: Path, data_flags: list[str]) -> None:
-    """8,100 steps in 81 epochs with 9 evaluations and 108 checkpoints; finds a leak of 50 bytes per step.
-
-    About 60 bytes per step are usual, 20 of them PyTorch's own, per checkpoint. Over 2,000 steps they vary by 25, over
-    6,000 by a few.
-    """
+    """8,100 steps in 81 epochs with 9 evaluations and 108 checkpoints. About 60 bytes per step are usual."""
     flags = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
     flags += [f"--set={flag}" for flag in FLAGS.split()]
     environment = {**os.environ, **ALLOCATOR, "PYTHONPATH": str(TOP)}
