@@ -161,6 +161,8 @@ class Program:
     ) -> None:
         """`arguments` follow `python` on a command line: a script, or -m and a module, and their arguments."""
         self.stdout_path, self.stderr_path = output.with_suffix(".out"), output.with_suffix(".err")
+        for path in (self.stdout_path, self.stderr_path):
+            path.write_text("")  # the process may be killed before it does so
         variables = {**ONE_THREAD, **(os.environ if environment is None else environment)}
         words = [str(argument) for argument in arguments]
         self.process = context().Process(
@@ -176,8 +178,7 @@ class Program:
     @property
     def text(self) -> str:
         """The output so far, stdout first."""
-        paths = (self.stdout_path, self.stderr_path)
-        return "".join(path.read_text(errors="replace") for path in paths if path.exists())
+        return "".join(path.read_text(errors="replace") for path in (self.stdout_path, self.stderr_path))
 
     def signal(self, number: int) -> None:
         """Sends a signal; has no effect if the process has ended."""

@@ -238,12 +238,13 @@ def draw_plan(draw: random.Random, count: int, launcher: str, durations: dict[st
 
 def soak(kills: int, seed: int, folder: Path, launcher: str = "plain") -> list[Stop]:
     """Carries out that many kills at random moments, over several runs of six epochs with pictures in their report."""
-    draw, done = random.Random(seed), list[Stop]()
+    draw, done, started = random.Random(seed), list[Stop](), 0
     with open_launcher(launcher) as factory:
         test = StopTest(folder, [*FLAGS, "--num_epochs=6", "--set=report_pictures=true"], RANKS, factory)
         while len(done) < kills:
+            started += 1
             plan = draw_plan(draw, min(kills - len(done), 10), launcher, test.durations)
-            done += test.run(f"soak{len(done)}", plan)
+            done += test.run(f"soak{started}", plan)
             phases = dict(Counter(kill.phase for kill in done))
             print(
                 f"{launcher}: {len(done)} kills, every run ended with the bits of the undisturbed one; {phases}",
