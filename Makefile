@@ -77,8 +77,7 @@ docs: $(READY)
 	$(BIN)/python -m docs.generate
 
 soak: $(TEST_READY)
-	$(BIN)/python tests/soak.py $(N) --launchers=$(LAUNCHERS)
-	$(BIN)/python tests/soak_random.py $(RUNS)
+	$(BIN)/python tests/soak.py $(N) --launchers=$(LAUNCHERS) --runs=$(RUNS)
 
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.step

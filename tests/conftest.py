@@ -30,7 +30,6 @@ LONG_FILES = (
     "tests/training/test_resume.py",
     "tests/distributed/test_signals.py",
     "tests/distributed/test_heartbeat.py",
-    "tests/distributed/test_restarts.py",
     "tests/steps/test_compile.py",
     "tests/training/test_soak.py",
     "tests/distributed/test_launchers.py",

@@ -26,11 +26,13 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 TOP = Path(__file__).parent.parent
 # Under torchrun OMP_NUM_THREADS=1 alone does not count.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 GENEROUS = 300.0  # seconds: a limit for a hang, not an expectation
+Variables = Mapping[str, str] | None
 _CONTEXT = multiprocessing.get_context("forkserver")
 _STARTING = threading.Lock()
 _RANDOM = random.SystemRandom()
@@ -40,42 +42,22 @@ def context() -> ForkServerContext:
     """The server's context; the first call starts the server."""
     with _STARTING:
         _CONTEXT.set_forkserver_preload(["preload"])
-        search = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([str(TOP), str(TOP / "tests"), *([search] if search else [])])
+        path = os.pathsep.join([str(TOP), str(TOP / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         # Python before 3.12.8 does not use its sys.path for the server's imports.
-        with _environment({**os.environ, **ONE_THREAD, "PYTHONPATH": path}):
+        with mock.patch.dict(os.environ, {**ONE_THREAD, "PYTHONPATH": path}):
             forkserver.ensure_running()
     return _CONTEXT
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]):
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):  # with SO_REUSEADDR
+        return True
+    return False
 
 
 def free_port() -> int:
     """A free port below the range of ephemeral ports, which begins at 32768."""
     return next(port for port in iter(lambda: _RANDOM.randrange(20000, 30000), None) if is_free(port))
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
@@ -96,9 +78,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, de
 
     def all_have_answered() -> bool:
         with contextlib.suppress(queue.Empty):
-            while True:
-                rank, answer = results.get(timeout=0.1)
-                answers[rank] = answer
+            while len(answers) < world_size:
+                answers.update([results.get(timeout=0.1)])
         return len(answers) == world_size
 
     try:
@@ -142,8 +123,8 @@ def _rank(
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     """The variables that a launcher sets for one rank on this machine."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return {name: str(value) for name, value in variables.items()}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}}
 
 
 def ranks_of_torchrun(agent: int) -> dict[int, int]:
@@ -164,9 +145,6 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-# --- entry scripts ---------------------------------------------------------------------------------------------------
-
-
 class Completed(NamedTuple):
     """Result of a process. The exit code is that of a shell: 128 + N after signal N."""
 
@@ -179,14 +157,12 @@ class Program:
     """A running entry script. Its output is in `<output>.out` and `<output>.err`."""
 
     def __init__(
-        self,
-        arguments: Sequence[str | Path],
-        output: Path,
-        cwd: Path = TOP,
-        environment: Mapping[str, str] | None = None,
+        self, arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Variables = None
     ) -> None:
         """`arguments` follow `python` on a command line: a script, or -m and a module, and their arguments."""
         self.stdout_path, self.stderr_path = output.with_suffix(".out"), output.with_suffix(".err")
+        for path in (self.stdout_path, self.stderr_path):
+            path.write_text("")  # the process may be killed before it does so
         variables = {**ONE_THREAD, **(os.environ if environment is None else environment)}
         words = [str(argument) for argument in arguments]
         self.process = context().Process(
@@ -202,8 +178,7 @@ class Program:
     @property
     def text(self) -> str:
         """The output so far, stdout first."""
-        paths = (self.stdout_path, self.stderr_path)
-        return "".join(path.read_text(errors="replace") for path in paths if path.exists())
+        return "".join(path.read_text(errors="replace") for path in (self.stdout_path, self.stderr_path))
 
     def signal(self, number: int) -> None:
         """Sends a signal; has no effect if the process has ended."""
@@ -225,21 +200,16 @@ class Program:
         if code is None:
             self.kill()
             raise AssertionError(f"still running after {GENEROUS:.0f} s:\n{self.text}")
-        return Completed(
-            128 - code if code < 0 else code,
-            self.stdout_path.read_text(errors="replace"),
-            self.stderr_path.read_text(errors="replace"),
-        )
+        stdout, stderr = (path.read_text(errors="replace") for path in (self.stdout_path, self.stderr_path))
+        return Completed(128 - code if code < 0 else code, stdout, stderr)
 
     def kill(self) -> None:
         """Ends the process, even if it is suspended; has no effect if it has ended."""
-        self.signal(signal.SIGKILL)
+        self.process.kill()
         self.process.join(GENEROUS)
 
 
-def run(
-    arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Mapping[str, str] | None = None
-) -> Completed:
+def run(arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Variables = None) -> Completed:
     """Runs an entry script to the end; see Program."""
     return Program(arguments, output, cwd, environment).end()
 
@@ -274,15 +244,14 @@ def _script(words: list[str], stdout: str, stderr: str, cwd: str, variables: dic
 
     torch.set_num_threads(1)
     code: Any = 0
+    is_module = words[0] == "-m"
+    sys.argv = words[1:] if is_module else words
+    sys.path.insert(0, cwd if is_module else str(Path(cwd, words[0]).parent))
     try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            sys.path.insert(0, cwd)
+        if is_module:
             sys.modules.pop(words[1], None)  # runpy warns about modules that are already imported
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = words
-            sys.path.insert(0, str(Path(cwd, words[0]).parent))
             runpy.run_path(str(Path(cwd, words[0])), run_name="__main__")
     except SystemExit as stop:
         code = stop.code

@@ -2,6 +2,8 @@
 
 python tests/soak.py 100                                      100 kills; make soak N=100 does the same
 python tests/soak.py 200 --launchers plain,torchrun,srun      an equal share of the kills under each launcher
+python tests/soak.py 0 --runs 20                              20 training runs with random configs and random stops
+python tests/soak.py 0 --runs 1 --seed 7                      repeats the run whose line begins with "seed 7"
 
 Kills are planned in four phases: in the start, between two saves, during a save, and in the end phase, which begins
 when the last checkpoint is written and ends with summary.json. Victims are one rank, all ranks, or torchrun's agent.
@@ -15,316 +17,311 @@ import json
 import logging
 import os
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "tests" / "slurm")]
 
 from slurm_cluster import Unavailable  # noqa: E402 # found by the path above
 from soak_launchers import AGENT, RANKS, LauncherFactory, Plain, open_launcher  # noqa: E402
+from trainings import YAML, assert_same_training, directory  # noqa: E402
+from volume_files import write_volume  # noqa: E402
 
-EPOCHS = 6
-STEPS_PER_EPOCH = 8
+from utils import config as configs  # noqa: E402
+from utils.errors import UserError  # noqa: E402
+from utils.optim.optimizers import OPTIMIZERS  # noqa: E402
+from utils.training.checkpoint import FOLDER, saved_steps  # noqa: E402
+
 # A save every third step in addition to each epoch's end: many kills hit a save. With this learning rate the
 # validation loss is lowest after the first epoch, then after the fourth one, and never after the last one.
-FLAGS = [
-    "--config=test",
-    "--set=checkpoint.every_steps=3",
-    "--set=lr_schedule.start_lr=0.01",
-    "--set=lr_schedule.shape=constant",
-    "--set=report_baselines=false",
-    "--set=timeouts.rendezvous=20",  # how long the survivor of a kill before the rendezvous waits
-]
+FLAGS = ["--set=checkpoint.every_steps=3", "--set=lr_schedule.start_lr=0.01", "--set=lr_schedule.shape=constant"]
+# The survivor of a kill before the rendezvous waits so long.
+FIXED = ["--config=test", "--set=report_baselines=false", "--set=timeouts.rendezvous=20", "--set=device=cpu"]
 START, BETWEEN, SAVE, END = "start", "between saves", "save", "end"
 WEIGHTS = {START: 30, BETWEEN: 20, SAVE: 20, END: 30}
 TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this run is missing"  # lines of the log
-# Of plain processes; 76: the peer is gone; 2: a survivor that waited for its peer in the rendezvous.
-EXIT_CODES = {0, 1, 2, 76, -signal.SIGKILL}
+# The exit code of a rank that gets a signal. Other ranks: done, failed because of a peer, bad input (a survivor that
+# waited for its peer in the rendezvous), and 76: the peer is gone.
+CODES = {signal.SIGKILL: 137, signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
+OTHER_CODES = {0, 1, 2, 76}
 CLOCKS = ("seconds", "samples_per_second")  # measured times in summary.json
+# Each run draws one value of each key; a value that stands there twice is twice as likely.
+KEYS: dict[str, list[Any]] = {
+    "optimizer.name": list(OPTIMIZERS),
+    "loss": ["l1", "mse", "huber"],
+    "network.norm": ["none", "batch", "group", "ghost(1)"],
+    "accumulation_steps": [1, 1, 2, 4],
+    "ddp": ["torch", "torch", "manual"],
+    "gradient_compression": ["none", "bfloat16"],
+    "static_graph": [False, True],
+    "disable_broadcast_buffers": [False, True],
+    "bucket_cap_mb": [25.0, 0.001],
+    "ema_decay": [None, 0.5, 0.9],
+    "clip_grad_norm": [None, 0.01],
+    "log_noise_scale": [False, True],
+    "enable_amp": [False, True],
+    "precision": ["bfloat16", "float16"],
+    "lr_schedule.shape": ["cosine", "constant"],
+    "lr_schedule.start_lr": [0.0002, 0.01],
+    "early_stopping.patience": [None, 1],
+    "early_stopping.min_delta": [0.0, 0.001],
+    "checkpoint.every_steps": [None, 1, 3, 5],
+    "checkpoint.keep_last": [1, 2],
+    "evaluation.every_epochs": [0, 0, 1],
+    "data_loader_config": ["lowmem", "inmem", "resident"],
+    "channels_last": [False, True],
+    "log_interval": [1, 3, 4],
+    "num_epochs": [1, 2, 3],
+}
 
 
-class PlannedKill(NamedTuple):
-    """A planned kill, in a phase, or by the victims themselves after `steps` steps."""
+class PlannedStop(NamedTuple):
+    """Signals to ranks some time after a phase or a number of log lines is reached."""
 
-    victims: Sequence[int | str]
-    phase: str = BETWEEN
-    fraction: float = 0.0  # of the phase's duration
-    steps: int | None = None
-
-
-Planned = TypeVar("Planned")
-Done = TypeVar("Done")
+    victims: Sequence[int]
+    phase: str = ""
+    seconds: float = 0.0
+    lines: int = 0
+    signals: Sequence[tuple[signal.Signals, float]] = ((signal.SIGKILL, 0.0),)  # and the seconds before each
 
 
-class Kill(NamedTuple):
-    """An executed kill."""
+class Stop(NamedTuple):
+    """An executed stop."""
 
-    victims: list[int | str]
+    victims: set[int]
     phase: str
-    seconds: float  # from the kill to the end of the last survivor
+    codes: list[int]  # of the ranks or the launcher
 
 
-class Run(NamedTuple):
-    """One training run of a soak test."""
+class Run:
+    """One training run in a folder of its own."""
 
-    directory: Path
-    launcher: Plain
-    last_step: int
+    def __init__(self, folder: Path, flags: list[str], ranks: int, launcher: LauncherFactory) -> None:
+        self.directory = directory(folder, ranks)
+        self.launcher = launcher([*flags, f"--set=expdir={folder}"], folder.with_suffix(".log"), ranks)
 
     def saved(self) -> list[int]:
-        from utils.training.checkpoint import FOLDER, saved_steps
-
         return saved_steps(self.directory / FOLDER)
 
     def is_saving(self) -> bool:
-        return any((self.directory / "checkpoints").glob(".*.partial"))
+        return any((self.directory / FOLDER).glob(".*.partial"))
 
     def has_summary(self) -> bool:
         return (self.directory / "summary.json").exists()
 
-    def has_finished(self) -> bool:
-        """True if the next start would be another training run, in a directory of its own."""
-        return self.has_summary() and self.launcher.has_ended()
-
-    def phase(self) -> str:
+    def phase(self, last_step: int | None = None) -> str:
         """The phase that this start has reached."""
         text = self.launcher.text()
         if TRAINS not in text and WRITES_SUMMARY not in text:
             return START
-        if self.last_step in self.saved():
+        if last_step in self.saved():
             return END
         return SAVE if self.is_saving() else BETWEEN
 
 
-# --- one kill --------------------------------------------------------------------------------------------------------
+class StopTest:
+    """An undisturbed training run, and stopped ones, which must end with its bits."""
+
+    def __init__(self, folder: Path, flags: list[str], ranks: int = RANKS, launcher: LauncherFactory = Plain) -> None:
+        data = [f"--set={name}_path={write_volume(folder / f'{name}.h5', seed=len(name))}" for name in ("train", "val")]
+        self._settings = ([*FIXED, *data, *flags], ranks, launcher)
+        self._folder, self._whole = folder, Run(folder / "undisturbed", *self._settings)
+        self.durations = self._train_undisturbed()  # of the phases, in seconds
+        self._last_step = self._whole.saved()[0]
+        self.lines = self._whole.launcher.text().count("\n")
+
+    def _train_undisturbed(self) -> dict[str, float]:
+        run, steps, moments = self._whole, list[int](), dict[str, float]()
+        run.launcher.start()
+        while not run.launcher.has_ended():
+            if 0 in run.launcher.running():
+                moments.setdefault(START, time.monotonic())
+            if run.phase() != START:
+                moments.setdefault(BETWEEN, time.monotonic())
+            if run.saved() != steps:
+                steps, moments[END] = run.saved(), time.monotonic()
+            time.sleep(0.01)
+        ended = time.monotonic()
+        assert not any(run.launcher.wait()), run.launcher.text()[-3000:]
+        durations = {START: moments[BETWEEN] - moments[START], END: ended - moments[END]}
+        return {**durations, **dict.fromkeys((BETWEEN, SAVE), moments[END] - moments[BETWEEN])}
+
+    def run(self, name: str, plan: Sequence[PlannedStop]) -> list[Stop]:
+        """Trains with one planned stop of each start; returns the executed ones.
+
+        AssertionError unless it ends with the same bits, records, best checkpoint, summary and files as the
+        undisturbed run, and nothing partial.
+        """
+        run, done = Run(self._folder / name, *self._settings), list[Stop]()
+        for planned in (*plan, None):
+            if run.has_summary() and run.launcher.has_ended():
+                break  # the next start would be another run
+            stop = self._start_and_stop(run, planned or PlannedStop([]))
+            if stop is not None:
+                done.append(stop)
+        assert list(run.directory.parent.iterdir()) == [run.directory], "every start continues the first run"
+        assert_same_training(self._whole.directory, run.directory, self._last_step)
+        expected, summary = (json.loads((one.directory / "summary.json").read_text()) for one in (self._whole, run))
+        assert {**summary, **dict.fromkeys(CLOCKS)} == {**expected, **dict.fromkeys(CLOCKS)}
+        names = [{path.name for path in one.directory.rglob("*")} for one in (self._whole, run)]
+        # Each start has a file of TensorBoard, and a stop signal saves another step.
+        assert not {name for name in names[0] ^ names[1] if not name.startswith(("events", "step_"))}
+        return done
+
+    def _start_and_stop(self, run: Run, planned: PlannedStop) -> Stop | None:
+        """Starts the run, stops it and waits for the consequences; None if the run ended by itself."""
+        launcher, victims, running = run.launcher, set[int](), None
+        launcher.start()
+        if planned.victims:
+            self._wait_for_moment(run, planned)
+            for number, seconds in planned.signals:
+                time.sleep(seconds)
+                running = launcher.running()
+                for name in set(running) & set(planned.victims):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(running[name], number)
+                        victims.add(name)
+        phase, saved = run.phase(self._last_step), run.saved()
+        codes = launcher.wait(victims, running)
+        if type(launcher) is Plain or not planned.victims:
+            numbers = {number for number, _ in planned.signals}
+            allowed = OTHER_CODES | {CODES[number] for number in numbers} if planned.victims else {0}
+            if run.has_summary() and planned.victims:
+                allowed |= {128 + number for number in numbers}  # a run that is done catches no signals
+            ended = f"exit codes {codes} after {planned}; see {run.directory}:\n{launcher.text()[-3000:]}"
+            assert set(codes) <= allowed, ended
+        assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
+        assert max(run.saved(), default=0) >= max(saved, default=0), f"{planned}: a checkpoint of {saved} is lost"
+        return Stop(victims, phase, codes) if victims and (not codes or any(codes)) else None
+
+    def _wait_for_moment(self, run: Run, planned: PlannedStop) -> None:
+        """Returns at the planned moment, or when the run has ended."""
+        launcher = run.launcher
+
+        def is_reached() -> bool:
+            if planned.lines:
+                return launcher.text().count("\n") >= planned.lines
+            if planned.phase == START:
+                return bool(set(planned.victims) & set(launcher.running()))
+            phase = run.phase(self._last_step)
+            return phase == END or (planned.phase != END and phase != START)
+
+        while not is_reached() and not launcher.has_ended():
+            time.sleep(0.002)
+        time.sleep(planned.seconds)
+        while planned.phase == SAVE and not run.is_saving() and not launcher.has_ended():
+            time.sleep(0.001)
 
 
-def wait_for_moment(run: Run, planned: PlannedKill, durations: dict[str, float]) -> None:
-    """Returns at the planned moment, or when the run has ended."""
-    launcher, victims = run.launcher, set(planned.victims)
-    reached = {START: lambda: victims & set(launcher.running()), END: lambda: run.phase() == END}
-    begun = reached.get(planned.phase, lambda: run.phase() != START)
-    while not begun():
-        if launcher.has_ended():
-            return
-        time.sleep(0.01)
-    time.sleep(planned.fraction * durations[planned.phase])
-    while planned.phase == SAVE and not run.is_saving() and not launcher.has_ended():
-        time.sleep(0.001)
-
-
-def kill(durations: dict[str, float], run: Run, planned: PlannedKill) -> Kill | None:
-    """Starts the run, carries out a kill and waits for its consequences; None if the run had ended before."""
-    run.launcher.start({} if planned.steps is None else dict.fromkeys(planned.victims, planned.steps))
-    victims: list[int | str] = []
-    running: dict[int | str, int] = {}
-    phase = planned.phase
-    if planned.steps is None:
-        wait_for_moment(run, planned, durations)
-        running = run.launcher.running()
-        for name in set(running) & set(planned.victims):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(running[name], signal.SIGKILL)
-                victims.append(name)
-        phase = run.phase()
-    saved, killed = run.saved(), time.monotonic()
-    codes = run.launcher.settle(victims, running)
-    seconds = time.monotonic() - killed
-    if type(run.launcher) is Plain:
-        assert set(codes) <= EXIT_CODES, f"exit codes {codes} after {planned}; see {run.directory}"
-        victims = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
-    check_end(run, planned, codes, saved)
-    ended_well = codes and not any(codes)
-    return Kill(victims, phase, seconds) if victims and not ended_well else None
-
-
-def check_end(run: Run, planned: object, codes: Sequence[int], saved: Sequence[int]) -> None:
-    """Asserts that no summary and no checkpoint is missing after a start; `saved` are those of before its end."""
-    assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
-    assert max(run.saved(), default=0) >= max(saved, default=0), f"{planned}: a checkpoint of {saved} is lost"
-
-
-def train_with_stops(
-    run: Run, plan: Sequence[Planned], start_and_stop: Callable[[Run, Planned], Done | None]
-) -> list[Done]:
-    """Runs one training run to its end, with one planned stop of each start; returns the executed stops."""
-    done: list[Done] = []
-    for planned in plan:
-        if run.has_finished():
-            break
-        executed = start_and_stop(run, planned)
-        if executed is None:
-            break  # the run has ended
-        done.append(executed)
-    if not run.has_finished():
-        run.launcher.start({})
-        codes = run.launcher.wait()
-        assert not any(codes), f"exit codes {codes} at the end; see {run.directory}:\n" + run.launcher.text()[-3000:]
-    directories = [path.name for path in run.directory.parent.iterdir()]
-    assert directories == [run.directory.name], "every start continues the first run"
-    return done
-
-
-def measure(run: Run) -> dict[str, float]:
-    """Trains once undisturbed; returns the durations of its phases in seconds."""
-    run.launcher.start({})
-    moments: dict[str, float] = {}
-    while not run.launcher.has_ended():
-        if moments or set(range(RANKS)) & set(run.launcher.running()):
-            moments.setdefault(run.phase(), time.monotonic())
-        time.sleep(0.01)
-    codes = run.launcher.wait()
-    assert not any(codes), f"exit codes {codes}; see {run.directory}:\n" + run.launcher.text()[-3000:]
-    trained = min(moments.get(BETWEEN, moments[END]), moments.get(SAVE, moments[END]))
-    training = moments[END] - trained
-    ended = time.monotonic() - moments[END]
-    return {START: trained - moments[START], BETWEEN: training, SAVE: training, END: ended}
-
-
-# --- comparison ------------------------------------------------------------------------------------------------------
-
-
-def assert_same_run(expected: Path, found: Path, steps: int) -> None:
-    """Asserts that both ended with the same bits, records, best checkpoint, summary and files, and nothing partial."""
-    from trainings import assert_same_training
-
-    assert_same_training(expected, found, steps)
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (expected, found)]
-    for summary in summaries:
-        for clock in CLOCKS:
-            summary.pop(clock)
-    assert summaries[0] == summaries[1]
-    differences = set(files(expected)) ^ set(files(found))
-    assert not differences, differences
-
-
-def files(run: Path) -> list[str]:
-    """The files of a run, without those of TensorBoard, which has one per start, and without the lock.
-
-    Of the checkpoints, those of the last and the best step: a stop signal saves other ones.
-    """
-    from trainings import best
-
-    kept = {max(run.glob("checkpoints/step_*")).name, best(run)}
-    paths = [path.relative_to(run) for path in run.rglob("*") if "events.out" not in path.name and path.name != ".lock"]
-    return sorted(str(path) for path in paths if not any(re.fullmatch(r"step_\d+", x) for x in {*path.parts} - kept))
-
-
-def write_data(folder: Path) -> list[str]:
-    """Writes small volumes; returns their flags."""
-    from volume_files import write_volume
-
-    train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), 1))
-    return [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
-
-
-class KillTest:
-    """Training runs in one folder, each compared with an undisturbed one of plain processes."""
-
-    def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: LauncherFactory = Plain) -> None:
-        self._folder, self._steps, self._launcher = folder, STEPS_PER_EPOCH * epochs, launcher
-        report = f"--set=report_pictures={str(pictures).lower()}"
-        self._flags = [*FLAGS, *write_data(folder), f"--num_epochs={epochs}", report]
-        self._undisturbed = self._new("undisturbed", Plain)
-        train_with_stops(self._undisturbed, [], partial(kill, {}))
-        self._durations: dict[str, float] = {}
-
-    def _new(self, name: str, launcher: LauncherFactory) -> Run:
-        flags = [*self._flags, f"--set=expdir={self._folder / name}"]
-        starts = launcher(flags, self._folder / f"{name}.log")
-        return Run(self._folder / name / "test" / f"{RANKS}ranks" / "00", starts, self._steps)
-
-    def measure(self) -> None:
-        """Measures the phases' durations under the launcher, by which kills are timed."""
-        run = self._new("measured", self._launcher)
-        self._durations = measure(run)
-        assert_same_run(self._undisturbed.directory, run.directory, self._steps)
-
-    def run(self, name: str, plan: Sequence[PlannedKill]) -> list[Kill]:
-        """Returns the executed kills; AssertionError unless the result equals the undisturbed one."""
-        run = self._new(name, self._launcher)
-        kills = train_with_stops(run, plan, partial(kill, self._durations))
-        assert_same_run(self._undisturbed.directory, run.directory, self._steps)
-        return kills
-
-
-def draw_plan(draw: random.Random, count: int, launcher: str) -> list[PlannedKill]:
+def draw_plan(draw: random.Random, count: int, launcher: str, durations: dict[str, float]) -> list[PlannedStop]:
     """Kills of one training run; those of the end phase, and some of the start, come after the last checkpoint."""
     plan = []
     for phase in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count):
-        victims: list[int | str] = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
+        victims = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
         if launcher == "torchrun" and draw.random() < 0.25:
             victims = [AGENT]
         # A resumed training run is shorter: later moments would often find it finished.
         latest = {START: 0.8, END: 0.9}.get(phase, 0.6)
         last = phase == END or (phase == START and draw.random() < 0.3)
-        plan.append((last, PlannedKill(victims, phase, draw.uniform(0.0, latest))))
+        plan.append((last, PlannedStop(victims, phase, draw.uniform(0.0, latest) * durations[phase])))
     draw.shuffle(plan)
     return [planned for _, planned in sorted(plan, key=lambda pair: pair[0])]
 
 
-def soak(kills: int, seed: int, folder: Path, launcher: str = "plain", log: bool = False) -> list[Kill]:
-    """Carries out that many kills at random moments, over several runs."""
-    draw, done, started = random.Random(seed), list[Kill](), 0
+def soak(kills: int, seed: int, folder: Path, launcher: str = "plain") -> list[Stop]:
+    """Carries out that many kills at random moments, over several runs of six epochs with pictures in their report."""
+    draw, done, started = random.Random(seed), list[Stop](), 0
     with open_launcher(launcher) as factory:
-        test = KillTest(folder, EPOCHS, True, factory)
-        test.measure()
+        test = StopTest(folder, [*FLAGS, "--num_epochs=6", "--set=report_pictures=true"], RANKS, factory)
         while len(done) < kills:
             started += 1
-            more = test.run(f"soak{started}", draw_plan(draw, min(kills - len(done), 10), launcher))
-            done += more
-            if log:
-                slowest = max((kill.seconds for kill in done), default=0.0)
-                counts = f"{len(more)} kills, same bits; {len(done)} kills so far"
-                print(f"{launcher}, run {started}: {counts}, survivors ended within {slowest:.1f} s", flush=True)
+            plan = draw_plan(draw, min(kills - len(done), 10), launcher, test.durations)
+            done += test.run(f"soak{started}", plan)
+            phases = dict(Counter(kill.phase for kill in done))
+            print(
+                f"{launcher}: {len(done)} kills, every run ended with the bits of the undisturbed one; {phases}",
+                flush=True,
+            )
     return done
 
 
-def table(launcher: str, kills: Sequence[Kill]) -> str:
-    """Counts of the kills by phase and victims."""
-    counts = Counter((kill.phase, "agent" if AGENT in kill.victims else len(kill.victims)) for kill in kills)
-    names = {1: "one rank", 2: "all ranks", "agent": "torchrun's agent"}
-    lines = [f"{launcher}: {len(kills)} kills"]
-    for phase in WEIGHTS:
-        parts = [f"{names[who]} {counts[phase, who]}" for who in names if counts[phase, who]]
-        lines.append(f"  {phase:<15}{', '.join(parts) or 'none'}")
-    return "\n".join(lines)
+def draw_config(draw: random.Random, ranks: int) -> dict[str, Any]:
+    """The values of one valid config that are not the defaults of `test`."""
+    default = configs.flatten(configs.load(YAML, "test"))
+    while True:
+        drawn = {key: draw.choice(values) for key, values in KEYS.items()}
+        with contextlib.suppress(UserError):
+            configs.load(YAML, "test", drawn).for_world(ranks)
+            return {key: value for key, value in drawn.items() if default[key] != value}
+
+
+def draw_stops(draw: random.Random, ranks: int, lines: int) -> list[PlannedStop]:
+    """Stops for the first starts of a run; an uninterrupted start logs that many lines."""
+    plan = []
+    for _ in range(draw.randint(1, 4)):
+        victims = list(range(ranks)) if draw.random() < 0.5 else [draw.randrange(ranks)]
+        signals = [(draw.choice(list(CODES)), draw.uniform(0.0, 0.1)) for _ in range(draw.choice([1, 1, 1, 2]))]
+        plan.append(PlannedStop(victims, lines=draw.randint(1, lines), signals=signals))
+    return plan
+
+
+def random_run(seed: int, folder: Path) -> list[Stop]:
+    """Trains with a random config, with and without stops; returns the stops. AssertionError unless both are equal."""
+    draw = random.Random(seed)
+    ranks = draw.choice([1, 2])
+    drawn = [f"--set={key}={json.dumps(value)}" for key, value in draw_config(draw, ranks).items()]
+    print(f"seed {seed}: {ranks} ranks", *drawn, flush=True)
+    drawn += ["--set=optimizer.momentum=0.9", "--set=optimizer.precondition_frequency=3"]
+    test = StopTest(folder, drawn, ranks)
+    plan = draw_stops(draw, ranks, test.lines)
+    stops = test.run("stopped", plan)
+    for planned, stop in zip(plan, stops, strict=False):
+        print(f"  {planned.lines} lines, {planned.signals} to {planned.victims}: exit codes {stop.codes}", flush=True)
+    return stops
+
+
+def soak_launchers(kills: int, seed: int, launchers: list[str]) -> None:
+    """Carries out an equal share of the kills under each launcher."""
+    for index, launcher in enumerate(launchers):
+        print(f"{launcher}: seed {seed}", flush=True)
+        folder = tempfile.mkdtemp(prefix="soak-")
+        share = kills * (index + 1) // len(launchers) - kills * index // len(launchers)
+        try:
+            soak(share, seed, Path(folder), launcher)
+        except Unavailable as reason:
+            print(f"{launcher}: skipped, {reason}", flush=True)
+            continue
+        shutil.rmtree(folder)  # kept after an error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=100)
-    parser.add_argument("--seed", type=int, default=None, help="of moments and victims; drawn if absent")
     parser.add_argument("--launchers", default="plain", metavar="NAME,NAME,…", help="plain, torchrun, srun")
+    parser.add_argument("--runs", type=int, default=0, help="number of runs with random configs")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="drawn if absent")
     options = parser.parse_args()
     launchers = options.launchers.split(",")
-    unknown = set(launchers) - {"plain", "torchrun", "srun"}
-    if unknown:
-        parser.error(f"unknown launcher {', '.join(unknown)}; use plain, torchrun or srun")
-    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    if not set(launchers) <= {"plain", "torchrun", "srun"}:
+        parser.error(f"unknown launcher in {options.launchers}; use plain, torchrun or srun")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each restart
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the cluster of srun
-    for index, launcher in enumerate(launchers):
-        print(f"{launcher}: seed {seed}", flush=True)
-        folder = tempfile.mkdtemp(prefix="soak-")
-        share = options.kills * (index + 1) // len(launchers) - options.kills * index // len(launchers)
-        try:
-            kills = soak(share, seed, Path(folder), launcher, log=True)
-        except Unavailable as reason:
-            print(f"{launcher}: skipped, {reason}", flush=True)
-            continue
+    if options.kills:
+        soak_launchers(options.kills, options.seed, launchers)
+    stops = 0
+    for seed in range(options.seed, options.seed + options.runs):
+        folder = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-"))
+        stops += len(random_run(seed, folder))
         shutil.rmtree(folder)  # kept after an error
-        print(table(launcher, kills) + "\n  every training run ended with the bits of an undisturbed one", flush=True)
+    print(f"{options.runs} runs of random configs, {stops} stops: each ended with the bits of an uninterrupted run")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from processes import GENEROUS, TOP, rank_variables
 from utils.distributed.launch import Launch, read_launch
 from utils.errors import LocalError, UserError, launched_rank, one_line_errors
 
+# Rank 5 of 8 ranks on two nodes.
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 SLURM_STEP = {
     "SLURM_JOB_ID": "3003",
@@ -26,22 +27,31 @@ SLURM_STEP = {
     "SLURM_NODELIST": "nid[000001-000004]",
     "SLURM_STEP_NODELIST": "nid[000003-000004]",
 }
+STEP_PORT = 15000 + (3003 * 7 + 2 * 1009) % 15000
+BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in key}
 
 
 def names(pattern: str) -> dict[str, str]:
-    """MPI's variables of rank 5 of 8 ranks on two nodes."""
-    return {pattern.format(name): value for name, value in zip(ROLES, ("5", "8", "1", "4"), strict=True)}
+    roles = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return {pattern.format(role): value for role, value in zip(roles, ("5", "8", "1", "4"), strict=True)}
 
 
-ROLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 CRAY = {**names("PMI_{}"), "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {**CRAY, "PALS_APID": "1a2b", "PBS_JOBID": "17.pbs"}
+OPEN_MPI = names("OMPI_COMM_WORLD_{}")
+# The variables, and the name of the start, from which the port is derived.
+MPI: dict[str, tuple[dict[str, str], str]] = {
+    "Open MPI 4": ({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": "7", "PMIX_NAMESPACE": "7"}, "7"),
+    "Open MPI 5": ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-node1-9@1"}, "prterun-node1-9@1"),
+    "MVAPICH": ({**names("MV2_COMM_WORLD_{}"), "MPIRUN_ID": "4711"}, "4711"),
+    "MPICH": (HYDRA, ""),
+    "PALS": (PALS, "1a2b"),
+}
 
 
-# --- the launcher's environment ------------------------------------------------------------------------------------
-
-STEP_PORT = 15000 + (3003 * 7 + 2 * 1009) % 15000
-BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in key}
+def slurm(address: str = "nid000003", port: int = STEP_PORT) -> Launch:
+    return Launch("slurm", 5, 1, 8, address, port)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +61,12 @@ BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}, Launch("torchrun", 5, 1, 8, "node1", 29400)),
         # export_DDP_vars.sh sets these inside a Slurm step; they take precedence over Slurm's own.
         ({**SLURM_STEP, **TORCHRUN, "RANK": "2"}, Launch("environment", 2, 1, 8, "node1", 29400)),
-        (SLURM_STEP, Launch("slurm", 5, 1, 8, "nid000003", STEP_PORT)),
-        (
-            {**SLURM_STEP, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234"},
-            Launch("slurm", 5, 1, 8, "elsewhere", 1234),
-        ),
-        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, Launch("slurm", 5, 1, 8, "127.0.0.1", STEP_PORT)),
-        # Slurm's reserved steps, by number or name.
-        *(
-            ({**SLURM_STEP, "SLURM_STEP_ID": step}, Launch("slurm", 5, 1, 8, "nid000003", port))
-            for step, port in (("4294967290", 15000 + (3003 * 7 + 4294967290 * 1009) % 15000), ("interactive", 21021))
-        ),
+        (SLURM_STEP, slurm()),
+        ({**SLURM_STEP, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234"}, slurm("elsewhere", 1234)),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, slurm("127.0.0.1")),
+        ({**SLURM_STEP, "SLURM_STEP_ID": "interactive"}, slurm(port=21021)),
         # `srun --mpi=cray_shasta` and `--mpi=pmi2` set variables of MPI as well, the latter without local ranks.
-        ({**SLURM_STEP, **CRAY}, Launch("slurm", 5, 1, 8, "nid000003", STEP_PORT)),
-        ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, Launch("single process")),
+        ({**SLURM_STEP, **CRAY}, slurm()),
         ({**TORCHRUN, "PMI_SIZE": "2"}, Launch("environment", 5, 1, 8, "node1", 29400)),  # one torchrun per node
         # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS=16, but no other ranks.
         ({**BATCH_SCRIPT, "SLURM_PROCID": "0"}, Launch("single process")),
@@ -74,44 +76,19 @@ def test_the_launcher_is_found_from_the_environment(environment: dict[str, str],
     assert read_launch(environment) == launch
 
 
-# Rank 5 of 8 ranks on two nodes.
-PALS = {**CRAY, "PALS_APID": "1a2b", "PBS_JOBID": "17.pbs"}
-DAEMONS = {**SLURM_STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-MPI = {
-    "Open MPI 4": {**names("OMPI_COMM_WORLD_{}"), "OMPI_MCA_ess_base_jobid": "7", "PMIX_NAMESPACE": "7"},
-    "Open MPI 5": {**names("OMPI_COMM_WORLD_{}"), "PMIX_NAMESPACE": "prterun-node1-9@1"},
-    "MVAPICH": {**names("MV2_COMM_WORLD_{}"), "MPIRUN_ID": "4711"},
-    "MPICH": HYDRA,
-    "PALS": PALS,
-}
-JOBS = {"Open MPI 4": "7", "Open MPI 5": "prterun-node1-9@1", "MVAPICH": "4711", "MPICH": "", "PALS": "1a2b"}
-
-
-def mpi_port(job: str) -> int:
-    return 15000 + zlib.crc32(job.encode()) % 15000 if job else 29500
-
-
-@pytest.mark.parametrize(
-    ("mpi", "step"),
-    [
-        *((mpi, {}) for mpi in MPI),
-        *((mpi, DAEMONS) for mpi in MPI if mpi != "PALS"),  # srun itself sets the variables of PALS
-        *((mpi, {**DAEMONS, "SLURM_STEP_NUM_TASKS": "8"}) for mpi in MPI if mpi != "PALS"),
-    ],
-)
-def test_ranks_of_mpiexec_use_the_variables_of_their_mpi(mpi: str, step: dict[str, str]) -> None:
-    """Also in an allocation of Slurm, where mpiexec starts its daemons in a step with one task per node."""
-    environment, job = {**step, **MPI[mpi], "MASTER_ADDR": "node1"}, JOBS[mpi]
-    if step and not job:
-        job = step["SLURM_JOB_ID"]
-    assert read_launch(environment) == Launch("mpiexec", 5, 1, 8, "node1", mpi_port(job))
-    assert read_launch({**environment, "MASTER_PORT": "1234"}).master_port == 1234
-    assert read_launch({**environment, **TORCHRUN}).launcher == "environment"
-
-
 @pytest.mark.parametrize("mpi", MPI)
-def test_a_single_rank_of_mpiexec_trains_alone(mpi: str) -> None:
-    one = {name: "1" if "SIZE" in name or "NRANKS" in name else value for name, value in MPI[mpi].items()}
+def test_ranks_of_mpiexec_use_the_variables_of_their_mpi(mpi: str) -> None:
+    """Also in an allocation of Slurm, where mpiexec starts its daemons in a step with one task per node."""
+    variables, job = MPI[mpi]
+    daemons = {**SLURM_STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    # srun itself sets the variables of PALS.
+    for step in [{}] if mpi == "PALS" else [{}, daemons, {**daemons, "SLURM_STEP_NUM_TASKS": "8"}]:
+        environment, start = {**step, **variables, "MASTER_ADDR": "node1"}, job or step.get("SLURM_JOB_ID", "")
+        port = 15000 + zlib.crc32(start.encode()) % 15000 if start else 29500
+        assert read_launch(environment) == Launch("mpiexec", 5, 1, 8, "node1", port)
+        assert read_launch({**environment, "MASTER_PORT": "1234"}).master_port == 1234
+        assert read_launch({**environment, **TORCHRUN}).launcher == "environment"
+    one = {name: "1" if "SIZE" in name or "NRANKS" in name else value for name, value in variables.items()}
     assert read_launch(one) == Launch("single process")
     assert read_launch({**SLURM_STEP, **one}).launcher == "slurm"
 
@@ -122,64 +99,37 @@ def test_ranks_of_mpiexec_know_the_address_of_rank_0(tmp_path: Path) -> None:
     pbs = {**PALS, "PBS_NODEFILE": str(nodes)}
     assert read_launch(pbs).master_addr == "x3005c0s7b0n0.hsn.cm"
     assert read_launch({**pbs, "PMI_LOCAL_SIZE": "8"}).master_addr == "127.0.0.1", "all ranks are on one node"
-    assert read_launch({**pbs, "MASTER_ADDR": "elsewhere"}).master_addr == "elsewhere"
-    slurm = {**HYDRA, "SLURM_JOB_NODELIST": "nid[000001-000002]"}
-    assert read_launch(slurm).master_addr == "nid000001"
+    assert read_launch({**HYDRA, "SLURM_JOB_NODELIST": "nid[000001-000002]"}).master_addr == "nid000001"
     nodes.unlink()  # PBS may write it on the job's first node only
-    for environment in (HYDRA, pbs):
-        with pytest.raises(LocalError, match=r"MASTER_ADDR is missing .* MASTER_ADDR=.*head -n 1.* before mpiexec"):
-            read_launch(environment)
+    with pytest.raises(LocalError, match=r"MASTER_ADDR is missing .* MASTER_ADDR=.*head -n 1.* before mpiexec"):
+        read_launch(pbs)
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "PALS_RANKID is set, but no .*; set RANK, "),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK is set"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK is set"),
+        ({"PMIX_RANK": "0"}, "incomplete: PMIX_RANK is set, but no .*; set RANK, "),  # of an unknown MPI
+        ({"RANK": "5", "WORLD_SIZE": "8"}, "incomplete: LOCAL_RANK missing"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "incomplete: MASTER_ADDR missing"),
+        ({"SLURM_PROCID": "5", "SLURM_STEP_ID": "2"}, "incomplete: SLURM_LOCALID missing"),
+        ({**TORCHRUN, "RANK": "8"}, "inconsistent: rank 8 .* of 8"),
+        ({**TORCHRUN, "RANK": "five"}, "RANK must be an integer, not 'five'"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, not 99999"),
     ],
 )
-def test_ranks_of_an_unknown_mpi_do_not_train_alone(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=f"the rank environment is incomplete: {message}"):
+def test_an_incomplete_or_inconsistent_environment_is_rejected(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read_launch(environment)
 
 
-@pytest.mark.parametrize(
-    ("base", "changes", "message"),
-    [
-        (TORCHRUN, {"LOCAL_RANK": None}, "incomplete: LOCAL_RANK missing"),
-        (TORCHRUN, {"MASTER_ADDR": ""}, "incomplete: MASTER_ADDR missing"),
-        (SLURM_STEP, {"SLURM_LOCALID": None}, "incomplete: SLURM_LOCALID missing"),
-        (TORCHRUN, {"RANK": "8"}, "inconsistent: rank 8 .* of 8"),
-        (TORCHRUN, {"RANK": "five"}, "RANK must be an integer, not 'five'"),
-        (TORCHRUN, {"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, not 99999"),
-    ],
-)
-def test_an_incomplete_or_inconsistent_environment_is_rejected(
-    base: dict[str, str], changes: dict[str, str | None], message: str
-) -> None:
-    environment = {name: value for name, value in {**base, **changes}.items() if value is not None}
-    with pytest.raises(LocalError, match=message):
-        read_launch(environment)
-
-
-# --- errors -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("environment", "rank"),
-    [
-        ({"SLURM_PROCID": "3"}, 0),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
-        ({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "0"}, 3),
-        ({"PMI_RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 1),  # the step of mpiexec's daemons
-        ({"RANK": "x"}, 0),
-    ],
-)
-def test_rank_is_known_before_the_ranks_meet(monkeypatch: Any, environment: dict[str, str], rank: int) -> None:
-    for name, value in environment.items():
+def test_rank_is_known_before_the_ranks_meet(monkeypatch: Any) -> None:
+    """Each variable takes precedence over the earlier ones. A batch script has SLURM_PROCID without a step."""
+    variables = {"SLURM_PROCID": ("4", 0), "SLURM_STEP_ID": ("0", 4), "PMI_RANK": ("1", 1), "RANK": ("3", 3)}
+    for name, (value, rank) in variables.items():
         monkeypatch.setenv(name, value)
-    assert launched_rank() == rank
+        assert launched_rank() == rank
+    monkeypatch.setenv("RANK", "x")
+    assert launched_rank() == 1
 
 
 @pytest.mark.parametrize(
@@ -199,8 +149,6 @@ def test_rank_0_prints_errors_of_all_ranks_and_the_others_wait(
     assert bool(waited) != printed
 
 
-# --- exit ---------------------------------------------------------------------------------------------------------
-
 ENDING = """
 import os, sys
 from utils.distributed.launch import run_script
@@ -213,30 +161,23 @@ run_script(main)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "ending", "code", "output", "error"),
+    ("ranks", "redirection", "ending", "code", "output", "error"),
     [
-        (1, "print('done', end=''); sys.exit(75)", 75, "done shut down", ""),
-        (2, "print('done', end=''); sys.exit(75)", 75, "done", ""),
-        (2, "sys.exit('a reason')", 1, "", "a reason\n"),
-        (2, "print('lost', end=''); raise ValueError('broken')", 1, "lost", "ValueError: broken\n"),
+        (1, "", "print('done', end=''); sys.exit(75)", 75, "done shut down", ""),
+        # Fixed: it ended with exit code 1, without a line.
+        (1, "2>&-", "sys.stderr.write('lost'); print('done', end=''); sys.exit(75)", 75, "done shut down", ""),
+        (2, "", "print('done', end=''); sys.exit(75)", 75, "done", ""),
+        (2, "", "sys.exit('a reason')", 1, "", "a reason\n"),
+        (2, "", "print('lost', end=''); raise ValueError('broken')", 1, "lost", "ValueError: broken\n"),
     ],
 )
 def test_one_of_several_ranks_skips_the_interpreters_shutdown_but_loses_no_output(
-    ranks: int, ending: str, code: int, output: str, error: str
+    ranks: int, redirection: str, ending: str, code: int, output: str, error: str
 ) -> None:
     """A thread of the process group may abort the process in the shutdown."""
     environment = {**os.environ, **rank_variables(ranks - 1, ranks, 1234), "PYTHONPATH": str(TOP)}
-    command = [sys.executable, "-c", ENDING.format(ending)]
+    command = ["bash", "-c", f'exec "$@" {redirection}', "_", sys.executable, "-c", ENDING.format(ending)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=GENEROUS)
     assert (done.returncode, done.stdout) == (code, output)
     assert done.stderr.endswith(error)
     assert bool(done.stderr) is bool(error)
-
-
-def test_a_run_whose_stderr_is_closed_has_one() -> None:
-    """A fixed bug: with `2>&-` a run ended with exit code 1, without a line."""
-    environment = {**os.environ, "PYTHONPATH": str(TOP)}
-    script = ENDING.format("sys.stderr.write('lost'); print('done', end=''); sys.exit(75)")
-    command = ["bash", "-c", 'exec "$@" 2>&-', "_", sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=GENEROUS)
-    assert (done.returncode, done.stdout) == (75, "done shut down")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
-import torch
-from processes import Program, free_port, has_ended, rank_variables, ranks_of_torchrun, run_ranks, wait_until
+from processes import TOP, Program, free_port, has_ended, rank_variables, ranks_of_torchrun, run_ranks, wait_until
+from small_steps import ALONE
+from trainings import directory
 
-from utils.distributed import signals as signals_module
-from utils.distributed.launch import Launch
-from utils.distributed.signals import Request, Signals, StopCoordinator, StopSignals
+from utils.distributed.signals import Request, StopCoordinator, StopSignals
 from utils.distributed.world import World
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER
@@ -33,8 +33,6 @@ signals.SAME_SIGNAL_SECONDS = signals.INTERRUPT_SECONDS = 1e6
 import train
 run_script(train.main)
 """
-
-
 Start = Callable[..., Program]
 
 
@@ -44,19 +42,13 @@ def flags(tmp_path: Path, data_flags: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def train(start: Start, flags: list[str]) -> Start:
-    """train(more flags) -> Program"""
-    return lambda *more: start(["train.py", *flags, *more])
-
-
-@pytest.fixture
-def patient(start: Start, flags: list[str], tmp_path: Path) -> Program:
-    """A long training run in its second epoch, without the time limits of signals."""
-    script = tmp_path / "patient.py"
+def train(start: Start, flags: list[str], tmp_path: Path) -> Start:
+    """train(more flags) -> a training run without the time limits of signals, or a benchmark"""
+    script, settings = tmp_path / "patient.py", tmp_path / "conf.yaml"
     script.write_text(PATIENT)
-    program = start([str(script), *flags, LONG])
-    program.wait_for("epoch 2/")
-    return program
+    settings.write_text("IO: {batches: 2, trials: 1000000, warmup_trials: 1}\n")
+    variables = {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": f"{tmp_path}/x"}
+    return lambda *more: start([str(script), *flags, *more], **variables)
 
 
 @pytest.fixture
@@ -68,122 +60,64 @@ def two_ranks(start: Start, flags: list[str]) -> list[Program]:
     return ranks
 
 
-def checkpoints(tmp_path: Path, ranks: int = 1) -> Path:
-    return tmp_path / "test" / f"{ranks}ranks" / "00" / FOLDER
+def all_are_complete(tmp_path: Path, ranks: int = 1) -> list[int]:
+    """The steps of the checkpoints, the last one first."""
+    folder = directory(tmp_path, ranks) / FOLDER
+    steps = checkpoint.saved_steps(folder)
+    for step in steps:
+        checkpoint.verify(checkpoint.step_directory(folder, step))
+    return steps
 
 
-def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
+def saved_at_the_stop(text: str, tmp_path: Path, ranks: int = 1) -> checkpoint.Checkpoint:
     """The complete checkpoint of the step that the log reports, once."""
     (step,) = re.findall(r"Stopping after step (\d+): ", text)
-    all_are_complete(folder)
+    folder = directory(tmp_path, ranks) / FOLDER
     saved = checkpoint.load(checkpoint.step_directory(folder, int(step)))
-    assert saved.state.step == int(step) == checkpoint.saved_steps(folder)[0]
+    assert saved.state.step == int(step) == all_are_complete(tmp_path, ranks)[0]
     assert not list(folder.glob(".*")), "no partial files"
     assert "Traceback" not in text
     return saved
 
 
-def all_are_complete(folder: Path) -> None:
-    for step in checkpoint.saved_steps(folder):
-        checkpoint.verify(checkpoint.step_directory(folder, step))
-
-
-# --- the parts -------------------------------------------------------------------------------------------------------
-
-
-def handlers() -> list[object]:
-    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)]
-
-
-def signal_threads() -> set[threading.Thread]:
-    """Threads of other tests may still be ending: only those of this module are looked at."""
-    return {thread for thread in threading.enumerate() if thread.name == "stop signals"}
-
-
-@pytest.mark.parametrize("first", ["SIGTERM", "SIGUSR2"])
-def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    """A second signal of the same kind soon after counts as the same one; other signals are not caught."""
-    monkeypatch.setattr(signals_module, "SAME_SIGNAL_SECONDS", 1e6)
+def test_only_sigterm_and_the_named_signal_are_caught() -> None:
     other: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: other.append(number))
+    before = [signal.getsignal(number) for number in (SIGTERM, signal.SIGUSR2)]
     with StopSignals("SIGUSR2") as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: other)
-        assert signals.received is None
-        os.kill(os.getpid(), signal.Signals[first])
-        wait_until(lambda: signals.received)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.received == first
-    assert not signal_threads()
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_without_a_signal_the_process_state_is_restored() -> None:
-    before = handlers()
-    with StopSignals() as signals:
-        assert handlers() != before
-        assert signal_threads()
-    assert (signals.received, handlers(), signal_threads()) == (None, before, set())
-    with Signals() as signals:
-        assert (handlers(), signal_threads()) == (before, set())
     assert signals.received is None
-
-
-def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
-    """It must not fail with EINTR while a run saves and exits."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    reader, writer = os.pipe()
-
-    def signal_and_answer() -> None:
-        time.sleep(0.2)  # until the call has begun; otherwise the test proves less
-        os.kill(os.getpid(), signal.SIGUSR1)
+    assert [signal.getsignal(number) for number in (SIGTERM, signal.SIGUSR2)] == before
+    with StopSignals("SIGUSR2") as signals:
+        os.kill(os.getpid(), signal.SIGUSR2)
         wait_until(lambda: signals.received)
-        os.write(writer, b"x")
-
-    with StopSignals() as signals:
-        thread = threading.Thread(target=signal_and_answer)
-        thread.start()
-        assert libc.read(reader, ctypes.create_string_buffer(1), 1) == 1, os.strerror(ctypes.get_errno())
-        thread.join()
-    os.close(reader)
-    os.close(writer)
+    assert (signals.received, signal.set_wakeup_fd(-1)) == ("SIGUSR2", -1)
 
 
 def exchange(world: World, requests: dict[int, Request]) -> list[int]:
     """The answers to a rank with these requests {step: request}."""
-    coordinator, answers = StopCoordinator(world), []
-    for step in range(20):
-        answers.append(int(coordinator.exchange(requests.get(step, Request.CONTINUE))))
-        if answers[-1] == Request.STOP:
-            break
+    coordinator, answers = StopCoordinator(world), [0]
+    while answers[-1] != Request.STOP:
+        answers.append(int(coordinator.exchange(requests.get(len(answers) - 1, Request.CONTINUE))))
     coordinator.close()
-    return answers
+    return answers[1:]
 
 
-def exchange_on_ranks(world: World) -> tuple[list[int], int, list[int]]:
-    """Answers, a sum over the same process group afterward, and answers if ranks exchange every third step only."""
-    last = world.size - 1
-    requests = {0: {2: Request.SAVE, 5: Request.SAVE}, last: {5: Request.STOP}}
-    answers = exchange(world, requests.get(world.rank, {}))
-    summed = int(world.sum(torch.ones(())))
+def exchange_on_ranks(world: World) -> tuple[list[int], list[int]]:
+    """Answers, and those of ranks that exchange every third step only."""
+    last = world.rank == world.size - 1
+    stop, save = {5: Request.STOP}, {2: Request.SAVE, 5: Request.SAVE}
+    answers = exchange(world, stop if last else save if world.is_root else {})
     StopCoordinator.RANKS_PER_STEP = 1
-    stop = {9: Request.STOP} if world.rank == last else {}
-    return answers, summed, exchange(world, {world.rank: Request.SAVE, **stop})
+    return answers, exchange(world, {world.rank: Request.SAVE, **({9: Request.STOP} if last else {})})
 
 
 def test_all_ranks_have_the_same_answer_one_exchange_later() -> None:
-    alone = World(Launch("single process"), torch.device("cpu"))
-    answers = exchange(alone, {2: Request.SAVE, 5: Request.STOP})
-    assert answers == [0, 0, 1, 0, 0, 2], "a single rank waits for no other"
-    (answers, summed, sparse), *others = run_ranks(exchange_on_ranks, 3)
-    assert others == [(answers, summed, sparse)] * 2
-    assert answers == [0, 0, 0, 1, 0, 0, 2]
-    assert summed == 3
-    expected = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2]
-    assert sparse == expected, "many ranks exchange every few steps, and lose no request"
-
-
-# --- one process -----------------------------------------------------------------------------------------------------
+    """A single rank waits for no other. Many ranks exchange every few steps, and lose no request."""
+    assert exchange(ALONE, {2: Request.SAVE, 5: Request.STOP}) == [0, 0, 1, 0, 0, 2]
+    expected = [0, 0, 0, 1, 0, 0, 2], [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert run_ranks(exchange_on_ranks, 3) == [expected] * 3
 
 
 def test_after_a_signal_the_same_command_resumes(train: Start, tmp_path: Path) -> None:
@@ -193,34 +127,48 @@ def test_after_a_signal_the_same_command_resumes(train: Start, tmp_path: Path) -
     stopped.wait_for("epoch 3/")
     stopped.signal(signal.SIGUSR2)
     assert stopped.end().returncode == 75, stopped.text
-    saved = saved_at_the_stop(stopped.text, checkpoints(tmp_path))
+    saved = saved_at_the_stop(stopped.text, tmp_path)
     assert 0 < saved.state.step < 8 * EPOCHS
     assert f"step_{saved.state.step:08d} written in" in stopped.text
     resumed = train(*settings)
     assert resumed.end().returncode == 0, resumed.text
     assert re.search(rf"Resuming from .*, after step {saved.state.step}$", resumed.text, re.MULTILINE)
-    assert checkpoint.saved_steps(checkpoints(tmp_path))[0] == 8 * EPOCHS
+    assert all_are_complete(tmp_path)[0] == 8 * EPOCHS
 
 
-def test_repeated_signals_still_save(patient: Program, tmp_path: Path) -> None:
+def test_repeated_signals_still_save(train: Start, tmp_path: Path) -> None:
     """Slurm and torchrun both pass a signal on, a preemption follows a warning; also while the run exits."""
-    while patient.process.exitcode is None:
-        patient.signal(signal.SIGUSR1)
-        patient.signal(signal.SIGTERM)
-        time.sleep(0.02)
-    assert patient.end().returncode == 75, patient.text
-    saved_at_the_stop(patient.text, checkpoints(tmp_path))
-
-
-@pytest.mark.slow
-def test_a_signal_before_the_first_step_stops_cleanly(train: Start, tmp_path: Path) -> None:
     program = train(LONG)
-    program.wait_for("Config test")
-    program.signal(signal.SIGTERM)
+    program.wait_for("epoch 2/")
+    while program.process.exitcode is None:
+        program.signal(signal.SIGUSR1)
+        program.signal(SIGTERM)
+        time.sleep(0.02)
     assert program.end().returncode == 75, program.text
+    saved_at_the_stop(program.text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flag", "signals", "code"),
+    [
+        pytest.param(LONG, {"Config test": SIGTERM}, 75, marks=pytest.mark.slow),  # before the first step
+        ("--enable_benchy", {"BENCHY|Config test": SIGTERM}, 128 + SIGTERM),
+        ("--num_epochs=1", {"DONE ---- rank 0": SIGTERM}, 0),  # it ended with 143
+        (LONG, {"epoch 2/": SIGINT, "^interrupted; the last checkpoint is kept, and the same command": SIGINT}, 130),
+    ],
+)
+def test_a_signal_leaves_complete_checkpoints_and_no_traceback(
+    train: Start, tmp_path: Path, flag: str, signals: dict[str, int], code: int
+) -> None:
+    """At the start, during the exit, to a benchmark, and Ctrl-C, which does not save."""
+    program = train(flag)
+    for place, number in signals.items():
+        program.wait_for(place)
+        program.signal(number)
+    assert program.end().returncode == code, program.text
     assert "Traceback" not in program.text
-    all_are_complete(checkpoints(tmp_path))
-    assert not list(checkpoints(tmp_path).glob(".*"))
+    assert code == 75 or "Stopping" not in program.text
+    all_are_complete(tmp_path)
 
 
 STUCK = """
@@ -229,72 +177,24 @@ from utils.distributed import signals
 from utils.errors import one_line_errors
 signals.INTERRUPT_SECONDS = 0.5
 with one_line_errors(), signals.StopSignals():
-    lock = threading.Lock()
     try:
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait()
     finally:
-        lock.acquire()
-        lock.acquire()
+        threading.Event().wait()
 """
 
 
-def test_ctrl_c_ends_a_program_that_blocks_during_its_exit(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_program_that_blocks_during_its_exit() -> None:
     """An interrupt right after a lock was acquired, before the block that releases it, blocked a run forever."""
-    script = tmp_path / "stuck.py"
-    script.write_text(STUCK)
-    program = start([str(script)])
-    assert program.end().returncode == 130
-    assert program.text == "interrupted\n"
-
-
-@pytest.mark.parametrize(
-    ("more", "first", "place", "second", "code"),
-    [
-        (["--num_epochs=1"], None, "DONE ---- rank 0", signal.SIGTERM, 0),
-        ([LONG], signal.SIGINT, "interrupted", signal.SIGINT, 130),
-    ],
-)
-def test_a_signal_during_the_exit_changes_nothing(
-    train: Start, more: list[str], first: int | None, place: str, second: int, code: int
-) -> None:
-    """A complete run that got SIGTERM after DONE ended with 143, and a second Ctrl-C with a traceback."""
-    program = train(*more)
-    if first is not None:
-        program.wait_for("epoch 2/")
-        program.signal(first)
-    program.wait_for(place)
-    program.signal(second)
-    assert program.end().returncode == code
-    assert "Traceback" not in program.text
-
-
-def test_ctrl_c_ends_a_training_without_saving(patient: Program, tmp_path: Path) -> None:
-    patient.signal(signal.SIGINT)
-    assert patient.end().returncode == 130
-    assert "\ninterrupted; the last checkpoint is kept, and the same command continues from it" in patient.text
-    assert "Stopping" not in patient.text
-    all_are_complete(checkpoints(tmp_path))
-
-
-def test_a_signal_ends_a_benchmark_at_once(start: Start, flags: list[str], tmp_path: Path) -> None:
-    settings = tmp_path / "conf.yaml"
-    settings.write_text("IO: {batches: 2, trials: 1000000, warmup_trials: 1}\n")
-    variables = {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": f"{tmp_path}/x"}
-    program = start(["train.py", *flags, "--enable_benchy"], **variables)
-    program.wait_for("BENCHY|Config test")
-    program.signal(signal.SIGTERM)
-    assert program.end().returncode == 128 + signal.SIGTERM
-    assert "Stopping" not in program.text
-
-
-# --- several ranks ---------------------------------------------------------------------------------------------------
+    done = subprocess.run([sys.executable, "-c", STUCK], cwd=TOP, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(two_ranks: list[Program], tmp_path: Path) -> None:
-    two_ranks[1].signal(signal.SIGTERM)
+    two_ranks[1].signal(SIGTERM)
     assert [rank.end().returncode for rank in two_ranks] == [75, 75]
-    saved = saved_at_the_stop(two_ranks[0].text, checkpoints(tmp_path, 2))
+    saved = saved_at_the_stop(two_ranks[0].text, tmp_path, 2)
     assert f"Stopping after step {saved.state.step}: a signal to another rank\n" in two_ranks[0].text
     assert len(saved.training["random"]) == 2
     assert "Stopping" not in two_ranks[1].text
@@ -304,47 +204,37 @@ def test_the_same_signal_again_ends_a_rank_that_waits_for_another(two_ranks: lis
     """Rank 1 is suspended, so the main thread of rank 0 waits in a collective, where Python runs no handlers."""
     waiting, suspended = two_ranks
     suspended.signal(signal.SIGSTOP)
-    waiting.signal(signal.SIGTERM)
+    waiting.signal(SIGTERM)
     waiting.wait_for("SIGTERM: saving and stopping")
     while waiting.process.exitcode is None:  # within a second it counts as the same signal
-        waiting.signal(signal.SIGTERM)
+        waiting.signal(SIGTERM)
         time.sleep(0.1)
-    assert waiting.end().returncode == 128 + signal.SIGTERM
+    assert waiting.end().returncode == 128 + SIGTERM
     assert waiting.text.endswith("SIGTERM again: exiting at once, without saving\n")
     assert "Stopping" not in waiting.text
-    all_are_complete(checkpoints(tmp_path, 2))
-
-
-# --- torchrun --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def torchrun(start: Start, flags: list[str]) -> Program:
-    """A long training run of two ranks under torchrun."""
-    return start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *flags, LONG])
+    all_are_complete(tmp_path, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_save_and_stop_when_torchrun_is_stopped_or_killed(
-    torchrun: Program, tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize(("number", "begun"), [(SIGTERM, True), (SIGKILL, True), (SIGKILL, False)])
+def test_ranks_end_when_torchrun_is_stopped_or_killed(
+    start: Start, flags: list[str], tmp_path: Path, number: signal.Signals, begun: bool
 ) -> None:
-    """torchrun passes SIGTERM on and exits with code 1; the kernel signals ranks whose torchrun is killed."""
-    torchrun.wait_for("epoch 2/")
-    ranks = ranks_of_torchrun(torchrun.pid).values()
-    torchrun.signal(number)
-    assert torchrun.end().returncode == (1 if number == signal.SIGTERM else 128 + number)
-    wait_until(lambda: all(map(has_ended, ranks)))
-    assert "error: " not in torchrun.text, "the first rank that leaves causes no alarm"
-    (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", torchrun.text)
-    assert checkpoint.load(checkpoint.step_directory(checkpoints(tmp_path, 2), int(step))).state.step == int(step)
+    """torchrun passes SIGTERM on and exits with code 1; the kernel signals ranks whose torchrun is killed.
 
-
-@pytest.mark.slow
-def test_ranks_end_when_torchrun_is_killed_before_they_connect(torchrun: Program) -> None:
-    """The kernel signals only ranks that have asked for it before torchrun ended; the others ran on."""
+    Only ranks that have asked for it before torchrun ended; those that had not connected yet ran on.
+    """
+    torchrun = start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *flags, LONG])
+    if begun:
+        torchrun.wait_for("epoch 2/")
     wait_until(lambda: len(ranks_of_torchrun(torchrun.pid)) == 2)
     ranks = ranks_of_torchrun(torchrun.pid).values()
-    torchrun.kill()
+    torchrun.signal(number)
+    assert torchrun.end().returncode == (1 if number == SIGTERM else 128 + number)
     wait_until(lambda: all(map(has_ended, ranks)))
-    assert "epoch" not in torchrun.text
+    if begun:
+        assert "error: " not in torchrun.text, "the first rank that leaves causes no alarm"
+        (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", torchrun.text)
+        assert all_are_complete(tmp_path, 2)[0] == int(step)
+    else:
+        assert "epoch" not in torchrun.text

@@ -77,21 +77,6 @@ class Job:
                     found.append(int(folder.name))
         return found
 
-    def suspend_ranks(self, count: int) -> list[int]:
-        """Suspends the ranks until SIGCONT, and returns their process ids."""
-        ranks = [pid for rank in range(count) for pid in self.processes(RANK=str(rank))]
-        assert len(ranks) == count, self.output
-        for pid in ranks:
-            os.kill(pid, signal.SIGSTOP)
-        return ranks
-
-
-def is_pending(pid: int, number: signal.Signals) -> bool:
-    """True if the signal has been sent to the stopped process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    mask = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
-    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
-
 
 class Cluster:
     """Slurm's commands, and jobs of submit_pm.sh."""
@@ -165,7 +150,10 @@ def private_cluster() -> Iterator[Cluster]:
     # Not in pytest's directory: slurm.conf allows no spaces in paths, and a socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
-    cluster = Cluster(folder / "cluster", free_ports(1 + NODES))
+    # Consecutive free ports below the range of ephemeral ports.
+    candidates = random.sample(range(30000, 32700), 100)
+    port = next(first for first in candidates if all(is_free(first + number) for number in range(1 + NODES)))
+    cluster = Cluster(folder / "cluster", port)
     try:
         up = cluster.script("up")
         if up.returncode == UNAVAILABLE:
@@ -176,9 +164,3 @@ def private_cluster() -> Iterator[Cluster]:
         down = cluster.script("down")
         assert down.returncode == 0, down.stdout
         shutil.rmtree(folder)
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports, below the range of ephemeral ports."""
-    candidates = random.sample(range(30000, 32700), 100)
-    return next(first for first in candidates if all(is_free(first + number) for number in range(count)))

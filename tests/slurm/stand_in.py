@@ -1,7 +1,6 @@
 """Replaces train.py in tests of what reaches a rank and how it exits; starts quickly, because it needs no PyTorch.
 
-stand_in.py dump DIRECTORY [ANYTHING ...]    writes these, environment and directory to DIRECTORY/<rank>.json
-stand_in.py exit RANK CODE                   that rank prints a message and exits with the code; the others wait
+stand_in.py dump DIRECTORY [ANYTHING ...]    writes these and the environment to DIRECTORY/<rank>.json
 stand_in.py wait                             waits for a signal and exits with 75, like a run; after a restart: 0
 stand_in.py deaf                             like wait, but does not catch signals
 stand_in.py late                             like wait, but rank 0 exits first, and the others no longer catch signals
@@ -16,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent.parent))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from utils.errors import EXIT_RESUMABLE, record_exit_code
 
@@ -30,22 +29,14 @@ def write(text: str) -> None:
 def main(action: str, arguments: list[str]) -> int:
     if action == "dump":
         path = Path(arguments[0], f"{RANK}.json")
-        found = {"argv": sys.argv, "environment": dict(os.environ), "directory": os.getcwd()}
-        path.with_suffix(".part").write_text(json.dumps(found))
-        path.with_suffix(".part").rename(path)
+        path.write_text(json.dumps({"argv": sys.argv, "environment": dict(os.environ)}))
         return 0
-    if action == "exit":
-        if arguments[0] == RANK:
-            print(f"error: rank {RANK} fails", file=sys.stderr, flush=True)
-            return int(arguments[1])
-        time.sleep(1800)
     if "SLURM_RESTART_COUNT" in os.environ:
         write("is restarted")
         return 0
     stopped: list[int] = []
-    if action in ("wait", "late"):
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: stopped.append(number))
+    for number in () if action == "deaf" else (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: stopped.append(number))
     write("waits")
     while not stopped:
         time.sleep(0.05)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import TOP
+from trainings import YAML
 
 from utils import cli
 from utils import config as configs
 
-TOP = Path(__file__).parent.parent.parent
 TASK = ["bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_"]
+TRAIN = [*TASK, "python", "train.py"]
+IMAGE = {"CONTAINER_IMAGE": "some/image:1"}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "12"}
+RECORD = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; {{}}'; exit {{}}"
 
 
 class Submission:
-    """submit_pm.sh in a batch job, with an srun that executes SRUN_THEN and a scontrol that prints JOB; both record
-    their arguments."""
+    """submit_pm.sh in a batch job, with an srun that executes SRUN_THEN and a scontrol that refuses to requeue;
+    both record their arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.written = folder, folder / "srun.log"
         commands = {
             "srun": 'printf "%s\\0" "$@" >"$0.log"; eval "${SRUN_THEN:-}"',
-            "scontrol": 'echo "$@" >>"$0.log"; echo "${JOB:-}"',
+            "scontrol": 'echo "$@" >>"$0.log"; echo " JobState=RUNNING "; [ "$1" != requeue ]',
         }
         for name, script in commands.items():
             (folder / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -34,7 +39,8 @@ class Submission:
     def run(self, *arguments: str, where: str = str(TOP), **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
         # As in a batch job, the shell of the script is Slurm's task.
-        command = ["bash", "-c", 'SLURM_TASK_PID=$$ exec bash "$0" "$@"', str(TOP / "submit_pm.sh"), *arguments]
+        script = 'SLURM_TASK_PID=${SLURM_TASK_PID:-$$} exec bash "$0" "$@"'
+        command = ["bash", "-c", script, str(TOP / "submit_pm.sh"), *arguments]
         return subprocess.run(command, cwd=where, env={**environment, **variables}, capture_output=True, text=True)
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
@@ -45,133 +51,97 @@ class Submission:
         assert given[:4] == ["-u", "-K1", "-X", "--cpu-bind=cores"]
         return given[4:]
 
+    def options(self, *arguments: str, **variables: str) -> cli.Options:
+        """What train.py reads in its arguments."""
+        command = self.command(*arguments, **variables)
+        return cli.parse(command[command.index("train.py") + 1 :])
+
 
 @pytest.fixture
 def submission(tmp_path: Path) -> Submission:
     return Submission(tmp_path)
 
 
-def test_arguments_and_settings_reach_the_command(submission: Submission) -> None:
+def test_arguments_and_settings_reach_the_command(submission: Submission, tmp_path: Path) -> None:
     arguments = ["--config=short", "--num_epochs", "3", "a b", "$x\n"]
-    assert submission.command(*arguments) == [*TASK, "python", "train.py", *arguments]
+    assert submission.command(*arguments) == [*TRAIN, *arguments]
     graph = submission.command(TRAIN_SCRIPT="train_graph.py", PYTHON="python3.11", SLURM_CPUS_PER_TASK="32")
     assert graph == ["--cpus-per-task=32", *TASK, "python3.11", "train_graph.py"]
+    # Only a training run gets the flags of one: predict.py refused --set expdir=…
+    variables = {"DATA_DIR": str(tmp_path), "SCRATCH": str(tmp_path), "SLURM_ARRAY_TASK_ID": "1"}
+    predict = submission.command("--input=a.h5", **variables, TRAIN_SCRIPT="predict.py")
+    assert predict == [*TASK, "python", "predict.py", "--input=a.h5"]
 
 
 def test_data_and_log_directories_become_settings_without_a_container(submission: Submission, tmp_path: Path) -> None:
-    """Every path of config base is replaced, and the user's arguments come last, so that they win."""
-    command = submission.command("--config=base", DATA_DIR=str(tmp_path), LOGS_DIR=str(tmp_path / "logs"))
-    assert command[-1] == "--config=base"
-    added = command[command.index("train.py") + 1 : -1]
-    assert added[::2] == ["--set"] * (len(added) // 2)
-    base = configs.load(str(TOP / "config/UNet.yaml"), "base").model_dump()
-    expected = {name: f"{tmp_path}/{value[6:]}" for name, value in base.items() if str(value).startswith("/data/")}
-    expected |= {name: f"{tmp_path}/logs" for name, value in base.items() if value == "/logs"}
-    assert cli.parse(added).overrides == expected
-    assert len(expected) == 7
+    """Every path of config base is replaced, and the user's arguments come last, so that they win.
+
+    Directories may have any name: without quotes, YAML reads '/x/run #1' as /x/run.
+    """
+    base = {key: str(value) for key, value in configs.load(YAML, "base").model_dump().items()}
+    paths = [key for key, value in base.items() if value.startswith("/data/")]
+    assert len(paths) == 6
+    for script in ("export_DDP_vars.sh", "train.py"):
+        (tmp_path / script).touch()
+    for name in ("plain", "run #1: 'a' \"$HOME\" `id` $(id) 50%d back\\slash ü\nb\n\n", "-x", "*"):
+        (tmp_path / name).mkdir()
+        found = submission.options("--config=base", where=str(tmp_path), DATA_DIR=name, LOGS_DIR=f"{name}/logs")
+        config = configs.load(YAML, "base", found.overrides).model_dump()
+        assert found.overrides.keys() == {"expdir", *paths}
+        assert config["expdir"] == f"{tmp_path}/{name}/logs"
+        assert all(config[path] == f"{tmp_path}/{name}/{base[path][6:]}" for path in paths)
+    assert submission.options("--set=expdir=mine", LOGS_DIR=str(tmp_path / "logs")).overrides == {"expdir": "mine"}
 
 
 def test_files_with_the_names_of_the_published_data_set_are_found(submission: Submission, tmp_path: Path) -> None:
     """A config that names files in /data, under either name, still reads them in a container."""
-    long_names = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}
-    endings = {"": ".h5", "_npy_data": "_data.npy", "_npy_label": "_label.npy"}
-    pairs = list(itertools.product(long_names, endings))
-    plain = {f"{part}_path{key}": part + endings[key] for part, key in pairs}
-    published = {f"{part}_path{key}": long_names[part] + endings[key] for part, key in pairs}
-    for file in published.values():
-        (tmp_path / file).touch()
+    published = {}
+    for part, name in (("train", "downsamp_2048crop_train"), ("val", "downsamp_1024crop_valid")):
+        for key, ending in (("", ".h5"), ("_npy_data", "_data.npy"), ("_npy_label", "_label.npy")):
+            published[f"{part}_path{key}"] = name + ending
+            (tmp_path / (name + ending)).touch()
 
-    def keys(*arguments: str, **variables: str) -> dict[str, object]:
-        command = submission.command(*arguments, DATA_DIR=str(tmp_path), **variables)
-        return cli.parse(command[command.index("train.py") + 1 :]).overrides
+    def keys(**variables: str) -> dict[str, object]:
+        return submission.options(DATA_DIR=str(tmp_path), **variables).overrides
 
-    container = {"CONTAINER_IMAGE": "some/image:1"}
     assert keys() == {name: f"{tmp_path}/{file}" for name, file in published.items()}
-    assert keys(**container) == {name: f"/data/{file}" for name, file in published.items()}
-    assert keys("--set", "val_path=mine.h5", **container)["val_path"] == "mine.h5"
+    assert keys(**IMAGE) == {name: f"/data/{file}" for name, file in published.items()}
     (tmp_path / "val.h5").touch()
     assert keys()["val_path"] == f"{tmp_path}/val.h5"
-    assert "val_path" not in keys(**container)
-    for file in published.values():
-        (tmp_path / file).unlink()
-    assert keys() == {name: f"{tmp_path}/{file}" for name, file in plain.items()}
-    assert keys(**container) == {}
-
-
-def test_only_a_training_gets_the_flags_of_a_training(submission: Submission, tmp_path: Path) -> None:
-    """predict.py refused --set expdir=…"""
-    variables = {"TRAIN_SCRIPT": "predict.py", "DATA_DIR": str(tmp_path), "SCRATCH": str(tmp_path)}
-    assert submission.command("--input=a.h5", **variables) == [*TASK, "python", "predict.py", "--input=a.h5"]
+    assert "val_path" not in keys(**IMAGE)
 
 
 def test_logs_go_to_the_scratch_file_system_if_there_is_one(submission: Submission, tmp_path: Path) -> None:
     logs = f"{tmp_path}/nbody-unet/logs"
     assert f"log directory {logs}\n" in submission.run(SCRATCH=str(tmp_path)).stdout
-    flag = ["--set", f'expdir="{logs}"']
-    assert submission.command(SCRATCH=str(tmp_path)) == [*TASK, "python", "train.py", *flag]
-    shifter = submission.command(SCRATCH=str(tmp_path), CONTAINER_IMAGE="some/image:1")
-    assert f"--volume={logs}:/logs" in shifter
-    assert shifter[-1] == "train.py"
-    other = submission.command(SCRATCH=str(tmp_path), LOGS_DIR=str(tmp_path / "mine"))
-    assert other[-1] == f'expdir="{tmp_path}/mine"'
-    for variables in ({"SCRATCH": str(tmp_path), "LOGS_DIR": ""}, {"SCRATCH": "/no/such/place"}, {"SCRATCH": ""}):
-        assert submission.command(**variables) == [*TASK, "python", "train.py"]
-
-
-def test_directories_may_have_any_name(submission: Submission, tmp_path: Path) -> None:
-    """The path arrives unchanged in the config: without quotes, YAML reads '/x/run #1' as /x/run."""
-    names = [
-        "run #1",
-        "a: b",
-        "it's",
-        'say "x"',
-        " $HOME `id` $(id) ",
-        "50%d",
-        "ü",
-        "back\\slash",
-        "-x",
-        "*",
-        "a\nb\n\n",
-    ]
-    for script in ("export_DDP_vars.sh", "train.py"):
-        (tmp_path / script).touch()
-    for name in names:
-        (tmp_path / name).mkdir()
-        command = submission.command(where=str(tmp_path), DATA_DIR=name, LOGS_DIR=f"{name}/logs")
-        overrides = cli.parse(command[command.index("train.py") + 1 :]).overrides
-        config = configs.load(str(TOP / "config/UNet.yaml"), "base", overrides)
-        assert config.expdir == f"{tmp_path}/{name}/logs"
-        assert config.train_path_npy_data == f"{tmp_path}/{name}/train_data.npy"
+    assert submission.options(SCRATCH=str(tmp_path)).overrides == {"expdir": logs}
+    shifter = submission.command(SCRATCH=str(tmp_path), **IMAGE)
+    assert (f"--volume={logs}:/logs" in shifter, shifter[-1]) == (True, "train.py")
+    for variables in ({"SCRATCH": str(tmp_path), "LOGS_DIR": ""}, {"SCRATCH": "/no/such/place"}):
+        assert submission.command(**variables) == TRAIN
 
 
 def test_each_task_of_an_array_gets_its_own_run_directory(submission: Submission) -> None:
     """All tasks have the same command line, and Slurm does not replace a variable's name in it."""
-    task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "12"}
     cases = {(): "00-12", ("--run_num=a b",): "a b-12", ("--run_num", "1", "--run_num=2", "--run_num", "3"): "3-12"}
     for arguments, run_num in cases.items():
-        command = submission.command("--config=short", *arguments, **task)
-        assert command[-len(arguments) - 2 :] == ["--config=short", *arguments, f"--run_num={run_num}"]
-        assert cli.parse(command[command.index("train.py") + 1 :]).run_num == run_num
+        assert submission.options("--config=short", *arguments, **ARRAY).run_num == run_num
     assert submission.command("--config=short")[-1] == "--config=short"
-    assert submission.command("--input=a.h5", **task, TRAIN_SCRIPT="predict.py")[-1] == "--input=a.h5"
 
 
 def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submission, tmp_path: Path) -> None:
     """srun reports the highest code, for example 143 of a rank that -K1 ended after another one's exit code 2."""
-    record = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; {{}}'; exit {{}}"
     logs = tmp_path / "logs"
-    podman = {"CONTAINER_RUNTIME": "podman-hpc", "CONTAINER_IMAGE": "some/image:1", "LOGS_DIR": str(logs)}
+    podman = {"CONTAINER_RUNTIME": "podman-hpc", "LOGS_DIR": str(logs), **IMAGE}
     mounted = f'[ "${{TRAIN_EXIT_FILE%%.*}}" = /logs/ ] && ln -s 2 "{logs}/${{TRAIN_EXIT_FILE##*/}}"; exit 143'
     cases: list[tuple[str, int, dict[str, str]]] = [
-        (record.format("record(2); record(1)", 143), 2, {}),
-        (record.format("record(2); record(1)", 143), 2, {"LOGS_DIR": str(logs)}),
+        (RECORD.format("record(2); record(1)", 143), 2, {"LOGS_DIR": str(logs)}),
         (mounted, 2, podman),
-        (record.format("record(75)", 143), 75, {}),
-        (record.format("record(0)", 143), 143, {}),
+        (RECORD.format("record(75)", 143), 75, {}),
+        (RECORD.format("record(0)", 143), 143, {}),
         ("exit 75", 1, {}),  # ranks that could not connect to one that failed to start
         ("trap : USR1; kill -s USR1 $PPID; sleep 1; exit 75", 75, {}),
-        (record.format("record(1)", 0), 0, {}),  # torchrun has restarted the ranks
-        (record.format("record(2)", 143), 143, {"LOGS_DIR": "/proc"}),  # not writable
+        (RECORD.format("record(1)", 0), 0, {}),  # torchrun has restarted the ranks
     ]
     for step, code, variables in cases:
         done = submission.run(SRUN_THEN=step, **variables)
@@ -180,53 +150,38 @@ def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submiss
     assert not [path for folder in (TOP, logs) for path in folder.glob(".exit*")]
 
 
-def test_image_cuda_version_and_options_become_options_of_the_runtime(submission: Submission) -> None:
-    """The CUDA version of the image chooses NERSC's plug-in for NCCL."""
-    rest = [*TASK, "python", "train.py"]
-    image = {"CONTAINER_IMAGE": "some/image:1"}
-    job_image = {"SLURM_SPANK__SLURM_SPANK_OPTION_shifter_image": "other/image:1"}
-    assert submission.command(**job_image) == ["shifter", "--module=gpu,nccl-cu13-plugin", *rest]
-    assert submission.command(**job_image, **image)[:2] == ["shifter", "--image=some/image:1"]
-    assert submission.command(**job_image, CONTAINER_RUNTIME="none") == rest
-    plugins = {"12": ("--module=gpu,nccl-plugin", "--nccl"), "13": ("--module=gpu,nccl-cu13-plugin", "--nccl-cu13")}
-    for version, (shifter, podman) in plugins.items():
-        assert shifter in submission.command(**image, CONTAINER_CUDA=version)
-        assert podman in submission.command(**image, CONTAINER_CUDA=version, CONTAINER_RUNTIME="podman-hpc")
-    given = submission.command(**image, CONTAINER_OPTIONS="--one  --two=2")
-    assert given == ["shifter", "--image=some/image:1", "--one", "--two=2", *rest], "in place of the default ones"
-
-
 def test_each_runtime_gets_gpus_code_data_and_logs(submission: Submission, tmp_path: Path) -> None:
-    image, logs = "some/image:1", tmp_path / "logs"
-    variables = {"CONTAINER_IMAGE": image, "DATA_DIR": str(tmp_path), "LOGS_DIR": str(logs)}
-    rest, code, mounts = [*TASK, "python", "train.py"], f"{TOP}:{TOP}", [f"{tmp_path}:/data", f"{logs}:/logs"]
+    image, logs = IMAGE["CONTAINER_IMAGE"], tmp_path / "logs"
+    variables = {**IMAGE, "DATA_DIR": str(tmp_path), "LOGS_DIR": str(logs)}
+    code, mounts = f"{TOP}:{TOP}", [f"{tmp_path}:/data", f"{logs}:/logs"]
     shifter = submission.command(**variables)
     volumes = [f"--volume={mount}" for mount in mounts]
-    assert shifter == ["shifter", f"--image={image}", "--module=gpu,nccl-cu13-plugin", *volumes, *rest]
+    assert shifter == ["shifter", f"--image={image}", "--module=gpu,nccl-cu13-plugin", *volumes, *TRAIN]
     podman = submission.command(**variables, CONTAINER_RUNTIME="podman-hpc")
     head = ["podman-hpc", "run", "--rm", "--net", "host", "--ipc", "host", "--gpu", "--nccl-cu13", f"--volume={code}"]
     assert podman[: len(head) + 3] == [*head, *volumes, f"--workdir={TOP}"]
-    assert podman[-len(rest) - 1 :] == [image, *rest]
-    names = {name for flag, name in itertools.pairwise(podman) if flag == "--env"}
-    assert {"SLURM_*", "MASTER_*", "NCCL_*", "NVIDIA_TF32_OVERRIDE", "BENCHY_*", "WANDB_*", "TRAIN_EXIT_FILE"} <= names
+    assert podman[-len(TRAIN) - 1 :] == [image, *TRAIN]
+    assert {"SLURM_*", "MASTER_*", "NCCL_*", "NVIDIA_TF32_OVERRIDE", "BENCHY_*", "TRAIN_EXIT_FILE"} <= set(podman)
     binds = [f"--bind={mount}" for mount in (code, *mounts)]
-    for name in ("apptainer", "singularity"):
-        expected = [name, "exec", "--nv", *binds, f"--pwd={TOP}", image, *rest]
-        assert submission.command(**variables, CONTAINER_RUNTIME=name) == expected
+    apptainer = ["apptainer", "exec", "--nv", *binds, f"--pwd={TOP}", image, *TRAIN]
+    assert submission.command(**variables, CONTAINER_RUNTIME="apptainer") == apptainer
     pyxis = [f"--container-image={image}", f"--container-workdir={TOP}"]
     pyxis += [f"--container-mounts={','.join((code, *mounts))}"]
-    assert submission.command(**variables, CONTAINER_RUNTIME="pyxis") == [*pyxis, *rest]
+    assert submission.command(**variables, CONTAINER_RUNTIME="pyxis") == [*pyxis, *TRAIN]
 
 
-def test_directories_that_a_runtime_cannot_mount_are_refused(submission: Submission, tmp_path: Path) -> None:
-    refused = {"shifter": ":", "podman-hpc": ":", "apptainer": ",", "singularity": ",", "pyxis": " "}
-    for runtime, character in refused.items():
-        variables = {"CONTAINER_RUNTIME": runtime, "CONTAINER_IMAGE": "some/image:1"}
-        folder = tmp_path / f"a{character}b"
-        folder.mkdir(exist_ok=True)
-        done = submission.run(DATA_DIR=str(folder), **variables)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), (runtime, character)
-        assert f"{runtime} cannot mount {tmp_path}/a" in done.stderr
+def test_image_cuda_version_and_options_become_options_of_the_runtime(submission: Submission) -> None:
+    """The CUDA version of the image chooses NERSC's plug-in for NCCL."""
+    job_image = {"SLURM_SPANK__SLURM_SPANK_OPTION_shifter_image": "other/image:1"}
+    plugin, own = "--module=gpu,nccl-cu13-plugin", "--image=some/image:1"
+    for variables, command in (
+        (job_image, ["shifter", plugin]),
+        ({**job_image, **IMAGE}, ["shifter", own, plugin]),
+        ({**job_image, "CONTAINER_RUNTIME": "none"}, []),
+        ({**IMAGE, "CONTAINER_CUDA": "12"}, ["shifter", own, "--module=gpu,nccl-plugin"]),
+        ({**IMAGE, "CONTAINER_OPTIONS": "--one  --two=2"}, ["shifter", own, "--one", "--two=2"]),
+    ):
+        assert submission.command(**variables) == [*command, *TRAIN]
 
 
 def test_nsys_wraps_the_command_and_writes_to_the_log_directory(submission: Submission, tmp_path: Path) -> None:
@@ -236,28 +191,35 @@ def test_nsys_wraps_the_command_and_writes_to_the_log_directory(submission: Subm
     assert command == [*TASK, *nsys, "-o", "baseline", "python", "train.py", "--config=short"]
     assert "baseline-rank%q{SLURM_PROCID}" in submission.command(**profile | {"SLURM_NTASKS": "2"})
     assert "nsys" not in submission.command(ENABLE_PROFILING="0")
-
-    def output(**more: str) -> str:
-        command = submission.command(**profile | {"LOGS_DIR": str(tmp_path / "50%d"), **more})
-        return command[command.index("-o") + 1]
-
-    assert output() == f"{tmp_path}/50%%d/baseline", "nsys expands %d"
-    container = {"CONTAINER_IMAGE": "some/image:1"}
-    assert output(PROFILE_OUTPUT="", **container) == "/logs/profile"
-    assert output(PROFILE_OUTPUT="/elsewhere/baseline", **container) == "/elsewhere/baseline"
+    logs = str(tmp_path / "50%d")
+    assert f"{tmp_path}/50%%d/baseline" in submission.command(**profile, LOGS_DIR=logs), "nsys expands %d"
+    assert "/logs/profile" in submission.command(**{**profile, "PROFILE_OUTPUT": "", "LOGS_DIR": logs}, **IMAGE)
 
 
-def test_a_job_of_a_debug_qos_is_not_requeued(submission: Submission, tmp_path: Path) -> None:
-    """NERSC forbids chains of jobs in its debug QOS."""
-    step = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; record(75)'; exit 75"
-    for variables in ({"SLURM_JOB_QOS": "gpu_debug"}, {"SLURM_JOB_QOS": "gpu_regular", "MAX_REQUEUES": "0"}):
-        done = submission.run(SRUN_THEN=step, JOB=" JobState=RUNNING ", **variables)
-        assert done.returncode == 75
-        assert (
-            f"not requeued: MAX_REQUEUES=0 is reached; the same command resumes (QOS {variables['SLURM_JOB_QOS']})"
-            in done.stderr
-        )
-    assert "requeue" not in (tmp_path / "scontrol.log").read_text()
+@pytest.mark.parametrize(
+    ("variables", "message", "requeued"),
+    [
+        (ARRAY, "cannot be requeued; submit the same command again", "6_12"),
+        # NERSC forbids chains of jobs in its debug QOS.
+        ({"SLURM_JOB_QOS": "gpu_debug"}, "MAX_REQUEUES=0 is reached; the same command resumes (QOS gpu_debug)", ""),
+        ({"SLURM_RESTART_COUNT": "100"}, "MAX_REQUEUES=100 is reached; the same command resumes", ""),
+        ({"SLURM_TASK_PID": "1"}, "stopped; the same command resumes", ""),  # inside an allocation
+    ],
+)
+def test_a_job_that_cannot_be_requeued_prints_the_reason(
+    submission: Submission, tmp_path: Path, variables: dict[str, str], message: str, requeued: str
+) -> None:
+    done = submission.run(SRUN_THEN=RECORD.format("record(75)", 75), **variables)
+    assert (done.returncode, message in done.stderr) == (75, True), done.stderr
+    log = tmp_path / "scontrol.log"
+    asked = re.findall(r"^requeue (.*)", log.read_text() if log.exists() else "", re.MULTILINE)
+    assert asked == [requeued] * bool(requeued)
+
+
+def test_a_benchmark_gets_no_stop_signal(submission: Submission) -> None:
+    """It has nothing to save."""
+    done = submission.run("--enable_benchy", SRUN_THEN="trap 'exit 9' USR1; kill -s USR1 $PPID; sleep 1")
+    assert (done.returncode, "a benchmark has nothing to save" in done.stderr) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +235,15 @@ def test_a_job_of_a_debug_qos_is_not_requeued(submission: Submission, tmp_path: 
         ({"CONTAINER_RUNTIME": "docker"}, "must be shifter, podman-hpc, apptainer, pyxis or none, not docker"),
         ({"CONTAINER_CUDA": "11"}, "CONTAINER_CUDA must be 12 or 13, not 11"),
         ({"CONTAINER_RUNTIME": "shifter"}, "shifter needs CONTAINER_IMAGE"),
+        ({"CONTAINER_RUNTIME": "podman-hpc", **IMAGE, "LOGS_DIR": "{}/a:b"}, "podman-hpc cannot mount /"),
+        ({"CONTAINER_RUNTIME": "apptainer", **IMAGE, "LOGS_DIR": "{}/a,b"}, "apptainer cannot mount /"),
+        ({"CONTAINER_RUNTIME": "pyxis", **IMAGE, "LOGS_DIR": "{}/a b"}, "pyxis cannot mount /"),
     ],
 )
 def test_invalid_settings_are_rejected_before_the_step(
-    submission: Submission, variables: dict[str, str], message: str
+    submission: Submission, tmp_path: Path, variables: dict[str, str], message: str
 ) -> None:
-    done = submission.run(**variables)
+    done = submission.run(**{name: value.format(tmp_path) for name, value in variables.items()})
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
     assert not submission.written.exists()

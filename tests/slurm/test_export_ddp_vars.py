@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import TOP
 
 from utils.distributed.launch import first_host, read_launch
 
-TOP = Path(__file__).parent.parent.parent
 BASH = str(shutil.which("bash"))
 STEP = {
     "SLURM_JOB_ID": "1003",
@@ -26,19 +27,16 @@ STEP = {
     "SLURM_STEP_NODELIST": "nid[000003-000004]",
 }
 RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "nid000003", "MASTER_PORT": "23030"}
-SETTINGS = {"HDF5_USE_FILE_LOCKING": "FALSE"}
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> dict[str, str]:
     """Variables of a machine without GPUs, Slingshot and scontrol, as in a container."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for tool in ("cat", "env"):
-        (tools / tool).symlink_to(str(shutil.which(tool)))
-    for name in ("sys", "dev"):
+    for name in ("bin", "sys", "dev"):
         (tmp_path / name).mkdir()
-    return {"PATH": str(tools), "SYSFS": str(tmp_path / "sys"), "DEVFS": str(tmp_path / "dev")}
+    for tool in ("cat", "env"):
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    return {"PATH": str(tmp_path / "bin"), "SYSFS": str(tmp_path / "sys"), "DEVFS": str(tmp_path / "dev")}
 
 
 def bash(script: str, environment: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -54,21 +52,6 @@ def source(environment: dict[str, str], times: int = 1) -> dict[str, str]:
     return {name: value for name, value in after.items() if name not in made_by_bash and environment.get(name) != value}
 
 
-def add_gpus(system: dict[str, str], domains: list[int]) -> None:
-    """Adds GPUs on these NUMA domains, a GPU of another vendor on each domain, and a bridge."""
-    devices = [(number, "0x10de", domain) for number, domain in enumerate(domains)]
-    devices += [(number + 8, "0x1002", 3 - number) for number in range(4)]
-    for number, vendor, domain in devices:
-        device = Path(system["SYSFS"], f"bus/pci/devices/0000:{3 + 16 * number:02x}:00.0")
-        device.mkdir(parents=True)
-        for name, text in (("vendor", vendor), ("class", "0x030200"), ("numa_node", str(domain))):
-            (device / name).write_text(f"{text}\n")
-    bridge = Path(system["SYSFS"], "bus/pci/devices/0000:00:00.0")
-    bridge.mkdir()
-    (bridge / "vendor").write_text("0x10de\n")
-    (bridge / "class").write_text("0x060400\n")
-
-
 def test_nothing_is_set_outside_a_step(system: dict[str, str]) -> None:
     assert source(system) == {}
     batch_script = {name: value for name, value in STEP.items() if "STEP" not in name}
@@ -76,42 +59,11 @@ def test_nothing_is_set_outside_a_step(system: dict[str, str]) -> None:
 
 
 def test_a_task_of_a_step_gets_the_rank_that_read_launch_returns(system: dict[str, str]) -> None:
+    """An outdated rank is replaced, a given address is kept."""
     for times in (1, 2):
-        assert source({**system, **STEP}, times) == {**RANK, **SETTINGS}
-    launch, through_shell = read_launch(STEP), read_launch(source({**system, **STEP}))
-    assert through_shell.launcher == "environment"
-    for name in ("rank", "local_rank", "world_size", "master_addr", "master_port"):
-        assert getattr(launch, name) == getattr(through_shell, name), name
-
-
-def test_the_port_depends_on_job_and_step_and_equals_that_of_read_launch(system: dict[str, str]) -> None:
-    """Two steps of one job may run at the same time on one node."""
-    jobs, steps = (0, 1, 7, 1003, 2142, 999_999, 67_108_863, 4_294_967_294), (0, 1, 2, 14, 99, 4_294_967_290)
-    pairs = [(str(job), str(step)) for job in jobs for step in steps]
-    body = 'MASTER_PORT=; source ./export_DDP_vars.sh; echo "$MASTER_PORT"'
-    loop = f"while read -r SLURM_JOB_ID SLURM_STEP_ID; do {body}; done"
-    lines = "".join(f"{job} {step}\n" for job, step in pairs)
-    run = bash(loop, {**system, **STEP}, input=lines)
-    expected = [read_launch({**STEP, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port for job, step in pairs]
-    assert [int(port) for port in run.stdout.split()] == expected
-    assert len(set(expected[: len(steps)])) == len(steps)
-    assert all(15000 <= port < 30000 for port in expected)
-
-
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_STEP_ID"])
-def test_a_job_id_that_is_no_number_is_refused_and_not_evaluated(
-    system: dict[str, str], tmp_path: Path, name: str
-) -> None:
-    """Bash executed the command in it."""
-    for text in (f"a[$({BASH} -c 'echo >{tmp_path}/executed')]", "0x10"):
-        run = bash('source ./export_DDP_vars.sh && echo "started"', {**system, **STEP, name: text})
-        assert (run.returncode, run.stdout) == (2, ""), text
-        assert run.stderr.startswith(f"error: {name} must be an integer, not "), text
-        assert run.stderr.count("\n") == 1, text
-    assert not (tmp_path / "executed").exists()
-
-
-def test_an_outdated_rank_is_replaced_and_a_given_address_is_kept(system: dict[str, str]) -> None:
+        assert source({**system, **STEP}, times) == {**RANK, "HDF5_USE_FILE_LOCKING": "FALSE"}
+    through_shell = read_launch(source({**system, **STEP}))
+    assert through_shell == dataclasses.replace(read_launch(STEP), launcher="environment")
     given = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234", "HDF5_USE_FILE_LOCKING": ""}
     changed = source({**system, **STEP, **given, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     assert changed == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
@@ -120,9 +72,25 @@ def test_an_outdated_rank_is_replaced_and_a_given_address_is_kept(system: dict[s
     assert (changed["WORLD_SIZE"], changed["MASTER_ADDR"]) == ("16", "nid000001"), "the job's counts"
 
 
+def test_the_port_depends_on_job_and_step_and_equals_that_of_read_launch(system: dict[str, str]) -> None:
+    """Two steps of one job may run at the same time on one node."""
+    steps = (0, 1, 2, 14, 99, 4_294_967_290)
+    pairs = [(str(job), str(step)) for job in (0, 1003, 67_108_863, 4_294_967_294) for step in steps]
+    body = 'MASTER_PORT=; source ./export_DDP_vars.sh; echo "$MASTER_PORT"'
+    loop = f"while read -r SLURM_JOB_ID SLURM_STEP_ID; do {body}; done"
+    run = bash(loop, {**system, **STEP}, input="".join(f"{job} {step}\n" for job, step in pairs))
+    expected = [read_launch({**STEP, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port for job, step in pairs]
+    assert [int(port) for port in run.stdout.split()] == expected
+    assert len(set(expected[: len(steps)])) == len(steps)
+    assert all(15000 <= port < 30000 for port in expected)
+    refused = bash('source ./export_DDP_vars.sh && echo "started"', {**system, **STEP, "SLURM_JOB_ID": "a[$(id)]"})
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), "bash executed it"
+    assert refused.stderr.startswith("error: SLURM_JOB_ID must be an integer, not ")
+
+
 def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) -> None:
+    """scontrol names it, where it is installed and works."""
     lists = {
-        "alone": "alone",
         "nid[001004-001007,2]": "nid001004",
         "a1,b[2-3]": "a1",
         "rack[1-2]n[3,5]-ib,x[7]": "rack1n3-ib",
@@ -133,15 +101,12 @@ def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) ->
         assert source(step)["MASTER_ADDR"] == first_host(nodes) == host, nodes
     one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "nid000003"}
     assert source({**system, **STEP, **one})["MASTER_ADDR"] == "127.0.0.1", "a single node does not need its name"
-
-
-def test_scontrol_is_used_if_it_is_installed_and_works(system: dict[str, str]) -> None:
     scontrol = Path(system["PATH"], "scontrol")
-    scontrol.write_text(f'#!{BASH}\n[ "$*" = "show hostnames nid[000003-000004]" ] && echo first && echo second\n')
-    scontrol.chmod(0o755)
-    assert source({**system, **STEP})["MASTER_ADDR"] == "first"
-    scontrol.write_text(f"#!{BASH}\necho broken >&2\nexit 1\n")
-    assert source({**system, **STEP})["MASTER_ADDR"] == "nid000003"
+    show = '[ "$*" = "show hostnames nid[000003-000004]" ] && echo first && echo second'
+    for script, address in ((show, "first"), ("echo broken >&2; exit 1", "nid000003")):
+        scontrol.write_text(f"#!{BASH}\n{script}\n")
+        scontrol.chmod(0o755)
+        assert source({**system, **STEP})["MASTER_ADDR"] == address
 
 
 def test_slingshot_networks_get_their_settings(system: dict[str, str]) -> None:
@@ -163,14 +128,19 @@ def test_slingshot_networks_get_their_settings(system: dict[str, str]) -> None:
         ([3, 2, 1, 0], "0,1,2,3", "3,2,1,0"),  # Perlmutter
         ([3, 2, 1, 0], "0,1", "0,1"),
         ([1, 1, 0, 0], "0,1,2,3", "0,1,2,3"),
-        ([-1, -1, -1, -1], "0,1,2,3", "0,1,2,3"),
         ([], "0,1,2,3", "0,1,2,3"),
     ],
 )
 def test_gpus_are_reversed_if_their_numbers_run_against_the_numa_domains(
     system: dict[str, str], domains: list[int], visible: str, expected: str
 ) -> None:
-    add_gpus(system, domains)
+    """GPUs of another vendor and a bridge do not count."""
+    devices = [(number, "0x10de", "0x030200", domain) for number, domain in enumerate(domains)]
+    devices += [(number + 8, "0x1002", "0x030200", 3 - number) for number in range(4)] + [(12, "0x10de", "0x060400", 3)]
+    for number, vendor, kind, domain in devices:
+        device = Path(system["SYSFS"], f"bus/pci/devices/0000:{3 + 16 * number:02x}:00.0")
+        device.mkdir(parents=True)
+        for name, text in (("vendor", vendor), ("class", kind), ("numa_node", str(domain))):
+            (device / name).write_text(f"{text}\n")
     changed = source({**system, **STEP, "CUDA_VISIBLE_DEVICES": visible})
     assert changed.get("CUDA_VISIBLE_DEVICES", visible) == expected
-    assert "CUDA_VISIBLE_DEVICES" not in source({**system, **STEP})
