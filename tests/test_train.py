@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from trainings import ALONE, YAML
 
 import train
 from utils import cli
 from utils import config as configs
 from utils.data import DataSplits
 from utils.distributed import world as worlds
-from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
-from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling import benchmark
 from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training.trainer import Trainer
-
-YAML = Path(__file__).parents[1] / "config" / "UNet.yaml"
 
 
 @pytest.fixture
@@ -37,46 +35,38 @@ class Ended(Exception):
     """Ends a run once a test has seen enough."""
 
 
-def refuse(*_: Any, **__: Any) -> Any:
+def end(*_: Any, **__: Any) -> Any:
     raise Ended
 
 
 def test_benchmark_measures_the_step_that_training_makes(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise-scale hook was once on in training and off in the benchmark."""
-    options, current = {}, ("", "")
+    options: list[bool] = []
 
     class NotedStep(EagerStep):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            options[current] = self._config.log_noise_scale
+            options.append(self._config.log_noise_scale)
 
-    monkeypatch.setattr(Trainer, "fit", refuse)
-    monkeypatch.setattr(benchmark.Benchmark, "run", refuse)
+    monkeypatch.setattr(Trainer, "fit", end)
+    monkeypatch.setattr(benchmark.Benchmark, "run", end)
     for switch in ("true", "false"):
-        for mode, flag in (("training", []), ("benchmark", ["--enable_benchy"])):
-            current = mode, switch
+        for mode in ([], ["--enable_benchy"]):
             with pytest.raises(Ended):
-                train.main([*flags, *flag, f"--set=log_noise_scale={switch}"], NotedStep)
-        assert options["training", switch] == options["benchmark", switch] == (switch == "true")
+                train.main([*flags, *mode, f"--set=log_noise_scale={switch}"], NotedStep)
+    assert options == [True, True, False, False]
 
 
 def test_both_loaders_are_closed_when_a_run_fails_even_if_the_first_fails_to_close(
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = []
+    closed: list[str] = []
 
-    class Loader:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def loader(name: str) -> Any:
+        return SimpleNamespace(close=lambda: end(closed.append(name)))
 
-        def close(self) -> None:
-            closed.append(self.name)
-            if self.name == "train":
-                raise Ended
-
-    splits = DataSplits(Loader("train"), Loader("valid"))  # type: ignore[arg-type]
-    monkeypatch.setattr(train, "open_loaders", lambda *_: splits)
-    monkeypatch.setattr(build, "step", refuse)
+    monkeypatch.setattr(train, "open_loaders", lambda *_: DataSplits(loader("train"), loader("valid")))
+    monkeypatch.setattr(build, "step", end)
     with pytest.raises(Ended):
         train.main(flags)
     assert closed == ["train", "valid"]
@@ -87,14 +77,13 @@ def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """NCCL would wait forever for the step's CUDA graphs. The first import of the compiler once left such a cycle."""
-    seen: list[weakref.ref] = []
     events: list[Any] = []
 
     class CyclicStep(EagerStep):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self.cycle = self
-            seen.append(weakref.ref(self))
+            events.append(weakref.ref(self))
 
         def __call__(self, *arguments: Any) -> torch.Tensor:
             if fails:
@@ -106,7 +95,7 @@ def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
 
     options = cli.parse([*flags, "--num_epochs=1"])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(seen[0]()))
+    monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(events[0]()))
     with pytest.raises(UserError) if fails else contextlib.nullcontext(), worlds._leaving_group():
-        train.run(options, config, World(Launch("test"), torch.device("cpu")), CyclicStep, Signals())
-    assert events == ["closed", None]
+        train.run(options, config, ALONE, CyclicStep, Signals())
+    assert events[1:] == ["closed", None]
