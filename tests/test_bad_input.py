@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from operator import setitem
 from pathlib import Path
 from typing import Any
 
@@ -117,66 +118,41 @@ def test_invalid_environment_is_refused_in_one_line(
     fails("--set=device=cuda", says=("device is cuda, but PyTorch finds no CUDA device; use --set",))
 
 
-def changed(name: str, change: Callable[[np.ndarray], Any], seed: int = 0) -> Callable[[Path], None]:
-    """Writes a volume in which `change` has changed the values of one dataset."""
-
-    def make(path: Path) -> None:
-        with h5py.File(write_volume(path, seed=seed), "r+") as file:
-            values = file[name][...]
-            change(values)
-            file[name][...] = values
-
-    return make
-
-
-def with_datasets(**values: np.ndarray) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
-        with h5py.File(path, "w") as file:
-            for name, value in values.items():
-                file[name.replace("__", "/")] = value
-
-    return make
-
-
-def truncated(path: Path) -> None:
-    write_volume(path)
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def set_value(value: float, *index: Any) -> Callable[[np.ndarray], None]:
-    return lambda values: values.__setitem__(index, value)
+def volume_with_nan(path: Path, *cell: Any, seed: int = 0) -> None:
+    with h5py.File(write_volume(path, seed=seed), "r+") as file:
+        file["Nbody"][(2, *cell)] = np.nan
 
 
 cube = np.ones((16, 16, 16), np.float32)
 last_channels = {"Nbody": np.stack([cube] * 4, -1), "Hydro": np.stack([cube] * 5, -1)}
-all_nan = changed("Hydro", set_value(np.nan, 2))
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("options", "change", "says"),
     [
         # Fixed: the run trained on the real parts, and succeeded.
-        (lambda path: write_volume(path, dtype="c8"), "Nbody holds complex64, expected real numbers; write it as flo"),
-        (with_datasets(**last_channels), "channels come first: write numpy.moveaxis(values, -1, 0)"),
-        (
-            with_datasets(Nbody=np.stack([cube] * 4)),
-            "has no dataset Hydro; it contains Nbody; choose another file, or set dataset_n",
-        ),
-        (with_datasets(native_fields__baryon_density=cube), "bad.h5 is a snapshot of Nyx; import it with python -m"),
-        (changed("Hydro", lambda values: values.__imul__(1000)), "Hydro[0] holds physical values (up to "),
-        (all_nan, "Hydro[2, 0, 0, 0] is nan; correct or remove it"),
+        ({"dtype": "c8"}, len, "Nbody holds complex64, expected real numbers; write it as float32"),
+        ({"box": 24}, len, "has 24 cells per side, but box_size is 16; set box_size"),
+        ({"box": (16, 7, 16)}, len, "crops of data_size 8 do not fit; lower"),
+        ({}, lambda file: [file.clear(), file.update(last_channels)], "channels come first: write numpy.moveaxis(val"),
+        ({}, lambda file: file.pop("Hydro"), "has no dataset Hydro; it contains Nbody; choose another file, or set "),
+        ({}, lambda file: [file.clear(), file.update({"native_fields/a": cube})], "is a snapshot of Nyx; import it wi"),
+        ({}, lambda file: setitem(file["Hydro"], 1, 1000 * file["Hydro"][1]), "Hydro[1] holds physical values (up to"),
+        ({}, lambda file: setitem(file["Hydro"], 2, np.nan), "Hydro[2, 0, 0, 0] is nan; correct or remove it"),
         # Fixed: the run ended with a ZeroDivisionError after its last epoch.
-        (changed("Hydro", set_value(0)), "Hydro is 0 everywhere; write its values"),
-        (truncated, "the file is truncated"),
-        (lambda path: write_volume(path, box=24), "has 24 cells per side, but box_size is 16; set box_size"),
-        (lambda path: write_volume(path, box=(16, 7, 16)), "crops of data_size 8 do not fit; lower"),
+        ({}, lambda file: setitem(file["Hydro"], ..., 0), "Hydro is 0 everywhere; write its values"),
+        ({}, None, "the file is truncated"),
     ],
 )
 def test_invalid_data_file_is_refused_in_one_line_with_its_name(
-    refuse: Refuse, tmp_path: Path, make: Callable[[Path], Any], says: str
+    refuse: Refuse, tmp_path: Path, options: dict[str, Any], change: Callable[[h5py.File], Any] | None, says: str
 ) -> None:
-    path = tmp_path / "bad.h5"
-    make(path)
+    path = write_volume(tmp_path / "bad.h5", **options)
+    if change is None:
+        path.write_bytes(path.read_bytes()[:-1000])
+    else:
+        with h5py.File(path, "r+") as file:
+            change(file)
     before = path.read_bytes()
     for key in ("train_path", "val_path"):
         refuse(f"--set={key}={path}", says=(str(path), says))
@@ -202,13 +178,13 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
     before = contents()
-    all_nan(tmp_path / "nan.h5")
+    volume_with_nan(tmp_path / "nan.h5")
     for flag in (f"val_path={tmp_path / 'nan.h5'}", "train_path=/nowhere.h5", "num_epoch=3", "data_size=6"):
         fails(f"--set={flag}", "--resume=no")
     assert contents() == before
 
 
-def volume_with_a_nan(path: Path) -> int:
+def step_of_nan(path: Path) -> int:
     """Writes a volume with one NaN; returns the first step that reads it, 5 to 7, counted from 1."""
     config = load(str(TOP / "config" / "UNet.yaml"), "test")
     origins, batch = sample_plan(config, "train", [(16, 16, 16)]).epoch(0).origins, config.global_batch_size
@@ -216,7 +192,7 @@ def volume_with_a_nan(path: Path) -> int:
         inside = ((origins <= cell) & (np.array(cell) < origins + config.data_size)).all(axis=1)
         step = int(inside.argmax()) // batch + 1
         if inside.any() and 4 < step < 8:
-            changed("Nbody", set_value(np.nan, 2, *cell), seed=1)(path)
+            volume_with_nan(path, *cell, seed=1)
             return step
     raise AssertionError("no such cell")
 
@@ -230,7 +206,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     """
     monkeypatch.setattr(data, "check_data", lambda *_: None)  # its sample of a large file may miss a NaN
     path = tmp_path / "nan.h5"
-    step = volume_with_a_nan(path)
+    step = step_of_nan(path)
     train.main(["--config=test", *data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path}"])
     description = f"tep {step}: loss nan on rank 0, gradient norm nan, learning rate "
     warnings = messages(capsys.readouterr().err, "WARNING")
@@ -246,7 +222,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     flags = [f"--set=train_path={path}", "--set=checkpoint.every_steps=1", "--set=max_consecutive_skips=1"]
     fails(*flags, says=("training stopped: 1 updates in a row were skipped", description, "--preflight"))
     assert last(directory(tmp_path / "runs")).state.step == step - 1
-    all_nan(tmp_path / "all.h5")
+    volume_with_nan(tmp_path / "all.h5")
     flags = [f"--set=train_path={tmp_path / 'all.h5'}", "--num_epochs=1", "--run_num=01"]
     for _ in range(2):  # the same command says so again
         fails(*flags, says=("training failed: all 8 updates were skipped", "check the data with --preflight"))
