@@ -6,7 +6,6 @@ Import direction: see LAYERS. networks is independent of utils.
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import re
 from collections.abc import Callable, Iterator
@@ -55,9 +54,9 @@ def imports(node: ast.AST, at_import: bool = True) -> Iterator[Import]:
         yield from imports(child, at_import)
 
 
-def unsafe_statements(source: str) -> list[str]:
-    """The statements of a source text, one line each, that match UNSAFE."""
-    return [line for line in ast.unparse(ast.parse(source)).splitlines() if UNSAFE.search(line)]
+def unsafe_statements(tree: ast.Module) -> list[str]:
+    """The statements of a module, one line each, that match UNSAFE."""
+    return [line for line in ast.unparse(tree).splitlines() if UNSAFE.search(line)]
 
 
 def sources() -> dict[str, Path]:
@@ -70,17 +69,9 @@ def sources() -> dict[str, Path]:
 
 
 SOURCES = sources()
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+IMPORTS = {module: list(imports(tree)) for module, tree in TREES.items()}
 ENTRY_SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
-
-
-@functools.cache
-def tree_of(module: str) -> ast.Module:
-    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-
-
-@functools.cache
-def imports_of(module: str) -> list[Import]:
-    return list(imports(tree_of(module)))
 
 
 def within(name: str, package: str) -> bool:
@@ -91,7 +82,7 @@ def faults(package: str, forbidden: Callable[[str, Import], bool]) -> list[str]:
     """The forbidden imports in modules of a package; "" stands for all."""
     modules = [module for module in SOURCES if not package or within(module, package)]
     assert modules, package
-    found = [(module, imported) for module in modules for imported in imports_of(module)]
+    found = [(module, imported) for module in modules for imported in IMPORTS[module]]
     return [f"{module}, line {one.line}: {one.name}" for module, one in found if forbidden(module, one)]
 
 
@@ -141,7 +132,7 @@ def test_packages_import_only_packages_of_lower_layers() -> None:
 
 def test_imports_of_modules_have_no_cycles() -> None:
     graph = {
-        module: {module_of(found.name) for found in imports_of(module) if found.at_import} - {""} for module in SOURCES
+        module: {module_of(found.name) for found in IMPORTS[module] if found.at_import} - {""} for module in SOURCES
     }
     assert {"utils.config", "utils.errors"} <= graph["utils.cli"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a cycle
@@ -159,11 +150,11 @@ def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> No
 
 def test_entry_scripts_and_the_trainer_do_not_distinguish_the_root_rank() -> None:
     for module in (*ENTRY_SCRIPTS, "utils.training.trainer"):
-        assert "is_root" not in [node.attr for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)]
+        assert ".is_root" not in ast.unparse(TREES[module]), module
 
 
 def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
-    faults = {module: unsafe_statements(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+    faults = {module: unsafe_statements(tree) for module, tree in TREES.items()}
     # The one exception: its `find_class` refuses all names, except those for which it has its own stand-ins.
     allowed = {"utils.data.datasets.restricted_pickle": ["import pickle"]}
     assert {module: found for module, found in faults.items() if found} == allowed
@@ -173,20 +164,17 @@ def test_imports_and_unsafe_calls_are_found() -> None:
     source = "import a.b as c, d\nclass C:\n    import p\ndef f():\n    import q\nif TYPE_CHECKING:\n    import s\n"
     found = {name: at_import for name, at_import, _ in imports(ast.parse(source))}
     assert found == dict.fromkeys(["a.b", "d", "p"], True) | dict.fromkeys(["q", "s"], False)
-    unsafe = ["torch.load(path)", "torch.load(path, weights_only=False)", "from torch import load", "import pickle"]
-    unsafe += ["np.load(path, allow_pickle=True)", "yaml.load(text)", "yaml.load(text, Loader=yaml.FullLoader)"]
-    unsafe += ["dist.all_gather_object(values, value)", "class L(yaml.UnsafeLoader): pass", "run(line, shell=flag)"]
-    assert [source for source in unsafe if not unsafe_statements(source)] == []
-    safe = ["torch.load(path, map_location='cpu', weights_only=True)", "np.load(path, mmap_mode='r')"]
-    safe += ["yaml.load(text, Loader=yaml.SafeLoader)", "class L(yaml.SafeLoader): pass", "run(['ls'], shell=False)"]
-    assert [source for source in safe if unsafe_statements(source)] == []
+    unsafe = ["torch.load(path)", "from torch import load", "import pickle", "np.load(path, allow_pickle=True)"]
+    unsafe += ["yaml.load(text, Loader=yaml.FullLoader)", "dist.all_gather_object(a, b)", "run(line, shell=flag)"]
+    safe = ["torch.load(path, map_location='cpu', weights_only=True)", "yaml.load(text, Loader=yaml.SafeLoader)"]
+    assert [source for source in unsafe + safe if unsafe_statements(ast.parse(source))] == unsafe
 
 
 def test_no_module_replaces_a_name_of_its_package() -> None:
     """Fixed: after an import of utils.config.describe, the function `describe` in utils.config was that module."""
     packages = [module for module, path in SOURCES.items() if path.name == "__init__.py"]
     for package in packages:
-        nodes, defined = tree_of(package).body, set()
+        nodes, defined = TREES[package].body, set()
         modules = {module.rpartition(".")[2] for module in SOURCES if module.rpartition(".")[0] == package}
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -61,11 +61,8 @@ def test_both_loaders_are_closed_when_a_run_fails_even_if_the_first_fails_to_clo
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[str] = []
-
-    def loader(name: str) -> Any:
-        return SimpleNamespace(close=lambda: end(closed.append(name)))
-
-    monkeypatch.setattr(train, "open_loaders", lambda *_: DataSplits(loader("train"), loader("valid")))
+    loaders = [SimpleNamespace(close=lambda name=name: end(closed.append(name))) for name in ("train", "valid")]
+    monkeypatch.setattr(train, "open_loaders", lambda *_: DataSplits(*loaders))
     monkeypatch.setattr(build, "step", end)
     with pytest.raises(Ended):
         train.main(flags)
