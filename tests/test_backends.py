@@ -79,14 +79,12 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypat
 @pytest.mark.parametrize(
     ("changes", "ranks", "says"),
     [
-        ({}, 1, []),
         ({"fused_pointwise": True}, 1, ["fused_pointwise"]),
         ({"fused_tail": True, "network": {"space_to_depth": ["last"]}}, 1, ["fused_tail"]),
         ({"static_graph": True, "noddp": True}, 2, ["static_graph"]),
         ({"gradient_compression": "bfloat16"}, 1, ["gradient_compression"]),
         ({"lr_schedule": {"warmup_epochs": 1.0}}, 1, ["lr_schedule's warm-up"]),
         ({"profile": {"profiler": "torch"}}, 1, ["the section profile (--profiler)"]),
-        ({"profile": {"profiler": "torch"}, "enable_manual_profiling": True}, 1, []),
         ({"enable_apex": True, "enable_fused": True}, 1, ["enable_apex", "enable_fused"]),
         ({"enable_apex": True, "optimizer": {"name": "apex_adam"}}, 1, []),
         ({"deterministic": True}, 1, ["deterministic"]),

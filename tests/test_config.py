@@ -108,13 +108,13 @@ def test_a_section_keeps_the_inherited_keys_that_it_lacks(how: str, tmp_path: Pa
 
 def test_a_file_in_another_directory_extends_the_shipped_one(tmp_path: Path) -> None:
     """Its own directory comes first. A file may have the name of the shipped one."""
-    path, text = write(tmp_path, "extends: UNet.yaml\nmine: {extends: demo, seed: 3}"), "extends: UNet.yaml\nown: {}"
+    path = write(tmp_path, "extends: UNet.yaml\nmine: {extends: demo, seed: 3}")
     demo = load(str(SHIPPED / "UNet.yaml"), "demo")
     assert load(path, "mine") == demo.model_copy(update={"seed": 3})
+    (tmp_path / "UNet.yaml").write_text("extends: UNet.yaml\nown: {}")
+    assert load(path, "demo") == demo
     (tmp_path / "UNet.yaml").write_text("demo: {num_epochs: 9}")
     assert load(path, "mine") == Config(num_epochs=9, seed=3)
-    (tmp_path / "UNet.yaml").write_text(text)
-    assert load(path, "demo") == demo
 
 
 def test_config_is_found_in_another_file_of_the_same_directory(tmp_path: Path) -> None:
@@ -147,15 +147,11 @@ def test_config_is_found_in_another_file_of_the_same_directory(tmp_path: Path) -
     [
         ("", "configs.yaml is empty; write named configs"),
         ("a:", "configs.yaml must hold named configs, such as base: {seed: 1}, but a is None"),
-        ("- a", "configs.yaml must hold named configs"),
         ("a:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.", "configs.yaml: line 3: duplicate key end_lr"),
-        ("a: {num_epochs: 1", "expected ',' or '}'"),
         ("a: {seed: !!python/object/apply:os.getcwd []}", "could not determine a constructor for the tag"),
         ("a: {seed: 1}\nother: a: b", "configs.yaml: line 2, column 9: mapping values are not allowed here"),
-        ("a: \0", "configs.yaml: unacceptable character #x0000: special characters are not allowed position 3"),
         ("extends: none.yaml\na: {}", "cannot read {folder}/none.yaml: No such file or directory; correct extends in "),
         ("extends: b.yaml\na: {}", "the files {path} -> {folder}/b.yaml -> {path} extend"),
-        ("a: {extends: bsae}\nbase: {}", "which is no earlier config; configs of another file need extends: UNet.yaml"),
         ("base: {}\na: {extends: bsae}", "config a extends bsae, which is no earlier config; did you mean base?"),
         ("a: {<<: *base}", "undefined alias 'base'; << finds anchors above it in the same file"),
         ("a: {<<: base}", "configs.yaml: << takes an alias such as *base, got 'base'; to name a config, write extends"),
@@ -194,21 +190,17 @@ def test_home_and_variables_are_expanded_in_all_paths(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("values", "flags", "enabled", "precision"),
     [
-        ("amp_mode: None", "", False, "bfloat16"),
         ("amp_mode: none, enable_amp: True, precision: float16", "", True, "float16"),
         ("amp_mode: fp16, enable_amp: False, enable_fused: True", "", True, "float16"),
         ("amp_mode: none", "--set=enable_amp=true", True, "bfloat16"),
         ("enable_amp: True, precision: float16", "--set=amp_mode=bf16", True, "bfloat16"),
         ("amp_mode: bf16, enable_amp: True", "--set=amp_mode=None", False, "bfloat16"),
-        ("enable_amp: False", "--amp_mode=fp16 --enable_amp --enable_fused", True, "float16"),
         # --set overrides flags.
         ("enable_amp: True", "--enable_amp --set=amp_mode=none", False, "bfloat16"),
         ("enable_amp: True", "--amp_mode=fp16 --set=enable_amp=false", False, "float16"),
     ],
 )
-def test_amp_mode_of_the_tutorials_later_editions(
-    tmp_path: Path, values: str, flags: str, enabled: bool, precision: str
-) -> None:
+def test_amp_mode_of_the_tutorials_later_editions(tmp_path, values, flags, enabled, precision) -> None:
     config = load(write(tmp_path, f"test: {{{values}}}"), "test", cli.parse(flags.split()).overrides)
     assert (config.enable_amp, config.precision) == (enabled, precision)
 

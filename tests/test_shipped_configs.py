@@ -73,21 +73,6 @@ def test_config_of_the_tutorial_has_its_values(name: str) -> None:
     assert (schedule.warmup_steps, built.warmup_steps) == (128, 128 if batch > 64 else 0)
 
 
-@pytest.mark.parametrize(("fast", "original"), [("bs64_fast", "bs64_opt"), ("bs512_fast", "bs512_opt")])
-def test_fast_config_has_the_demos_recipe_and_a_fifth_of_the_epochs(fast: str, original: str) -> None:
-    """Its learning rate relates to the tutorial's as the demo's does to demo_base's."""
-    config, before, demo, demo_base = (load(YAML, name) for name in (fast, original, "demo", "demo_base"))
-    recipe = {"optimizer", "lr_schedule", "symmetries", "ema_decay", "num_epochs", "enable_apex"}
-    assert config.model_dump(exclude=recipe) == before.model_dump(exclude=recipe)
-    assert 5 * config.num_epochs == before.num_epochs
-    for key in ("name", "merge_dims", "precondition_frequency", "betas"):
-        assert getattr(config.optimizer, key) == getattr(demo.optimizer, key)
-    for learned in (config, demo):
-        assert (learned.symmetries, learned.lr_schedule.shape, learned.ema_decay is None) == ("full", "constant", False)
-    factor = demo.lr_schedule.start_lr / demo_base.lr_schedule.start_lr
-    assert config.lr_schedule.start_lr == pytest.approx(factor * before.lr_schedule.start_lr)
-
-
 def test_shipped_configs_are_valid_for_several_ranks_and_read_back(tmp_path: Path) -> None:
     names = set(read_file(YAML))
     assert names == {*TUTORIAL, "bs64_fast", "bs512_fast", "demo", "demo_base", "demo_adam", "test"}
