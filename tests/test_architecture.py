@@ -59,16 +59,12 @@ def unsafe_statements(tree: ast.Module) -> list[str]:
     return [line for line in ast.unparse(tree).splitlines() if UNSAFE.search(line)]
 
 
-def sources() -> dict[str, Path]:
-    """The files of entry scripts, networks, utils and benchmarks by dotted module name."""
-    paths = [*ROOT.glob("*.py")]
-    for directory in ("networks", "utils", "benchmarks"):
-        paths += (ROOT / directory).rglob("*.py")
-    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in paths}
-    return {".".join(part[:-1] if part[-1] == "__init__" else part): path for path, part in parts.items()}
-
-
-SOURCES = sources()
+# The files of entry scripts, networks, utils and benchmarks by dotted module name.
+FILES = [
+    *ROOT.glob("*.py"),
+    *(path for name in ("networks", "utils", "benchmarks") for path in (ROOT / name).rglob("*.py")),
+]
+SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
 IMPORTS = {module: list(imports(tree)) for module, tree in TREES.items()}
 ENTRY_SCRIPTS = {path.stem for path in ROOT.glob("*.py")}

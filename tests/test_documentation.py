@@ -16,14 +16,12 @@ quoted; 1:05 is compared in seconds. Any other comment names another source (`<!
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import io
-import itertools
 import json
 import operator
 import re
 import shlex
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +43,12 @@ MARKED_TABLE = re.compile(r"<!-- table: .*?<!-- end -->", re.DOTALL)
 COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
 # A number, perhaps a unit, and the comment.
 FIGURE = re.compile(r"([-−]?\d[\d,]*(?:\.\d+)?(?::\d\d)*)(?:\s?[^\s\d<|]{1,12})?<!--(.*?)-->", re.DOTALL)
+# A program of this repository, with the script that submit_pm.sh runs, and its arguments.
+PROGRAM = re.compile(
+    r"(?:TRAIN_SCRIPT=(\S+).*)?(?:(?:^| )(?:\./)?(\w+\.(?:py|sh))|-m ((?:utils|benchmarks)\.\S+))( .*|$)"
+)
+MODULES = {"train.py": "train", "train_graph.py": "train", "submit_pm.sh": "train", "predict.py": "predict"}
+MODULES |= {"evaluate.py": "evaluate", "export.py": "export", "utils.simulation": "utils.simulation.simulate"}
 OPERATORS = {"*": operator.mul, "/": operator.truediv, "+": operator.add, "-": operator.sub}
 
 CONFIGS = {name for path in (TOP / "config").glob("*.yaml") for name in config.read_file(str(path))}
@@ -156,65 +160,40 @@ def test_quoted_blocks_are_lines_of_their_files(page: Path) -> None:
         assert [line for line in block.splitlines() if line.strip() not in lines] == []
 
 
-TRAINING = ("train.py", "train_graph.py", "submit_pm.sh")
-SCRIPTS = ("predict.py", "evaluate.py", "export.py")
-
-
-def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every command in the page's bash blocks, and in code spans that begin with a command."""
+def commands(page: Path) -> list[str]:
+    """The commands in the page's bash blocks, and the code spans that begin with a command."""
     blocks = COMMANDS.findall(page.read_text(encoding="utf-8"))
     lines = [line for _, block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += [span for span in code_spans(page) if re.match(r"(python|torchrun|make|sbatch|srun) ", span)]
-    return filter(None, (shlex.split(line, comments=True) for line in lines))
+    return [" ".join(shlex.split(line, comments=True)) for line in lines]
 
 
 @cache
-def flags_of(program: str) -> frozenset[str]:
-    """The flags of a script, or of a module that is run with python -m."""
-    if program in TRAINING:
-        program = "train.py"
-    name = {"utils.simulation": "utils.simulation.simulate"}.get(program, program.removesuffix(".py"))
-    main, printed = importlib.import_module(name).main, io.StringIO()
+def flags_of(module: str) -> set[str]:
+    main, printed = importlib.import_module(module).main, io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr("sys.argv", [program, "--help"])
+        patch.setattr("sys.argv", [module, "--help"])
         with pytest.raises(SystemExit):
             main()
-    return frozenset(re.findall(r"(?<![\w-])--?\w+", printed.getvalue()))
+    return set(re.findall(r"(?<![\w-])--?\w+", printed.getvalue()))
 
 
-def program_in(words: list[str]) -> tuple[str, list[str]]:
-    """The program of this repository that a command runs, or "", and the words after it."""
-    for index, word in enumerate(words):
-        if word == "-m" and words[index + 1].startswith(("utils.", "benchmarks.")):
-            return words[index + 1], words[index + 2 :]
-        name = word.removeprefix("./")
-        if re.fullmatch(r"\w+\.(py|sh)", name):
-            script = re.search(r"TRAIN_SCRIPT=(\S+)", " ".join(words[:index]))
-            return (script[1] if script else name), words[index + 1 :]
-    return "", []
-
-
-def faults_in(words: list[str]) -> list[str]:
-    """The targets, files, flags, configs and keys of a command that do not exist."""
-    if words[0] == "make":
+def faults_in(command: str) -> list[str]:
+    """The targets, programs, flags, configs and keys of a command that do not exist."""
+    if command.startswith("make "):
         makefile = (TOP / "Makefile").read_text(encoding="utf-8")
-        return [word for word in words[1:] if word.islower() and f"\n{word}:" not in makefile]
-    program, arguments = program_in(words)
-    is_file = program.endswith((".py", ".sh"))
-    path = program if is_file else program.replace(".", "/")
-    if not any((TOP / name).is_file() for name in (path, f"{path}.py", f"{path}/__main__.py")):
-        return [program] if program else []
-    if is_file and program not in (*TRAINING, *SCRIPTS):
-        return []
-    given = [word.partition("=")[0] for word in arguments if re.match(r"--?\w", word) and not re.match(r"-\d", word)]
-    faults = [f"{program} {flag}" for flag in given if flag not in flags_of(program)]
-    for flag, value in itertools.pairwise([*arguments, ""]):
-        name, _, attached = flag.partition("=")
-        if name == "--set":
-            faults += unknown_keys([attached or value])
-        if name == "--config" and (attached or value) not in CONFIGS:
-            faults.append(flag)
-    return faults
+        return [word for word in command.split()[1:] if word.islower() and f"\n{word}:" not in makefile]
+    found = PROGRAM.search(command)
+    if found is None or (found[2] and (TOP / found[2]).is_file() and found[2] not in MODULES):
+        return []  # no program with flags
+    module = MODULES.get(found[1] or found[2] or found[3], found[3])
+    if module is None or importlib.util.find_spec(module) is None:
+        return [found[2] or found[3]]
+    words = found[4].split()
+    given = [word.partition("=")[0] for word in words if re.match(r"--?\w", word) and not re.match(r"-\d", word)]
+    faults = [flag for flag in given if flag not in flags_of(module)]
+    faults += unknown_keys(re.findall(r"--set[= ](\S+)", found[4]))
+    return faults + [name for name in re.findall(r"--config[= ](\S+)", found[4]) if name not in CONFIGS]
 
 
 def unknown_keys(settings: list[str]) -> list[str]:
@@ -226,13 +205,13 @@ def unknown_keys(settings: list[str]) -> list[str]:
 
 @docs
 def test_commands_exist_with_their_flags_configs_and_keys(page: Path) -> None:
-    faults = {" ".join(words): faults_in(words) for words in commands(page)}
+    faults = {command: faults_in(command) for command in commands(page)}
     assert {command: found for command, found in faults.items() if found} == {}
     settings = [value for span in code_spans(page) for value in re.findall(r"--set (\S+)", span)]
     assert unknown_keys(settings) == []
     # Only this project's flags have underscores.
     flags = {flag for span in code_spans(page) for flag in re.findall(r"(?<![\w-])--[a-z]+_\w+", span)}
-    assert flags <= frozenset().union(*map(flags_of, (*TRAINING, *SCRIPTS, "utils.data.import_volume")))
+    assert flags <= set().union(*map(flags_of, (*MODULES.values(), "utils.data.import_volume")))
 
 
 def test_wrong_figures_and_commands_are_found() -> None:
@@ -240,12 +219,12 @@ def test_wrong_figures_and_commands_are_found() -> None:
     assert [is_rounded(quoted, value) for quoted, value, _ in figures] == [expected for *_, expected in figures]
     for command, faults in (
         ("torchrun --nproc-per-node=2 train.py --config=demo --set network.width=8 --num_epochs -1", []),
-        ("python train.py --config=dem --set network.wide=8", ["--config=dem", "network.wide=8"]),
+        ("python train.py --config=dem --set network.wide=8", ["network.wide=8", "dem"]),
         ("python -m benchmarks.loader", ["benchmarks.loader"]),
-        ("TRAIN_SCRIPT=predict.py sbatch submit_pm.sh --tile 3", ["predict.py --tile"]),
+        ("TRAIN_SCRIPT=predict.py sbatch submit_pm.sh --tile 3", ["--tile"]),
         ("make tests", ["tests"]),
     ):
-        assert faults_in(shlex.split(command)) == faults
+        assert faults_in(command) == faults
 
 
 @docs
