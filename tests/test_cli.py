@@ -21,14 +21,14 @@ from utils.config import Config, flatten, load
 from utils.config.sections import ProfileConfig
 from utils.errors import UserError
 
-CONFIGS = "plain: {}\namp: {enable_amp: True, profile: {first_step: 3, profiler: torch}}\n../x: {}"
+Selects = Callable[..., Config]
 
 
 @pytest.fixture
-def config_of(tmp_path: Path) -> Callable[..., Config]:
+def config_of(tmp_path: Path) -> Selects:
     """config_of(*flags) -> the config that this command line selects."""
     path = tmp_path / "configs.yaml"
-    path.write_text(CONFIGS)
+    path.write_text("plain: {}\namp: {enable_amp: True, profile: {first_step: 3, profiler: torch}}")
 
     def build(*flags: str, name: str = "plain") -> Config:
         options = cli.parse([f"--yaml_config={path}", f"--config={name}", *flags])
@@ -37,36 +37,31 @@ def config_of(tmp_path: Path) -> Callable[..., Config]:
     return build
 
 
-def test_each_flag_sets_only_its_key(config_of: Callable[..., Config]) -> None:
+def test_each_flag_sets_only_its_key(config_of: Selects) -> None:
     def changes(*flags: str) -> dict[str, Any]:
         before, after = flatten(config_of()), flatten(config_of(*flags))
         return {key: value for key, value in after.items() if value != before[key]}
 
     for switch in cli.SWITCHES:
         assert changes(f"--{switch}") == {switch: True}
-    values: dict[str, tuple[str, Any]] = {
-        "amp_mode": ("bf16", True),
-        "data_loader_config": ("synthetic", "synthetic"),
-        "local_batch_size": ("16", 16),
-        "num_epochs": ("3", 3),
-        "num_data_workers": ("8", 8),
-        "bucket_cap_mb": ("100", 100.0),
-        "profiler": ("torch", "torch"),
-    }
+    values: dict[str, Any] = {"data_loader_config": "synthetic", "local_batch_size": 16, "num_epochs": 3}
+    values |= {"num_data_workers": 8, "bucket_cap_mb": 100.0, "profiler": "torch", "amp_mode": "bf16"}
     assert set(values) == set(cli.VALUES)
-    for flag, (text, value) in values.items():
-        key = {"profiler": "profile.profiler", "amp_mode": "enable_amp"}.get(flag, flag)
-        assert changes(f"--{flag}", text) == changes(f"--{flag}={text}") == {key: value}
+    for flag, value in values.items():
+        key, value = {"profiler": ("profile.profiler", value), "amp_mode": ("enable_amp", True)}.get(
+            flag, (flag, value)
+        )
+        assert changes(f"--{flag}", str(values[flag])) == changes(f"--{flag}={values[flag]}") == {key: value}
 
 
-def test_absent_flags_keep_the_values_of_the_yaml_file(config_of: Callable[..., Config]) -> None:
+def test_absent_flags_keep_the_values_of_the_yaml_file(config_of: Selects) -> None:
     """The tutorial replaced the value by False if the switch was absent."""
     assert config_of(name="amp").enable_amp
     assert not config_of("--set", "enable_amp=false", name="amp").enable_amp
     assert config_of("--profiler=nsys", name="amp").profile == ProfileConfig(first_step=3, profiler="nsys")
 
 
-def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values(config_of: Callable[..., Config]) -> None:
+def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values(config_of: Selects) -> None:
     for text, key, value in (
         ("lr_schedule.start_lr=2.E-4", "lr_schedule.start_lr", 2e-4),
         ("use_cache=None", "use_cache", None),
@@ -88,11 +83,9 @@ def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values(config_of
         (cli.parse, "--set num_epochs=[", r"cannot read --set num_epochs=\["),
         (cli.parse, "--set 'expdir=/x/run #1'", "YAML takes # for the start of a comment; quote the value"),
         (cli.parse, "--num_epoch 3", "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
-        (cli.parse, "--foo", "unrecognized arguments: --foo; see --help"),
         (cli.parse, "--network.width 3", "config keys are set with --set network.width=VALUE"),
         (cli.parse, "--run_num ../01", "--run_num '../01' must be a plain name"),
         (cli.parse, "--config ../x", "--config '../x' must be a plain name"),  # it was written to outside expdir
-        (cli.parse, "--config=", "--config '' must be a plain name"),
         (cli.parse, "--preflight few", "argument --preflight: 'few' is not a positive integer; see --help"),
         (cli.parse, "--amp_mode=fp8", "amp_mode must be none, fp16 or bf16, got 'fp8'"),
         # Fixed: only --checkpoint was listed, as missing.
