@@ -185,9 +185,8 @@ def test_home_and_variables_are_expanded_in_all_paths(tmp_path: Path, monkeypatc
     assert (options.resume, options.init_from) == ("/home/me/a", "/home/me/b")
 
 
-@pytest.mark.parametrize(
-    ("values", "flags", "enabled", "precision"),
-    [
+def test_amp_mode_of_the_tutorials_later_editions(tmp_path: Path) -> None:
+    for values, flags, enabled, precision in (
         ("amp_mode: none, enable_amp: True, precision: float16", "", True, "float16"),
         ("amp_mode: fp16, enable_amp: False, enable_fused: True", "", True, "float16"),
         ("amp_mode: none", "--set=enable_amp=true", True, "bfloat16"),
@@ -196,11 +195,9 @@ def test_home_and_variables_are_expanded_in_all_paths(tmp_path: Path, monkeypatc
         # --set overrides flags.
         ("enable_amp: True", "--enable_amp --set=amp_mode=none", False, "bfloat16"),
         ("enable_amp: True", "--amp_mode=fp16 --set=enable_amp=false", False, "float16"),
-    ],
-)
-def test_amp_mode_of_the_tutorials_later_editions(tmp_path, values, flags, enabled, precision) -> None:
-    config = load(write(tmp_path, f"test: {{{values}}}"), "test", cli.parse(flags.split()).overrides)
-    assert (config.enable_amp, config.precision) == (enabled, precision)
+    ):
+        config = load(write(tmp_path, f"test: {{{values}}}"), "test", cli.parse(flags.split()).overrides)
+        assert (config.enable_amp, config.precision) == (enabled, precision), (values, flags)
 
 
 WRONG: list[Any] = [None, "x", True, 3, 2.5, 1e300, -1, 10**25, math.nan, math.inf, "", {}, [], [None], ["x"], [[-1]]]

@@ -152,14 +152,6 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
     assert sorted(comments) == sorted(source for _, source in figures), "a comment without a number before it"
 
 
-@docs
-def test_quoted_blocks_are_lines_of_their_files(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for file, block in re.findall(r"<!-- quoted from (\S+) -->\s*```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        lines = {line.strip() for line in (TOP / file).read_text(encoding="utf-8").splitlines()}
-        assert [line for line in block.splitlines() if line.strip() not in lines] == []
-
-
 def commands(page: Path) -> list[str]:
     """The commands in the page's bash blocks, and the code spans that begin with a command."""
     blocks = COMMANDS.findall(page.read_text(encoding="utf-8"))
@@ -228,9 +220,12 @@ def test_wrong_figures_and_commands_are_found() -> None:
 
 
 @docs
-def test_tables_are_up_to_date(page: Path) -> None:
+def test_tables_are_up_to_date_and_quoted_blocks_are_lines_of_their_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert generate.render(text) == text, "run make docs"
+    for file, block in re.findall(r"<!-- quoted from (\S+) -->\s*```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        lines = {line.strip() for line in (TOP / file).read_text(encoding="utf-8").splitlines()}
+        assert [line for line in block.splitlines() if line.strip() not in lines] == []
 
 
 def test_metadata_agrees() -> None:

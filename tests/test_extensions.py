@@ -25,10 +25,7 @@ from utils.optim import optimizers
 
 
 def section(title: str) -> tuple[str, str, str]:
-    """The code blocks of a section, the source of the new part and the line that registers it, and the source's file.
-
-    The path of the file is the first line of the source.
-    """
+    """The source of the new part, the line that registers it, and the path in the first line of the source."""
     page = (TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     source, line = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -47,9 +44,7 @@ def train_with(flags: list[str], data_flags: list[str], expdir: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_the_documented_loader_carries_out_the_sample_plan(
-    data_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_loader_carries_out_the_sample_plan(data_flags: list[str], monkeypatch: Any) -> None:
     """Both splits, complete epochs and one that resumes in the middle."""
     source, line, path = section("How to add a loader")
     module = ModuleType(path.removesuffix(".py").replace("/", "."))

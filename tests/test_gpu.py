@@ -65,17 +65,6 @@ def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -
     host.close()
 
 
-@both_layouts
-def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, volume_file, channels_last) -> None:
-    """Even while kernels that use a batch still run when the next ones are copied."""
-    volumes, plan = [open_volume(volume_file(tmp_path / "box.h5"), (4, 5))], SamplePlan(48, cubes(16), 8, seed=1)
-    device, host = (
-        loader_of(ThreadedCropLoader, volumes, plan, device=name, channels_last=channels_last)
-        for name in ("cuda", "cpu")
-    )
-    assert_same_batches(device, host, unfinished=False)
-
-
 @pytest.mark.parametrize("split", ["train", "valid"])
 @both_layouts
 def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, split) -> None:
@@ -90,11 +79,13 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
     assert_same_batches(loader_of(DaliLoader, [copies], plan, device="cuda:0", channels_last=channels_last), host)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("resident", [None, torch.float32, torch.float16], ids=str)
 @both_layouts
-def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, dtype) -> None:
-    """Two volumes, two epochs after an unfinished one; kernels that use the batches still run."""
-    boxes = ((16, 16, 16), (9, 20, 12))
+def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(
+    tmp_path, volume_file, channels_last, resident
+) -> None:
+    """Of two volumes, copied to the device or cut there, also while kernels that use earlier batches still run."""
+    boxes, dtype = ((16, 16, 16), (9, 20, 12)), resident or torch.float32
     volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box), (4, 5)) for box in boxes]
     plan = SamplePlan(46, boxes, 9, seed=1, split="train")
     layout = {"rank": 1, "ranks": 2, "channels_last": channels_last}
@@ -103,8 +94,12 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
         for fields in ((volume.inputs, volume.targets) for volume in volumes)
     ]
     host = loader_of(ThreadedCropLoader, stored, plan, **layout)
-    loaded = load_resident(volumes, torch.device("cuda"), dtype)
-    assert_same_batches(loader_of(GpuResidentLoader, loaded, plan, device="cuda", **layout), host)
+    if resident is None:
+        device = loader_of(ThreadedCropLoader, volumes, plan, device="cuda", **layout)
+    else:
+        loaded = load_resident(volumes, torch.device("cuda"), dtype)
+        device = loader_of(GpuResidentLoader, loaded, plan, device="cuda", **layout)
+    assert_same_batches(device, host, unfinished=resident is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
