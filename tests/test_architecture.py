@@ -154,17 +154,3 @@ def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
     # The one exception: its `find_class` refuses all names, except those for which it has its own stand-ins.
     allowed = {"utils.data.datasets.restricted_pickle": ["import pickle"]}
     assert {module: found for module, found in faults.items() if found} == allowed
-
-
-def test_no_module_replaces_a_name_of_its_package() -> None:
-    """Fixed: after an import of utils.config.describe, the function `describe` in utils.config was that module."""
-    packages = [module for module, path in SOURCES.items() if path.name == "__init__.py"]
-    for package in packages:
-        nodes, defined = TREES[package].body, set()
-        modules = {module.rpartition(".")[2] for module in SOURCES if module.rpartition(".")[0] == package}
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                defined.add(node.name)
-            elif isinstance(node, ast.ImportFrom) and node.module != package:
-                defined |= {alias.asname or alias.name for alias in node.names}
-        assert not modules & defined, package

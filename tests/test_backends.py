@@ -76,9 +76,8 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypat
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize(
-    ("changes", "ranks", "says"),
-    [
+def test_options_without_effect_are_logged() -> None:
+    for changes, ranks, options in (
         ({"fused_pointwise": True}, 1, ["fused_pointwise"]),
         ({"fused_tail": True, "network": {"space_to_depth": ["last"]}}, 1, ["fused_tail"]),
         ({"static_graph": True, "noddp": True}, 2, ["static_graph"]),
@@ -88,12 +87,10 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypat
         ({"enable_apex": True, "enable_fused": True}, 1, ["enable_apex", "enable_fused"]),
         ({"enable_apex": True, "optimizer": {"name": "apex_adam"}}, 1, []),
         ({"deterministic": True}, 1, ["deterministic"]),
-        ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU"]),
-    ],
-)
-def test_options_without_effect_are_logged(changes: dict, ranks: int, says: list[str]) -> None:
-    lines = build.options_without_effect(Config(**changes), world_on(size=ranks))
-    assert [line.partition(" has no effect")[0].partition("; bf")[0] for line in lines] == says
+        ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, the"]),
+    ):
+        lines = build.options_without_effect(Config(**changes), world_on(size=ranks))
+        assert [line.split(" has no effect")[0][:44] for line in lines] == options
 
 
 @pytest.mark.gpu

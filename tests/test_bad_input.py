@@ -28,32 +28,24 @@ Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def fails(tmp_path: Path, data_flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Refuse:
-    """fails(*flags, says=…): the line with which a run of config 'test' ends, with exit code 2."""
+def refuse(tmp_path: Path, data_flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Refuse:
+    """refuse(*flags, says=…): the line with which training of config 'test' and its preflight end, with exit code 2.
+
+    They do so before a run directory exists. `trains`: only the training is run, and may begin.
+    """
     monkeypatch.chdir(TOP)
 
-    def run(*flags: str, says: tuple[str, ...] = ()) -> str:
-        with pytest.raises(SystemExit, match="2"):
-            train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", *flags])
-        output = capsys.readouterr()
-        (line,) = [line for line in output.err.splitlines() if line.startswith("error: ")]
-        assert other_lines(output.err) == [line] or (tmp_path / "runs").exists(), "lines that are not logged"
-        assert [part for part in says if part not in line] == [], line
-        assert "all checks passed" not in output.out
-        assert all(line.startswith("preflight: ") for line in output.out.splitlines())
+    def check(*flags: str, says: tuple[str, ...] = (), trains: bool = False) -> str:
+        for preflight in [[]] if trains else [["--preflight"], []]:
+            with pytest.raises(SystemExit, match="2"):
+                train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", *flags, *preflight])
+            output = capsys.readouterr()
+            (line,) = [line for line in output.err.splitlines() if line.startswith("error: ")]
+            assert [part for part in says if part not in line] == [], line
+            assert "all checks passed" not in output.out
+            assert [line for line in output.out.splitlines() if not line.startswith("preflight: ")] == []
+            assert trains or (other_lines(output.err) == [line] and not (tmp_path / "runs").exists())
         return line
-
-    return run
-
-
-@pytest.fixture
-def refuse(tmp_path: Path, fails: Refuse) -> Refuse:
-    """refuse(*flags, says=…): training and preflight must refuse these flags before a run directory exists."""
-
-    def check(*flags: str, says: tuple[str, ...]) -> None:
-        for preflight in ([], ["--preflight"]):
-            fails(*flags, *preflight, says=says)
-            assert not (tmp_path / "runs").exists()
 
     return check
 
@@ -86,7 +78,7 @@ def test_invalid_flag_is_refused_in_one_line(refuse: Refuse, flags: list[str], s
 
 
 def test_invalid_environment_is_refused_in_one_line(
-    refuse: Refuse, fails: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Incomplete rank variables, a file in place of a directory, no benchmark settings, no CUDA device, full memory."""
     for rank in ("0", "1"):  # each rank reports it, because rank 0 may not exist
@@ -105,9 +97,9 @@ def test_invalid_environment_is_refused_in_one_line(
 
     # The preflight may run on a login node without the device.
     monkeypatch.setattr(build, "step", fill)
-    fails(says=("no device memory left (CUDA out of memory); lower local_batch_size",))
+    refuse(says=("no device memory left (CUDA out of memory); lower local_batch_size",), trains=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fails("--set=device=cuda", says=("device is cuda, but PyTorch finds no CUDA device; use --set",))
+    refuse("--set=device=cuda", says=("device is cuda, but PyTorch finds no CUDA device; use --set",), trains=True)
 
 
 def volume_with_nan(path: Path, *cell: Any, seed: int = 0) -> None:
@@ -160,7 +152,7 @@ def test_two_boxes_of_another_size_or_with_other_channels_are_refused(refuse: Re
 
 
 def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
-    trained_run: Path, tmp_path: Path, fails: Refuse
+    trained_run: Path, tmp_path: Path, refuse: Refuse
 ) -> None:
     run = directory(tmp_path / "runs")
     shutil.copytree(trained_run, run)
@@ -172,12 +164,12 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
     before = contents()
     volume_with_nan(tmp_path / "nan.h5")
     for flag in (f"val_path={tmp_path / 'nan.h5'}", "train_path=/nowhere.h5", "num_epoch=3", "data_size=6"):
-        fails(f"--set={flag}", "--resume=no")
+        refuse(f"--set={flag}", "--resume=no", trains=True)
     assert contents() == before
 
 
 def test_training_skips_updates_with_nan_up_to_a_limit(
-    data_flags: list[str], tmp_path: Path, capsys: Any, fails: Refuse, monkeypatch: pytest.MonkeyPatch
+    data_flags: list[str], tmp_path: Path, capsys: Any, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run continues to its end, or stops after max_consecutive_skips, or if all updates were skipped.
 
@@ -202,24 +194,27 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     table = (directory(tmp_path) / "out.log").read_text().partition("Result:")[2]
     assert re.search(rf"^  skipped updates +{len(warnings)}   see the warnings", table, re.MULTILINE)
     says: tuple[str, ...] = ("is nan after step 0, the untrained network", "weight_init")
-    assert "learning" not in fails("--set=weight_init.conv_scale=1e30", "--run_num=02", says=says)
+    assert "learning" not in refuse("--set=weight_init.conv_scale=1e30", "--run_num=02", says=says, trains=True)
     # With a limit of one step:
     flags = [f"--set=train_path={path}", "--set=checkpoint.every_steps=1", "--set=max_consecutive_skips=1"]
-    fails(*flags, says=("training stopped: 1 updates in a row were skipped", description, "--preflight"))
+    says = ("training stopped: 1 updates in a row were skipped", description, "--preflight")
+    refuse(*flags, says=says, trains=True)
     assert last(directory(tmp_path / "runs")).state.step == step - 1
     volume_with_nan(tmp_path / "all.h5")
     flags = [f"--set=train_path={tmp_path / 'all.h5'}", "--num_epochs=1", "--run_num=01"]
     for _ in range(2):  # the same command says so again
-        fails(*flags, says=("training failed: all 8 updates were skipped", "check the data with --preflight"))
+        refuse(*flags, says=("all 8 updates were skipped", "check the data with --preflight"), trains=True)
     assert not (directory(tmp_path / "runs", run_num="01") / "summary.json").exists()
 
 
-def test_invalid_config_is_reported_only_by_rank_0(fails: Refuse, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_config_is_reported_only_by_rank_0(
+    refuse: Refuse, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error occurs before the ranks are connected."""
     monkeypatch.setattr(errors, "GRACE_SECONDS", 0.0)
     for name, value in rank_variables(0, 2, 1).items():
         monkeypatch.setenv(name, value)
-    fails("--set=num_epoch=3", says=("unknown key num_epoch; did you mean num_epochs?",))
+    refuse("--set=num_epoch=3", says=("unknown key num_epoch; did you mean num_epochs?",))
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit, match="2"):
         train.main(["--config=test", "--set=num_epoch=3"])

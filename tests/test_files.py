@@ -76,17 +76,13 @@ def test_recovery_removes_partial_files_and_restores_what_was_moved_away(tmp_pat
 
 
 def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    target = tmp_path / "new" / "output"
-    make_output_directory(target.parent, size=1)
-    check_target(target, overwrite=False)
-    target.touch()
-    check_target(target, overwrite=True)
+    (tmp_path / "file").touch()
     monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
     for check, arguments, says in (
-        (check_target, (target, False, "--out"), "output exists; give --overwrite to replace it, or another --out"),
-        (check_target, (target.parent, True), r"new is a directory; give another --output$"),
-        (make_output_directory, (target, 0), r"(File exists|Not a directory); give another --output$"),
-        (make_output_directory, (target.parent, 10**18, "move"), r"MB free and the output needs .* free .*, or move$"),
+        (check_target, (tmp_path / "file", False), "file exists; give --overwrite to replace it, or another --output"),
+        (check_target, (tmp_path, True), r"is a directory; give another --output$"),
+        (make_output_directory, (tmp_path / "file", 0), r"(File exists|Not a directory); give another --output$"),
+        (make_output_directory, (tmp_path / "new", 10**18, "move"), r"MB free and the output needs .*, or move$"),
         (make_output_directory, (tmp_path, 0), r"is not writable; give another --output$"),
     ):
         with pytest.raises(UserError, match=says):

@@ -35,7 +35,6 @@ from utils.training.checkpoint_writer import HostCopy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-BITS = {4: torch.int32, 2: torch.int16}
 RUN = "test/1GPU/00"
 both_layouts = pytest.mark.parametrize("channels_last", [False, True])
 
@@ -107,7 +106,7 @@ def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(
 @both_layouts
 def test_gather_kernel_equals_its_definition(channels_last, stored, dtype) -> None:
     """Under all 48 symmetries, for a crop of complete and partial tiles; casts round as torch's do."""
-    channels, box, crop = 5, 48, 37
+    channels, box, crop, bits = 5, 48, 37, {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     field = torch.randn((channels, box, box, box)).to(stored)
     field.view(-1)[::7] = -0.0
     origins = np.random.default_rng(0).integers(0, box - crop + 1, (48, 3))
@@ -119,7 +118,6 @@ def test_gather_kernel_equals_its_definition(channels_last, stored, dtype) -> No
     kernel(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
     for index, (origin, sample) in enumerate(zip(origins, out.cpu(), strict=True)):
         expected = torch.from_numpy(cut(field.numpy(), origin, crop, index)).to(dtype)
-        bits = BITS[dtype.itemsize]
         assert torch.equal(sample.contiguous().view(bits), expected.view(bits))
 
 

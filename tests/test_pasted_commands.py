@@ -43,15 +43,6 @@ def replace_all(text: str, changes: dict[str, str]) -> str:
     return text
 
 
-def script_of(page: Path, marks: set[str]) -> str:
-    """The blocks of a page that have one of the marks."""
-    blocks = COMMANDS.findall(page.read_text(encoding="utf-8"))
-    unknown = [mark for mark, _ in blocks if mark not in ("", "long") and not mark.startswith("not run: ")]
-    assert unknown == [], page
-    text = "".join(text for mark, text in blocks if mark in marks)
-    return replace_all(re.sub(r"^make test\b.*\n", "", text, flags=re.MULTILINE), SMALLER_GRIDS)  # without this suite
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the repository as a git checkout of its own, with this environment as .venv."""
@@ -82,7 +73,11 @@ def test_blocks_run_as_pasted(checkout: Path, marks: set[str], monkeypatch: pyte
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     for page in DOCS:
-        script = script_of(page, marks)
+        blocks = COMMANDS.findall(page.read_text(encoding="utf-8"))
+        assert [mark for mark, _ in blocks if not re.match(r"$|long$|not run: ", mark)] == [], page
+        lines = "".join(text for mark, text in blocks if mark in marks).splitlines()
+        lines = [line for line in lines if not re.match(r"make test\b", line)]  # without this suite
+        script = replace_all("\n".join(lines), SMALLER_GRIDS)
         script = f"set -eE -o pipefail\ntrap 'echo \"failed: $BASH_COMMAND\"' ERR\nsource .venv/bin/activate\n{script}"
         ended = subprocess.run(
             ["bash", "-c", script], cwd=checkout, stdin=subprocess.DEVNULL,

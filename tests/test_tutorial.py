@@ -39,9 +39,7 @@ WORKERS = f"{SHORT} --num_data_workers 4"
 LOADER = f"{WORKERS} --data_loader_config=LOADER"
 AMP, BENCHY = f"{LOADER} --enable_amp", "--num_epochs 10 --enable_benchy"
 FUSED = f"{AMP} --enable_apex"
-PROFILE = (
-    "train.py --config=bs64_opt --num_epochs 4 --num_data_workers 8 --local_batch_size 16 --enable_manual_profiling"
-)
+PROFILE = "--config=bs64_opt --num_epochs 4 --num_data_workers 8 --local_batch_size 16 --enable_manual_profiling"
 WEAK = "train.py --num_data_workers 4 --local_batch_size 64 --config=bs64_opt --enable_benchy"
 # In the order of the tutorial's README; `sbatch … submit_pm.sh X` is python train.py X.
 COMMANDS = [
@@ -67,9 +65,9 @@ COMMANDS = [
     "train.py --config=bs512_opt",
     f"BENCHY_OUTPUT=weak_scale {WEAK}",
     f"BENCHY_OUTPUT=weak_scale_noddp {WEAK} --noddp",
-    PROFILE,
-    f"{PROFILE} --disable_broadcast_buffers",
-    f"{PROFILE} --disable_broadcast_buffers --bucket_cap_mb 100",
+    f"train.py {PROFILE}",
+    f"train.py {PROFILE} --disable_broadcast_buffers",
+    f"train.py {PROFILE} --disable_broadcast_buffers --bucket_cap_mb 100",
 ]
 
 
