@@ -62,9 +62,7 @@ def test_caches_are_in_a_private_temporary_directory_if_the_home_is_not_writable
         inherited = {name: value for name, value in os.environ.items() if name not in names}
         command = f"import os, writable_caches; print(*map(os.environ.get, {names}))"
         run = [sys.executable, "-B", "-c", command]
-        return (
-            subprocess.run(run, env=inherited | variables, stdout=subprocess.PIPE, check=True).stdout.decode().split()
-        )
+        return subprocess.check_output(run, env=inherited | variables, text=True).split()
 
     untouched, folder = ["None", "/mine", "None"], tmp_path / f"nbody-unet-{os.getuid()}"
     assert caches(tmp_path) == untouched

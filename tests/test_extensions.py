@@ -1,9 +1,14 @@
-"""docs/architecture.md says how to add a loader, a network and an optimizer; these tests follow it and train."""
+"""docs/architecture.md says how to add a loader, a network and an optimizer; these tests follow it and train.
+
+It also says that a step releases its graphs before the process group ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +16,7 @@ from typing import Any
 
 import h5py
 import pytest
+import torch
 from reference_samples import digest, rank_batches, read_fields, reference
 from trainings import ALONE, TOP, YAML, directory, metrics
 
@@ -21,7 +27,11 @@ from utils import cli, data
 from utils import config as configs
 from utils.data.loaders.base import sample_plan
 from utils.data.volumes import split_settings
+from utils.distributed import world as worlds
+from utils.distributed.signals import Signals
+from utils.errors import UserError
 from utils.optim import optimizers
+from utils.steps.eager import EagerStep
 
 
 def section(title: str) -> tuple[str, str, str]:
@@ -101,3 +111,33 @@ def test_the_documented_optimizer_trains(data_flags: list[str], tmp_path: Path, 
     execute(source, namespace)
     monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS | eval(f"{{{line}}}", namespace))
     train_with(["--set=optimizer.name=adagrad"], data_flags, tmp_path)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """NCCL would wait forever for the step's CUDA graphs. The first import of the compiler once left such a cycle."""
+    events: list[Any] = []
+
+    class CyclicStep(EagerStep):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.cycle = self
+            events.append(weakref.ref(self))
+
+        def __call__(self, *arguments: Any) -> torch.Tensor:
+            if fails:
+                raise UserError("wrong")
+            return super().__call__(*arguments)
+
+        def close(self) -> None:
+            events.append("closed")
+
+    flags = ["--set=data_loader_config=synthetic", f"--set=expdir={tmp_path}", "--num_epochs=1"]
+    options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
+    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
+    monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(events[0]()))
+    with pytest.raises(UserError) if fails else contextlib.nullcontext(), worlds._leaving_group():
+        train.run(options, config, ALONE, CyclicStep, Signals())
+    assert events[1:] == ["closed", None]
