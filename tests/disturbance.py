@@ -23,11 +23,9 @@ def disturbed(draw: Callable[..., Any]) -> Callable[..., Any]:
     @torch.no_grad()
     def call(*args: Any, **options: Any) -> Any:
         values = draw(*args, **options)
-        if isinstance(values, torch.Tensor):
-            result = values.detach() * (1 + RELATIVE * torch.sin(1e4 * values.detach()))
-            return result.requires_grad_(values.requires_grad)
-        factor = 1 + RELATIVE * np.sin(1e4 * values)
-        return values * (factor.astype(values.dtype) if isinstance(values, np.ndarray) else factor)
+        sine = torch.sin if isinstance(values, torch.Tensor) else np.sin
+        result = values * (1 + RELATIVE * sine(1e4 * values))
+        return result.requires_grad_(values.requires_grad) if isinstance(values, torch.Tensor) else result
 
     return call
 

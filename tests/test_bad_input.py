@@ -55,7 +55,6 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: Any, monkeypatch: pyte
     [
         (["--config=shrt"], ["unknown config shrt in ./config/UNet.yaml", "did you mean short?"]),
         (["--yaml_config=/no.yaml"], ["cannot read /no.yaml", "--yaml_config"]),
-        (["--num_epochs=-1"], ["num_epochs must be greater than or equal to 1, got -1"]),
         (["--set=data_size=6"], ["data_size 6 is not a multiple of 4"]),
         (["--data_loader_config=low_mem"], ["low_mem; known: lowmem, inmem, ", "did you mean lowmem?"]),
         (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], ["train_path_npy_data is not set"]),
@@ -63,7 +62,6 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: Any, monkeypatch: pyte
         (["--set=network.name=my_net"], ["unknown network my_net", "my_module.MyNetwork"]),
         (["--set=train_path=/data/no.h5"], ["/data/no.h5", "run make demo", "--config=demo"]),
         (["--set=val_path=/no/val.h5"], ["/no/val.h5", "set val_path"]),
-        (["--set=optimizer=adam"], ["did you mean optimizer.name=adam?"]),
         (["--set", "num_epochs", "3"], ["did you mean --set num_epochs=3?"]),
         (["mine.yaml"], ["did you mean --yaml_config mine.yaml?"]),
         (["--enable_amp", "--amp_mode=none"], ["--enable_amp and --amp_mode none contradict each other"]),
@@ -191,8 +189,9 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     saved = last(directory(tmp_path))
     assert (saved.state.step, saved.state.skipped) == (16, len(warnings))
     assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
-    table = (directory(tmp_path) / "out.log").read_text().partition("Result:")[2]
-    assert re.search(rf"^  skipped updates +{len(warnings)}   see the warnings", table, re.MULTILINE)
+    assert re.search(
+        rf"Result:(.*\n)+  skipped updates +{len(warnings)} ", (directory(tmp_path) / "out.log").read_text()
+    )
     says: tuple[str, ...] = ("is nan after step 0, the untrained network", "weight_init")
     assert "learning" not in refuse("--set=weight_init.conv_scale=1e30", "--run_num=02", says=says, trains=True)
     # With a limit of one step:
