@@ -47,11 +47,10 @@ def test_each_flag_sets_only_its_key(config_of: Selects) -> None:
     values: dict[str, Any] = {"data_loader_config": "synthetic", "local_batch_size": 16, "num_epochs": 3}
     values |= {"num_data_workers": 8, "bucket_cap_mb": 100.0, "profiler": "torch", "amp_mode": "bf16"}
     assert set(values) == set(cli.VALUES)
+    keys = {"profiler": "profile.profiler", "amp_mode": "enable_amp"}
     for flag, value in values.items():
-        key, value = {"profiler": ("profile.profiler", value), "amp_mode": ("enable_amp", True)}.get(
-            flag, (flag, value)
-        )
-        assert changes(f"--{flag}", str(values[flag])) == changes(f"--{flag}={values[flag]}") == {key: value}
+        expected = {keys.get(flag, flag): True if flag == "amp_mode" else value}
+        assert changes(f"--{flag}", str(value)) == changes(f"--{flag}={value}") == expected
 
 
 def test_absent_flags_keep_the_values_of_the_yaml_file(config_of: Selects) -> None:
