@@ -63,13 +63,12 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import train
 
     folder = tmp_path_factory.mktemp("trained")
-    paths = {
-        f"{name}_path": write_volume(folder / f"{name}.h5", seed=seed) for name, seed in (("train", 1), ("val", 2))
-    }
-    with h5py.File(paths["train_path"], "r+") as file:
+    changes = {"device": "cpu", "expdir": folder, "report_baselines": "false", "report_pictures": "false"}
+    for seed, name in enumerate(("train", "val"), 1):
+        changes[f"{name}_path"] = write_volume(folder / f"{name}.h5", seed=seed)
+    with h5py.File(folder / "train.h5", "r+") as file:
         file.attrs.update({**SIMULATED, "box_size_mpc_h": 8.0})
     yaml = Path(train.__file__).parent / "config" / "UNet.yaml"
-    changes = {**paths, "device": "cpu", "expdir": folder, "report_baselines": "false", "report_pictures": "false"}
     train.main([f"--yaml_config={yaml}", "--config=test", *(f"--set={key}={value}" for key, value in changes.items())])
     return folder / "test" / "1ranks" / "00"
 

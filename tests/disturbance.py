@@ -17,45 +17,23 @@ import torch
 RELATIVE = 1e-7
 
 
-class DisturbedGenerator(np.random.Generator):
-    """A numpy generator whose floating-point values are disturbed."""
+def disturbed(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes random numbers, numpy arrays or tensors, which are then changed by at most RELATIVE."""
 
-    def random(self, *args: Any, **options: Any) -> Any:
-        return disturbed(super().random(*args, **options))
-
-    def uniform(self, *args: Any, **options: Any) -> Any:
-        return disturbed(super().uniform(*args, **options))
-
-    def normal(self, *args: Any, **options: Any) -> Any:
-        return disturbed(super().normal(*args, **options))
-
-    def standard_normal(self, *args: Any, **options: Any) -> Any:
-        return disturbed(super().standard_normal(*args, **options))
-
-
-def disturbed(values: Any) -> Any:
-    """Numbers, numpy arrays or tensors, changed by at most RELATIVE."""
-    sine = torch.sin if isinstance(values, torch.Tensor) else np.sin
-    factor = 1 + RELATIVE * sine(1e4 * values)
-    return values * (factor.astype(values.dtype) if isinstance(values, np.ndarray) else factor)
-
-
-def install() -> None:
-    """Replaces the functions that make random inputs, for the rest of the process."""
-    original = np.random.default_rng
-    np.random.default_rng = lambda seed=None: DisturbedGenerator(original(seed).bit_generator)  # type: ignore[assignment]
-    for name in ("rand", "randn"):
-        setattr(torch, name, _after(getattr(torch, name)))
-
-
-def _after(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def call(*args: Any, **options: Any) -> torch.Tensor:
-        result = function(*args, **options)
-        with torch.no_grad():
-            return disturbed(result.detach()).requires_grad_(result.requires_grad)
+    @torch.no_grad()
+    def call(*args: Any, **options: Any) -> Any:
+        values = draw(*args, **options)
+        sine = torch.sin if isinstance(values, torch.Tensor) else np.sin
+        result = values * (1 + RELATIVE * sine(1e4 * values))
+        return result.requires_grad_(values.requires_grad) if isinstance(values, torch.Tensor) else result
 
     return call
 
 
 if os.environ.get("DISTURB"):
-    install()
+    names = ("random", "uniform", "normal", "standard_normal")
+    methods = {name: disturbed(getattr(np.random.Generator, name)) for name in names}
+    generator = type("DisturbedGenerator", (np.random.Generator,), methods)
+    original = np.random.default_rng
+    np.random.default_rng = lambda seed=None: generator(original(seed).bit_generator)  # type: ignore[assignment]
+    torch.rand, torch.randn = disturbed(torch.rand), disturbed(torch.randn)

@@ -6,39 +6,24 @@ Import direction: see LAYERS. networks is independent of utils.
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
+# From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
+LAYERS = "errors | progress log | files | config | cli | distributed | optim | data | steps simulation | training"
+LAYERS += " | inference | lyman_alpha | evaluation | profiling"
+LAYER = {f"utils.{name}": number for number, names in enumerate(LAYERS.split("|")) for name in names.split()}
 # Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
-DRAWING = {
-    "evaluate",
-    *(f"utils.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")),
-}
 TRITON_MODULES = {"networks.kernels"}
-SIMULATION = {
-    f"utils.simulation.{name}"
-    for name in (
-        "channels",
-        "cooling",
-        "evolution",
-        "fourier",
-        "gravity",
-        "linear_theory",
-        "hydro",
-        "particle_mesh",
-        "simulate",
-        "__main__",
-    )
-}
+FIGURES = {f"utils.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")}
+SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"
+NEEDING = TRITON_MODULES | FIGURES | {"evaluate"} | {f"utils.simulation.{name}" for name in SIMULATION.split()}
 # Unpickling, YAML's object construction and shells execute code that a file or a text contains. torch's object
 # collectives unpickle what other processes send.
 UNSAFE = re.compile(
@@ -57,47 +42,32 @@ class Import(NamedTuple):
     line: int
 
 
-def imports(source: str) -> list[Import]:
-    """All imports in a source text."""
-    found: list[Import] = []
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-
-    def visit(node: ast.AST, at_import: bool) -> None:
-        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        at_import = at_import and not for_types and not isinstance(node, functions)
-        if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, at_import, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno}: relative import; these checks need absolute imports"
-            found.extend(Import(f"{node.module}.{alias.name}", at_import, node.lineno) for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child, at_import)
-
-    visit(ast.parse(source), True)
-    return found
+def imports(node: ast.AST, at_import: bool = True) -> Iterator[Import]:
+    """All imports in a syntax tree."""
+    for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    at_import = at_import and not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        assert not getattr(node, "level", 0), f"line {node.lineno}: relative import; these checks need absolute imports"
+        yield from (Import(package + alias.name, at_import, node.lineno) for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child, at_import)
 
 
-def unsafe_statements(source: str) -> list[str]:
-    """The statements of a source text, one line each, that match UNSAFE."""
-    return [line for line in ast.unparse(ast.parse(source)).splitlines() if UNSAFE.search(line)]
+def unsafe_statements(tree: ast.Module) -> list[str]:
+    """The statements of a module, one line each, that match UNSAFE."""
+    return [line for line in ast.unparse(tree).splitlines() if UNSAFE.search(line)]
 
 
-def sources() -> dict[str, Path]:
-    """The files of entry scripts, networks, utils and benchmarks by dotted module name."""
-    paths = [*ROOT.glob("*.py")]
-    for directory in ("networks", "utils", "benchmarks"):
-        paths += (ROOT / directory).rglob("*.py")
-    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in paths}
-    return {".".join(part[:-1] if part[-1] == "__init__" else part): path for path, part in parts.items()}
-
-
-SOURCES = sources()
+# The files of entry scripts, networks, utils and benchmarks by dotted module name.
+FILES = [
+    *ROOT.glob("*.py"),
+    *(path for name in ("networks", "utils", "benchmarks") for path in (ROOT / name).rglob("*.py")),
+]
+SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+IMPORTS = {module: list(imports(tree)) for module, tree in TREES.items()}
 ENTRY_SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
-
-
-@functools.cache
-def imports_of(module: str) -> list[Import]:
-    return imports(SOURCES[module].read_text(encoding="utf-8"))
 
 
 def within(name: str, package: str) -> bool:
@@ -108,42 +78,29 @@ def faults(package: str, forbidden: Callable[[str, Import], bool]) -> list[str]:
     """The forbidden imports in modules of a package; "" stands for all."""
     modules = [module for module in SOURCES if not package or within(module, package)]
     assert modules, package
-    return [
-        f"{module}, line {found.line}: {found.name}"
-        for module in modules
-        for found in imports_of(module)
-        if forbidden(module, found)
-    ]
+    found = [(module, imported) for module in modules for imported in IMPORTS[module]]
+    return [f"{module}, line {one.line}: {one.name}" for module, one in found if forbidden(module, one)]
 
 
-def module_of(name: str) -> str | None:
-    """The module of the project that an import of this dotted name loads; None for other packages."""
+def module_of(name: str) -> str:
+    """The module of the project that an import of this dotted name loads; "" for other packages."""
     while name and name not in SOURCES:
         name = name.rpartition(".")[0]
-    return name or None
+    return name
 
 
-# --- imports ---------------------------------------------------------------------------------------------------------
-
-
-def test_networks_imports_only_torch_and_itself() -> None:
+def test_networks_imports_only_torch_and_itself_and_only_builders_import_it() -> None:
     """The exceptions are the modules of Triton kernels, which are imported when the first kernel is needed."""
     allowed = {"__future__", "abc", "collections", "dataclasses", "difflib", "functools", "math", "typing"}
     allowed |= {"networks", "torch"}
-    assert any(within(found.name, "torch") for found in imports_of("networks.unet"))
 
     def forbidden(module: str, found: Import) -> bool:
         return found.name.split(".")[0] not in allowed | ({"triton"} if module in TRITON_MODULES else set())
 
     assert faults("networks", forbidden) == []
-
-
-def test_only_modules_that_build_or_train_networks_import_them() -> None:
     building = ("steps", "inference.export", "inference.trained_network", "profiling.preflight")
-    allowed = tuple(f"utils.{name}" for name in building)
-    assert (
-        faults("utils", lambda module, found: within(found.name, "networks") and not module.startswith(allowed)) == []
-    )
+    builders = tuple(f"utils.{name}" for name in building)
+    assert faults("utils", lambda module, one: within(one.name, "networks") and not module.startswith(builders)) == []
 
 
 def test_no_module_imports_an_entry_script() -> None:
@@ -154,45 +111,24 @@ def test_no_module_imports_an_entry_script() -> None:
         assert faults(package, lambda _, found, others=others: found.name.split(".")[0] in others) == []
 
 
-# From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
-LAYERS = (
-    ("errors",),
-    ("progress", "log"),
-    ("files",),
-    ("config",),
-    ("cli",),
-    ("distributed",),
-    ("optim",),
-    ("data",),
-    ("steps", "simulation"),
-    ("training",),
-    ("inference",),
-    ("lyman_alpha",),
-    ("evaluation",),
-    ("profiling",),
-)
-LAYER = {f"utils.{name}": number for number, names in enumerate(LAYERS) for name in names}
-
-
-def package_of(module: str) -> str:
-    return ".".join(module.split(".")[:2])
-
-
 def test_packages_import_only_packages_of_lower_layers() -> None:
     """So no two packages import each other."""
-    assert {package_of(module) for module in SOURCES if module.startswith("utils.")} == set(LAYER)
+
+    def package_of(module: str) -> str:
+        return ".".join(module.split(".")[:2])
 
     def forbidden(module: str, found: Import) -> bool:
-        own, other = package_of(module), package_of(module_of(found.name) or "")
+        own, other = package_of(module), package_of(module_of(found.name))
         return other in LAYER and other != own and LAYER[other] >= LAYER[own]
 
+    assert {package_of(module) for module in SOURCES if module.startswith("utils.")} == set(LAYER)
+    assert len(LAYER) <= 20
     assert faults("utils", forbidden) == []
 
 
 def test_imports_of_modules_have_no_cycles() -> None:
     graph = {
-        module: {target for found in imports_of(module) if found.at_import and (target := module_of(found.name))}
-        for module in SOURCES
+        module: {module_of(found.name) for found in IMPORTS[module] if found.at_import} - {""} for module in SOURCES
     }
     assert {"utils.config", "utils.errors"} <= graph["utils.cli"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a cycle
@@ -200,63 +136,21 @@ def test_imports_of_modules_have_no_cycles() -> None:
 
 def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> None:
     """The simulation needs scipy and colossus, so a module that imports it at the top would also need them."""
-    allowed = SIMULATION | TRITON_MODULES | DRAWING
-    optional = OPTIONAL | allowed | {"torch.utils.tensorboard"}
+    optional = OPTIONAL | NEEDING | {"torch.utils.tensorboard"}
 
     def forbidden(module: str, found: Import) -> bool:
-        return found.at_import and module not in allowed and any(within(found.name, other) for other in optional)
+        return found.at_import and module not in NEEDING and any(within(found.name, other) for other in optional)
 
     assert faults("", forbidden) == []
 
 
-# --- size and place --------------------------------------------------------------------------------------------------
-
-
-def test_utils_has_at_most_20_entries() -> None:
-    entries = {path.name for path in (ROOT / "utils").iterdir()} - {"__init__.py", "__pycache__"}
-    assert len(entries) <= 20, sorted(entries)
-
-
-@pytest.mark.parametrize("module", [*sorted(ENTRY_SCRIPTS), "utils.training.trainer"])
-def test_entry_scripts_and_the_trainer_do_not_distinguish_the_root_rank(module: str) -> None:
-    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-    lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "is_root"]
-    assert lines == []
-
-
-# --- calls that execute data -----------------------------------------------------------------------------------------
+def test_entry_scripts_and_the_trainer_do_not_distinguish_the_root_rank() -> None:
+    for module in (*ENTRY_SCRIPTS, "utils.training.trainer"):
+        assert ".is_root" not in ast.unparse(TREES[module]), module
 
 
 def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
-    faults = {module: unsafe_statements(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
+    faults = {module: unsafe_statements(tree) for module, tree in TREES.items()}
     # The one exception: its `find_class` refuses all names, except those for which it has its own stand-ins.
     allowed = {"utils.data.datasets.restricted_pickle": ["import pickle"]}
     assert {module: found for module, found in faults.items() if found} == allowed
-
-
-def test_imports_and_unsafe_calls_are_found() -> None:
-    source = (
-        "import a.b as c, d\nclass C:\n    import p\ndef function():\n    import q\nif TYPE_CHECKING:\n    import s\n"
-    )
-    found = {name: at_import for name, at_import, _ in imports(source)}
-    assert found == dict.fromkeys(["a.b", "d", "p"], True) | dict.fromkeys(["q", "s"], False)
-    unsafe = ["torch.load(path)", "torch.load(path, weights_only=False)", "from torch import load", "import pickle"]
-    unsafe += ["np.load(path, allow_pickle=True)", "yaml.load(text)", "yaml.load(text, Loader=yaml.FullLoader)"]
-    unsafe += ["dist.all_gather_object(values, value)", "class L(yaml.UnsafeLoader): pass", "run(line, shell=flag)"]
-    assert [source for source in unsafe if not unsafe_statements(source)] == []
-    safe = ["torch.load(path, map_location='cpu', weights_only=True)", "np.load(path, mmap_mode='r')"]
-    safe += ["yaml.load(text, Loader=yaml.SafeLoader)", "class L(yaml.SafeLoader): pass", "run(['ls'], shell=False)"]
-    assert [source for source in safe if unsafe_statements(source)] == []
-
-
-def test_no_module_replaces_a_name_of_its_package() -> None:
-    """Fixed: after an import of utils.config.describe, the function `describe` in utils.config was that module."""
-    for path in sorted([*ROOT.glob("utils/**/__init__.py"), ROOT / "networks" / "__init__.py"]):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        package = ".".join(path.parent.relative_to(ROOT).parts)
-        modules = {module.stem for module in path.parent.iterdir() if module.suffix == ".py" or module.is_dir()}
-        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module != package:
-                defined |= {alias.asname or alias.name for alias in node.names}
-        assert not modules & defined, path

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from reference_samples import cubes, loader_of
-from trainings import assert_same_training
+from processes import TOP
+from reference_samples import VECTORS, cubes, cut, loader_of, write_signed_zeros
+from trainings import assert_same_training, last, metrics
 
 import train
-from utils.data import Loader, symmetry
+from utils.data import Loader
 from utils.data.convert_to_npy import convert
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.npy import open_npy_volume
 from utils.data.loaders.base import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
 from utils.data.loaders.dali import DaliLoader
-from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
+from utils.data.loaders.gpu_resident import GpuResidentLoader, load_resident
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.signals import Signals
-from utils.errors import UserError
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
-from utils.training import checkpoint
-from utils.training.checkpoint import FOLDER
 from utils.training.checkpoint_writer import HostCopy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-TOP = Path(__file__).parent.parent
-VECTORS = (((1, 2, 3),), ((1, 2, 3),))
-BITS = {4: torch.int32, 2: torch.int16}
+RUN = "test/1GPU/00"
+both_layouts = pytest.mark.parametrize("channels_last", [False, True])
 
 
 def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -> None:
@@ -53,57 +49,42 @@ def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -
         begun = device.epoch(5)
         next(begun)
         begun.close()
-    busy = torch.randn(2048, 2048, device="cuda")
-    kept = []
+    busy, copies = torch.randn(2048, 2048, device="cuda"), []
     for epoch in range(2):
-        for inputs, targets in device.epoch(epoch):
+        for batch in device.epoch(epoch):
             for _ in range(20):
                 busy = busy @ busy / 2048
-            kept.append((inputs.clone(), targets.clone()))
-    expected = [(inputs.clone(), targets.clone()) for epoch in range(2) for inputs, targets in host.epoch(epoch)]
-    for pair, other in zip(kept, expected, strict=True):
-        for found, right in zip(pair, other, strict=True):
-            assert found.stride() == right.stride()
-            assert torch.equal(found.cpu().view(torch.int32), right.view(torch.int32))
+            copies.append([part.clone() for part in batch])
+    expected = [[part.clone() for part in batch] for epoch in range(2) for batch in host.epoch(epoch)]
+    for parts, others in zip(copies, expected, strict=True):
+        for part, other in zip(parts, others, strict=True):
+            assert part.stride() == other.stride()
+            assert torch.equal(part.cpu().view(torch.int32), other.view(torch.int32))
     device.close()
     host.close()
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, volume_file, channels_last) -> None:
-    """Even while kernels that use a batch still run when the next ones are copied."""
-    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
-    plan = SamplePlan(48, cubes(16), 8, seed=1)
-    host, device = (
-        loader_of(ThreadedCropLoader, [volume], plan, device=name, channels_last=channels_last)
-        for name in ("cpu", "cuda")
-    )
-    assert_same_batches(device, host, unfinished=False)
-
-
 @pytest.mark.parametrize("split", ["train", "valid"])
-@pytest.mark.parametrize("channels_last", [False, True])
+@both_layouts
 def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, split) -> None:
     """With DALI's GPU operators, also after an unfinished epoch; zeros of both signs are among the values."""
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     path = volume_file(tmp_path / "box.h5")
-    with h5py.File(path, "r+") as file:
-        for name in ("Nbody", "Hydro"):
-            values = file[name][...]
-            values[:, ::3, ::2], values[:, 1::3, ::2, ::2] = 0.0, -0.0
-            file[name][...] = values
-    paths = tuple(str(copy) for copy in convert(path))
+    write_signed_zeros(path)
+    data, label = (str(copy) for copy in convert(path))
     plan = SamplePlan(203, cubes(16), 8, seed=1, split=split)
-    copies = open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), (4, 5))
+    copies = open_npy_volume((data, label), ("data", "label"), str(path), (4, 5))
     host = loader_of(ThreadedCropLoader, [open_volume(path, (4, 5))], plan, channels_last=channels_last)
     assert_same_batches(loader_of(DaliLoader, [copies], plan, device="cuda:0", channels_last=channels_last), host)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, dtype) -> None:
-    """Two volumes, two epochs after an unfinished one; kernels that use the batches still run."""
-    boxes = ((16, 16, 16), (9, 20, 12))
+@pytest.mark.parametrize("resident", [None, torch.float32, torch.float16], ids=str)
+@both_layouts
+def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(
+    tmp_path, volume_file, channels_last, resident
+) -> None:
+    """Of two volumes, copied to the device or cut there, also while kernels that use earlier batches still run."""
+    boxes, dtype = ((16, 16, 16), (9, 20, 12)), resident or torch.float32
     volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box), (4, 5)) for box in boxes]
     plan = SamplePlan(46, boxes, 9, seed=1, split="train")
     layout = {"rank": 1, "ranks": 2, "channels_last": channels_last}
@@ -112,31 +93,32 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
         for fields in ((volume.inputs, volume.targets) for volume in volumes)
     ]
     host = loader_of(ThreadedCropLoader, stored, plan, **layout)
-    loaded = load_resident(volumes, torch.device("cuda"), dtype)
-    assert_same_batches(loader_of(GpuResidentLoader, loaded, plan, device="cuda", **layout), host)
+    if resident is None:
+        device = loader_of(ThreadedCropLoader, volumes, plan, device="cuda", **layout)
+    else:
+        loaded = load_resident(volumes, torch.device("cuda"), dtype)
+        device = loader_of(GpuResidentLoader, loaded, plan, device="cuda", **layout)
+    assert_same_batches(device, host, unfinished=resident is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
+@both_layouts
 def test_gather_kernel_equals_its_definition(channels_last, stored, dtype) -> None:
     """Under all 48 symmetries, for a crop of complete and partial tiles; casts round as torch's do."""
-    channels, box, crop = 5, 48, 37
+    channels, box, crop, bits = 5, 48, 37, {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     field = torch.randn((channels, box, box, box)).to(stored)
     field.view(-1)[::7] = -0.0
     origins = np.random.default_rng(0).integers(0, box - crop + 1, (48, 3))
     origins[0], origins[-1] = 0, box - crop
     plan = EpochPlan(np.zeros(48, int), origins, np.arange(48))
-    out = torch.empty(
-        (48, channels, *(crop,) * 3), dtype=dtype, device="cuda", memory_format=memory_format(channels_last)
-    )
-    kernel = TritonGather([field.cuda()], crop, VECTORS[0], "full", channels_last)
+    shape, layout = (48, channels, *(crop,) * 3), memory_format(channels_last)
+    out = torch.empty(shape, dtype=dtype, device="cuda", memory_format=layout)
+    kernel = TritonGather([field.cuda()], crop, VECTORS, "full", channels_last)
     kernel(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
-    for index, (origin, got) in enumerate(zip(origins, out.cpu(), strict=True)):
-        x, y, z = (slice(start, start + crop) for start in origin)
-        expected = torch.from_numpy(symmetry.apply(field.numpy()[:, x, y, z], index, VECTORS[0])).to(dtype)
-        bits = BITS[dtype.itemsize]
-        assert torch.equal(got.contiguous().view(bits), expected.view(bits))
+    for index, (origin, sample) in enumerate(zip(origins, out.cpu(), strict=True)):
+        expected = torch.from_numpy(cut(field.numpy(), origin, crop, index)).to(dtype)
+        assert torch.equal(sample.contiguous().view(bits), expected.view(bits))
 
 
 def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
@@ -144,30 +126,13 @@ def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
     if torch.cuda.mem_get_info()[0] < 2 * channels * box**3 + 2**30:
         pytest.skip("needs 6 GB of device memory")
     field = torch.zeros((channels, box, box, box), dtype=torch.float16, device="cuda")
-    field[:, -crop:, -crop:, -crop:] = torch.randn((channels, crop, crop, crop), device="cuda")
+    corner = field[:, -crop:, -crop:, -crop:]
+    corner.copy_(torch.randn(corner.shape, device="cuda"))
     assert field.numel() > 2**31
     plan = EpochPlan(np.zeros(1, int), np.full((1, 3), box - crop), np.array([29]))
-    out = torch.empty((1, channels, crop, crop, crop), device="cuda")
-    TritonGather([field], crop, VECTORS[0], "full")(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
-    corner = field[:, -crop:, -crop:, -crop:].float().cpu().numpy()
-    assert torch.equal(out[0].cpu(), torch.from_numpy(symmetry.apply(corner, 29, VECTORS[0])))
-
-
-def test_volume_too_large_for_the_device_is_refused_with_one_line(tmp_path, volume_file) -> None:
-    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
-    free, total = torch.cuda.mem_get_info()
-    check_fits(volume.bytes, torch.float32, free, 0)
-    with pytest.raises(UserError, match=r"as float16; .*use --data_loader_config=lowmem$"):
-        check_fits(2 * total, torch.float16, free, 0)
-
-
-def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) -> None:
-    path = volume_file(tmp_path / "box.h5")
-    with h5py.File(path, "r+") as file:
-        file["Hydro"][4, 15, 15, 15] = -1e5
-    with pytest.raises(UserError, match=r"Hydro\[4\] has values beyond ±65504, .*resident_dtype=float32$"):
-        load_resident([open_volume(path, (4, 5))], torch.device("cuda"), torch.float16)
-    assert load_resident([open_volume(path, (4, 5))], torch.device("cuda"), torch.float32)[0].targets.min() == -1e5
+    out = torch.empty((1, *corner.shape), device="cuda")
+    TritonGather([field], crop, VECTORS, "full")(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
+    assert torch.equal(out[0].cpu(), torch.from_numpy(cut(corner.float().cpu().numpy(), np.zeros(3, int), crop, 29)))
 
 
 @pytest.fixture
@@ -181,17 +146,16 @@ def flags(tmp_path: Path, volume_file, monkeypatch: pytest.MonkeyPatch) -> Itera
     torch.use_deterministic_algorithms(False)
 
 
-def recorded(expdir: Path, *names: str) -> list[float]:
+def recorded(run: Path, *names: str) -> list[float]:
     """The values of these curves, in the order of their steps."""
-    lines = (expdir / "test/1GPU/00/metrics.jsonl").read_text().splitlines()
-    return [record[name] for record in map(json.loads, lines) for name in names if name in record]
+    return [record[name] for record in metrics(run) for name in names if name in record]
 
 
 @pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
 def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags, switches) -> None:
-    train.main([*flags, "--set=device=cpu", f"--set=expdir={tmp_path / 'cpu'}"])
-    train.main([*flags, "--set=device=cuda", f"--set=expdir={tmp_path / 'cuda'}", *switches])
-    host, device = (recorded(tmp_path / name, "Loss/valid") for name in ("cpu", "cuda"))
+    train.main([*flags, "--set=device=cpu", f"--set=expdir={tmp_path}"])
+    train.main([*flags, "--set=device=cuda", f"--set=expdir={tmp_path}", *switches])
+    host, device = (recorded(tmp_path / run, "Loss/valid") for run in ("test/1ranks/00", RUN))
     assert device == pytest.approx(host, rel=0.02)
 
 
@@ -209,13 +173,10 @@ def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, l
     flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
     for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
         train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=step)
-    plain, graphs = (recorded(tmp_path / name, "Loss/valid", "Step/loss") for name in ("plain", "graphs"))
-    assert "CUDA graph 1 recorded" in (tmp_path / "graphs/test/1GPU/00/out.log").read_text()
+    plain, graphs = (recorded(tmp_path / name / RUN, "Loss/valid", "Step/loss") for name in ("plain", "graphs"))
+    assert "CUDA graph 1 recorded" in (tmp_path / "graphs" / RUN / "out.log").read_text()
     assert len(graphs) == 4 + 24
     assert graphs == pytest.approx(plain, rel=0.02 if switches else 1e-3)
-
-
-# --- checkpoints and resumption ---------------------------------------------------------------------------------------
 
 
 def test_a_checkpoints_copy_is_consistent_and_in_pinned_memory() -> None:
@@ -243,33 +204,19 @@ def test_a_checkpoints_copy_is_consistent_and_in_pinned_memory() -> None:
     assert host.take({"network": {"weights": weights}}) is None
 
 
-class Interrupted(Signals):
-    """A signal arrives during the step of that number in this process."""
+def interrupted(kind: type[EagerStep], after: int, signals: Signals) -> type[EagerStep]:
+    """A step of this kind; a signal arrives during the call of number `after`."""
 
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.left = after
+    class InterruptedStep(kind):
+        calls = 0
 
-    def step(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.received = "SIGTERM"
+        def __call__(self, *batch: Any) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == after:
+                signals.received = "SIGTERM"
+            return super().__call__(*batch)
 
-
-class Signaled:
-    """A step that a signal interrupts."""
-
-    signals: ClassVar[Interrupted]
-
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
-        self.signals.step()
-        return super().__call__(inputs, targets, lr)
-
-
-class InterruptedStep(Signaled, EagerStep): ...
-
-
-class InterruptedGraphStep(Signaled, GraphStep): ...
+    return InterruptedStep
 
 
 # Also in what is not trained: baselines, and the sums of the evaluations.
@@ -283,13 +230,13 @@ DETERMINISTIC = [
 @pytest.mark.parametrize(
     ("kind", "switches"),
     [
-        (InterruptedStep, []),
-        (InterruptedStep, ["--enable_amp", "--set=precision=float16", "--set=channels_last=true"]),
-        (InterruptedStep, ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9"]),
-        (InterruptedGraphStep, []),
-        (InterruptedStep, DETERMINISTIC),
-        (InterruptedStep, [*DETERMINISTIC, "--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]),
-        (InterruptedGraphStep, DETERMINISTIC),
+        (EagerStep, []),
+        (EagerStep, ["--enable_amp", "--set=precision=float16", "--set=channels_last=true"]),
+        (EagerStep, ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9"]),
+        (GraphStep, []),
+        (EagerStep, DETERMINISTIC),
+        (EagerStep, [*DETERMINISTIC, *FUSED]),
+        (GraphStep, DETERMINISTIC),
     ],
 )
 def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
@@ -299,33 +246,28 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
 
     A resumed run with graphs starts with eager steps.
     """
-    if "--set=deterministic=true" in switches:
+    deterministic = "--set=deterministic=true" in switches
+    if deterministic:
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # the key alone is to suffice
     flags += ["--num_epochs=3", f"--data_loader_config={loader}", *switches]
-    ends = {}
     for name, parts in (("whole", [0]), ("parts", [5, WARMUP_STEPS + 2, 0])):
         for after in parts:
-            signals = kind.signals = Interrupted(after)
+            signals = Signals()
             monkeypatch.setattr(train, "StopSignals", lambda name, signals=signals: signals)
-            if after:
-                with pytest.raises(SystemExit) as stop:
-                    train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=kind)
-                assert stop.value.code == 75
-            else:
-                train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=kind)
-        saved = checkpoint.load_newest(tmp_path / name / "test/1GPU/00" / FOLDER)
-        assert saved is not None
-        assert saved.state.step == 24
-        ends[name] = saved
-    if "--set=deterministic=true" in switches:
-        assert_same_training(*(tmp_path / name / "test/1GPU/00" for name in ends), steps=24)
-    for name, value in ends["whole"].weights["network"].items():
-        other = ends["parts"].weights["network"][name]
-        if kind is InterruptedStep:
+            with pytest.raises(SystemExit, match="75") if after else contextlib.nullcontext():
+                train.main([*flags, f"--set=expdir={tmp_path / name}"], interrupted(kind, after, signals))
+    runs = [tmp_path / name / RUN for name in ("whole", "parts")]
+    whole, parts = map(last, runs)
+    assert whole.state.step == parts.state.step == 24
+    if deterministic:
+        assert_same_training(*runs, steps=24)
+    for name, value in whole.weights["network"].items():
+        other = parts.weights["network"][name]
+        if kind is EagerStep:
             assert torch.equal(value, other), name
         else:
             torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
-    assert ends["whole"].training["scaler"] == ends["parts"].training["scaler"]
+    assert whole.training["scaler"] == parts.training["scaler"]
 
 
 @pytest.mark.parametrize("ddp", ["torch", "manual"])
@@ -338,5 +280,4 @@ def test_two_ranks_share_a_gpu(tmp_path, ddp) -> None:
     result = subprocess.run([*launch, *flags], cwd=TOP, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "ranks share a GPU, which NCCL refuses" in result.stderr
-    records = (tmp_path / "digits_bn" / "2GPU" / "00" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in records if "Accuracy/valid" in line][-1]["Accuracy/valid"] > 0.8
+    assert recorded(tmp_path / "digits_bn" / "2GPU" / "00", "Accuracy/valid")[-1] > 0.8
