@@ -45,9 +45,9 @@ def launched_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     launch = fused.launch
 
-    def record(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
         names.append(kernel.__name__)
-        launch(kernel, programs, *arguments, **constants)
+        launch(kernel, *arguments, **constants)
 
     monkeypatch.setattr(fused, "launch", record)
     return names
