@@ -116,7 +116,6 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
         values(2, 6, *SIZE, seed=2).contiguous(),
         torch.tensor(0.5).expand(2, 6, *SIZE),
         values(2, 6, 5, 7, 6, seed=2)[:, :, 1:-1, 1:-1, 1:-1],
-        values(1, 9, 1, 1, 7, seed=2)[:, 3:],
         values(1, 9, 1, 1, 1, seed=2)[:, 3:],
     ],
     ids=lambda upstream: f"{tuple(upstream.shape)} {upstream.stride()}",
@@ -131,26 +130,18 @@ def test_gradients_may_have_any_strides_and_grids_of_one_cell(interpreter: list[
 
 
 @INTERPRETED
-def test_tanh_is_accurate_everywhere(interpreter: list[str]) -> None:
-    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-12, 2, 400), torch.tensor([0.625, 1e30])])
-    x = torch.cat([x, -x]).view(1, 1, 1, 1, -1)
-    exact = torch.tanh(x.double())
-    error = (pointwise.bias_activation(x, torch.zeros(1), "tanh") - exact).abs() / exact.abs().clamp(min=1e-30)
-    assert interpreter == ["bias_activation"]
-    assert float(error.max()) < 3e-7
-
-
-@INTERPRETED
 @pytest.mark.parametrize("activation", PLAIN)
-def test_nan_and_infinities_give_the_same_as_in_torch(interpreter: list[str], activation: Any) -> None:
-    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40]).view(1, 1, 1, 1, -1)
-    got, expected = (
-        results(lambda x, b, function=function: function(x, b, activation), [x, torch.zeros(1)], [torch.ones_like(x)])
-        for function in (pointwise.bias_activation, activated)
-    )
+def test_extreme_values_give_the_same_as_in_torch(interpreter: list[str], activation: Any) -> None:
+    """Also NaN and infinities. tanh is accurate everywhere."""
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-12, 2, 400), torch.tensor([0.625, 1e30])])
+    x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40])]).view(1, 1, 1, 1, -1)
+    inputs, upstream = [x, torch.zeros(1)], [torch.ones_like(x)]
+    got = results(functools.partial(pointwise.bias_activation, activation=activation), inputs, upstream)
+    expected = results(functools.partial(activated, activation=activation), inputs, upstream, torch.float64)
     assert interpreter == BOTH
-    for ours, theirs in zip(got, expected, strict=True):
-        assert torch.allclose(ours, theirs, equal_nan=True)
+    assert torch.allclose(got[0].double(), expected[0], rtol=3e-7, atol=1e-37, equal_nan=True)
+    for ours, theirs in zip(got[1:], expected[1:], strict=True):
+        assert torch.allclose(ours.double(), theirs, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -278,16 +269,6 @@ def test_a_fused_network_trains_like_the_plain_one(
     assert interpreter == ([] if "form" in options else launches)
     assert len(got) == 1 + len(list(plain.parameters()))
     assert_trains_like(got, plain, parts, dtype)
-
-
-def test_the_kernel_before_the_last_layer_also_writes_its_precise_input(interpreter: list[str]) -> None:
-    """Under bfloat16 autocast, where the last layer's result is not rounded to bfloat16; see test_space_to_depth.py."""
-    network: Any = with_loss(True, scales=2).network
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        x, precise = network.before_last(batch(size=4)[0])
-    assert interpreter == ["bias_activation"] * 3
-    assert precise.dtype == torch.float32
-    assert torch.equal(precise, x.float())
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from processes import free_port, run_ranks
+from processes import run_ranks
 from torch import nn
 
 from networks.norms import build_norm, ghost_batch
@@ -42,15 +40,14 @@ def with_weights(norm: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Modu
     return norm.to(dtype)
 
 
-def results(norm: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def results(norm: nn.Module, x: torch.Tensor, upstream: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Output, gradients, and buffers after a forward and backward pass."""
-    x = x.detach().requires_grad_()
-    norm.zero_grad()
-    y = norm(x)
-    (y * normal(*y.shape, dtype=y.dtype)).sum().backward()
-    gradients = {f"gradient of {name}": parameter.grad.clone() for name, parameter in norm.named_parameters()}
+    y = norm(x.requires_grad_())
+    upstream = normal(*y.shape, dtype=y.dtype) if upstream is None else upstream
+    names, parameters = zip(*norm.named_parameters(), strict=True)
+    gradients = dict(zip(("input", *names), torch.autograd.grad(y, [x, *parameters], upstream), strict=True))
     buffers = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    return {"output": y.detach(), "gradient of the input": x.grad, **gradients, **buffers}
+    return {"output": y.detach(), **{f"gradient of {name}": value for name, value in gradients.items()}, **buffers}
 
 
 def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -88,32 +85,21 @@ def test_one_rank_with_one_group_gives_batch_norm_bit_for_bit(spec: str) -> None
         assert norm.state_dict()["num_batches_tracked"] == 1
 
 
-def separate_batch_norms(plain: nn.Module, x: torch.Tensor, samples: int) -> dict[str, torch.Tensor]:
-    """One batch norm per group, all from the same state; gradients are summed, statistics averaged."""
-    groups = len(x) // samples
-    upstream = normal(*x.shape, dtype=x.dtype)
-    parts: dict[str, list[torch.Tensor]] = {}
-    output, gradient = torch.empty_like(x), torch.empty_like(x)
-    for group in range(groups):
-        norm, part = copy.deepcopy(plain), x[group::groups].detach().requires_grad_()
-        y = norm(part)
-        (y * upstream[group::groups]).sum().backward()
-        output[group::groups], gradient[group::groups] = y.detach(), part.grad
-        for name, parameter in norm.named_parameters():
-            parts.setdefault(f"gradient of {name}", []).append(parameter.grad * groups)
-        for name, buffer in norm.named_buffers():
-            parts.setdefault(name, []).append(buffer)
-    means = {name: torch.stack(values).double().mean(0) for name, values in parts.items()}
-    return {"output": output, "gradient of the input": gradient, **means}
-
-
 @pytest.mark.parametrize("samples", [2, 3, 6])
 def test_each_ghost_batch_is_normalized_separately(samples: int) -> None:
-    """Also for activations without a grid."""
+    """One batch norm per group, all from the same state; gradients are summed, statistics averaged."""
+    groups = 12 // samples
     for cells in ((), *CELLS):
         plain = with_weights(PLAIN[max(len(cells), 1)](CHANNELS))
-        x = activations(12, CHANNELS, *cells)
-        expected = separate_batch_norms(plain, x, samples)
+        x, upstream = activations(12, CHANNELS, *cells), normal(12, CHANNELS, *cells)
+        parts = [results(copy.deepcopy(plain), x[at::groups].detach(), upstream[at::groups]) for at in range(groups)]
+        expected = {}
+        for name in parts[0]:
+            values = [part[name].double() for part in parts]
+            if name in ("output", "gradient of input"):
+                expected[name] = torch.stack(values, dim=1).flatten(0, 1)
+            else:
+                expected[name] = torch.stack(values).sum(0) / (1 if name.startswith("gradient") else groups)
         assert_close(results(with_weights(build_norm(f"ghost({samples})", CHANNELS)), x), expected, 1e-12)
         assert float((expected["output"] - plain(x).detach()).abs().max()) > 1e-2, "the groups must matter"
 
@@ -146,38 +132,29 @@ def test_statistics_of_bfloat16_activations_are_float32(spec: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = results(norm, x)
     expected = results(plain.double(), x.double())
-    assert got["output"].dtype == got["gradient of the input"].dtype == torch.bfloat16
+    assert got["output"].dtype == got["gradient of input"].dtype == torch.bfloat16
     assert all(value.dtype == torch.float32 for name, value in got.items() if "running" in name or "weight" in name)
     assert_close({"output": got["output"]}, {"output": expected["output"]}, 2**-8)
     statistics = [name for name in expected if name.startswith("running")]
     assert_close({name: got[name] for name in statistics}, {name: expected[name] for name in statistics}, 1e-5)
 
 
-def sync_on_cpus(world: World) -> dict[str, Any]:
-    norm = with_weights(build_norm("sync_batch", CHANNELS))
-    x = activations(3, CHANNELS, 3, 4)
-    with pytest.raises(ValueError, match="expected input tensor to be on"):
-        norm(x)
+def sync_on_cpus(world: World) -> None:
+    """One rank normalizes its batch, although torch's refuses every process group on a CPU; several ranks refuse."""
+    x, norm, plain = activations(3, CHANNELS, 3, 4), build_norm("sync_batch", CHANNELS), nn.BatchNorm2d(CHANNELS)
+    norm, plain = with_weights(norm), with_weights(plain)
+    if world.size > 1:
+        with pytest.raises(ValueError, match="expected input tensor to be on"):
+            norm(x)
+    else:
+        got, expected = results(norm, x), results(plain, x)
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
     with torch.device("meta"):
-        shape = list(build_norm("sync_batch", CHANNELS)(torch.empty(3, CHANNELS, 4)).shape)
-    # Only rank 0 predicts: in evaluation mode no rank waits for others.
-    return {"meta": shape, "evaluation": norm.eval()(x).tolist() if world.rank == 0 else None}
+        assert build_norm("sync_batch", CHANNELS)(torch.empty(3, CHANNELS, 4)).shape == (3, CHANNELS, 4)
+    if world.rank == 0:  # only this rank predicts: in evaluation mode no rank waits for others
+        assert torch.equal(norm.eval()(x), plain.eval()(x))
 
 
-def test_on_cpus_ranks_do_not_synchronize_but_predict_and_estimate_memory() -> None:
-    plain = with_weights(nn.BatchNorm2d(CHANNELS)).eval()
-    first, second = run_ranks(sync_on_cpus, 2)
-    assert first["meta"] == second["meta"] == [3, CHANNELS, 4]
-    assert first["evaluation"] == plain(activations(3, CHANNELS, 3, 4)).tolist()
-
-
-def test_one_rank_in_a_group_normalizes_its_batch() -> None:
-    """Also on a CPU, where torch's refuses every process group."""
-    x = activations(4, CHANNELS, 3, 4)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    try:
-        got = results(with_weights(build_norm("sync_batch", CHANNELS)), x)
-    finally:
-        dist.destroy_process_group()
-    expected = results(with_weights(nn.BatchNorm2d(CHANNELS)), x)
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_cpus_ranks_do_not_synchronize_but_predict_and_estimate_memory(ranks: int) -> None:
+    run_ranks(sync_on_cpus, ranks)

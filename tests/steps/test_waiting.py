@@ -36,24 +36,21 @@ KEYS = ("network", "loss", "lambda_rho", "metrics", "optimizer", "enable_amp", "
 KEYS += ("clip_grad_norm", "log_noise_scale", "ema_decay", "channel_weights", "channels_last", "fused_pointwise")
 KEYS += ("fused_tail", "ddp")
 
-Changes = Mapping[str, Any]
-
 
 def shipped() -> dict[str, Config]:
     """The shipped configs, small, one of each set of equal steps."""
     found = {}
     for path in sorted(FOLDER.glob("*.yaml")):
         for name in yaml_files.read_file(str(path)):
-            config = configs.load(str(path), name, ALL_SIZES)
-            if not config.is_classification:
-                config = configs.load(str(path), name, {**ALL_SIZES, **SMALL})
+            labeled = configs.load(str(path), name, ALL_SIZES).is_classification
+            config = configs.load(str(path), name, ALL_SIZES if labeled else {**ALL_SIZES, **SMALL})
             found.setdefault(repr([getattr(config, key) for key in KEYS]), (name, config))
     return dict(found.values())
 
 
 AVERAGE = {"ema_decay": 0.999}
 # One setting at a time, of the fused step in bfloat16 or of the plain one.
-SETTINGS: dict[str, tuple[str, Changes]] = {
+SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{f"optimizer {name}": ("bs64_fast", {"optimizer.name": name}) for name in OPTIMIZERS},
     "optimizer soap without an average": ("bs64_fast", {"ema_decay": None}),
     **{f"loss {name}": ("base", {"loss": name}) for name, loss in LOSSES.items() if not loss.is_classification},
@@ -73,10 +70,13 @@ CONFIGS = shipped() | {
 }
 
 
-def run_steps(config: Config, recorded: bool) -> None:
-    """Two steps, the first of which creates the optimizer's state; raises HostWaits."""
-    config = config.for_world(1)
-    trace = WaitingTrace()
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps, the first of which creates the optimizer's state."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
+    config, trace = CONFIGS[name].for_world(1), WaitingTrace()
     with fake_gpu(trace):
         model, world = build.model(config), World(Launch("test"), torch.device("cpu"))
         if config.channels_last:
@@ -90,14 +90,6 @@ def run_steps(config: Config, recorded: bool) -> None:
             for _ in range(2):
                 # A graph step sets the learning rate on the device, and records the rest.
                 step._train(*batch) if recorded else step(*batch, 0.1)
-
-
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
-    run_steps(CONFIGS[name], recorded)
 
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {
