@@ -133,9 +133,6 @@ def same_step_twice(world: World) -> list[np.ndarray]:
 
 
 def test_a_static_graph_exchanges_the_first_gradients_as_all_others() -> None:
-    """A fixed bug: DistributedDataParallel ordered the buckets one step late, and several ranks added in another order.
-
-    A resumed run thus differed from an uninterrupted one in the last bits.
-    """
+    """Fixed: DistributedDataParallel ordered the buckets one step late, so a resumed run differed in the last bits."""
     for first, second in run_ranks(same_step_twice, 4):
         assert np.array_equal(first, second)
