@@ -171,13 +171,3 @@ def test_a_dense_transposed_convolution_shuffles_once(channels: int) -> None:
     assert (trace.copies, trace.left) == (["copy_"], [])
     assert trace.largest == (16 if channels == 8 else 2)
     assert relative_error(result, F.conv_transpose3d(x.double(), layer.weight.double(), stride=2, padding=1)) < 0.01
-
-
-def test_the_input_is_cast_before_it_is_shuffled() -> None:
-    """Under autocast, the shuffle reads float32 and writes bfloat16."""
-    layer = pair(SpaceToDepthConv3d)[1].requires_grad_(False)
-    x = random(2, 4, 8, 8, 8).contiguous(memory_format=CHANNELS_LAST)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Copies(least=layer.weight.nbytes) as trace:
-        result = layer(x)
-    assert trace.copies == ["zero_", "copy_"]
-    assert trace.largest == result.element_size() == 2
