@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,17 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, devic
     """Normal values of `dtype`, in channels_last_3d memory if they have five axes."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
+
+
+def results(
+    function: Callable[..., Any], inputs: list[torch.Tensor], upstream: Sequence[torch.Tensor], dtype: Any = None
+) -> list[torch.Tensor]:
+    """The function's outputs and the gradients of its inputs, all computed in `dtype` if given."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    given = [gradient.to(y.dtype) for y, gradient in zip(outputs, upstream, strict=True)]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
 
 def modulated(network: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import CHANNELS_LAST, CONDITIONS, SLACK, assert_trains_like, batch, trained, values, with_loss
+from fused_cases import CHANNELS_LAST, CONDITIONS, SLACK, assert_trains_like, batch, results, trained, values, with_loss
 from small_steps import refusing_to_wait
 from torch.nn import functional as F
 from triton_interpreter import import_kernels_again
@@ -55,17 +55,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     place, half = request.param
     device, size = ("cuda", (17, 19, 23)) if place == "on_device" else ("cpu", SIZE)
     return Kernels(request.getfixturevalue(place), device, size, half)
-
-
-def results(
-    function: Callable[..., Any], inputs: list[torch.Tensor], upstream: Sequence[torch.Tensor], dtype: Any = None
-) -> list[torch.Tensor]:
-    """The function's outputs and the gradients of its inputs, all computed in `dtype` if given."""
-    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    outputs = function(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    given = [gradient.to(y.dtype) for y, gradient in zip(outputs, upstream, strict=True)]
-    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
 
 def assert_as_accurate(

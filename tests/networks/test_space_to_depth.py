@@ -9,9 +9,8 @@ import itertools
 
 import pytest
 import torch
-from devices import DEVICES, GpuLayouts
+from devices import DEVICES
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, precise_dtype
@@ -20,7 +19,6 @@ from networks.space_to_depth import (
     DenseGradientConv3d,
     DepthToSpaceConvTranspose3d,
     SpaceToDepthConv3d,
-    dense_transpose,
 )
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
@@ -127,7 +125,7 @@ class Copies(TorchDispatchMode):
 
     def __init__(self, least: int) -> None:
         super().__init__()
-        self.least, self.copies, self.left, self.largest = least, list[str](), list[str](), 0
+        self.least, self.copies, self.left = least, list[str](), list[str]()
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -137,7 +135,6 @@ class Copies(TorchDispatchMode):
                 continue
             if "conv" not in name and not name.startswith("empty"):
                 self.copies.append(name.split(".")[0])
-                self.largest = max(self.largest, tensor.element_size())
             if tensor.dim() == 5 and not tensor.is_contiguous(memory_format=CHANNELS_LAST):
                 self.left.append(name)
         return result
@@ -159,15 +156,3 @@ def test_large_tensors_stay_channels_last_and_each_shuffle_is_one_copy(kind: Kin
         SpaceToDepthConv3d: (gather, scatter),
         DepthToSpaceConvTranspose3d: (scatter, gather),
     }.get(kind, ([], []))  # copies within a custom operator are not recorded
-
-
-@pytest.mark.parametrize("channels", [6, 8])
-def test_a_dense_transposed_convolution_shuffles_once(channels: int) -> None:
-    """In elements of 16 bytes if the channels of a cell fill them."""
-    layer = DenseConvTranspose3d(4, channels, 4, stride=2, padding=1, dtype=torch.bfloat16).requires_grad_(False)
-    x = random(4, 4, 8, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=CHANNELS_LAST)
-    with GpuLayouts(), Copies(least=layer.weight.nbytes) as trace:
-        result = dense_transpose(x, layer.weight)
-    assert (trace.copies, trace.left) == (["copy_"], [])
-    assert trace.largest == (16 if channels == 8 else 2)
-    assert relative_error(result, F.conv_transpose3d(x.double(), layer.weight.double(), stride=2, padding=1)) < 0.01

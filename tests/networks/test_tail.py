@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import assert_trains_like, batch, trained, values, with_loss
+from fused_cases import assert_trains_like, batch, results, trained, values, with_loss
 from small_steps import ALONE, differing, refusing_to_wait
 from torch.nn import functional as F
 
@@ -30,15 +30,6 @@ def fused_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, target
     return tail._Tail.apply(x, x.detach(), dense_weight(weight), bias, targets)
 
 
-def results(
-    function: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...], upstream: float, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """The loss, and the gradients of all operands but the targets."""
-    *inputs, targets = (x.to(dtype, copy=True) for x in operands)
-    loss = function(*(x.requires_grad_() for x in inputs), targets)
-    return [loss.detach(), *torch.autograd.grad(loss, inputs, torch.tensor(upstream, dtype=dtype))]
-
-
 def operands(grid: tuple[int, int, int], channels: int, batch: int) -> tuple[torch.Tensor, ...]:
     """Input of 3 channels, weight, bias and targets of the last layer. Some outputs are close to -1 and 1."""
     x, weight = values(batch, 3, *grid, seed=0), 0.3 * values(3, channels, 4, 4, 4, seed=1)
@@ -54,14 +45,14 @@ def operands(grid: tuple[int, int, int], channels: int, batch: int) -> tuple[tor
 def test_loss_and_gradients_are_those_of_the_plain_operations(
     interpreter: list[str], grid: tuple[int, int, int], channels: int, batch: int, upstream: float
 ) -> None:
-    given = operands(grid, channels, batch)
-    got, again = (results(fused_tail, given, upstream, torch.float32) for _ in range(2))
+    *given, targets = operands(grid, channels, batch)
+    fused, exact = (functools.partial(function, targets=targets) for function in (fused_tail, plain))
+    got, again = (results(fused, given, [torch.tensor(upstream)], torch.float32) for _ in range(2))
     assert interpreter == ["tail_l1"] * 2
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
-    exact = results(plain, given, upstream, torch.float64)
-    for ours, reference in zip(got, exact, strict=True):
-        assert ours.shape == reference.shape
-        assert float((ours - reference).abs().max()) < 2e-6 * float(reference.abs().max())
+    for ours, theirs in zip(got, results(exact, given, [torch.tensor(upstream)], torch.float64), strict=True):
+        assert ours.shape == theirs.shape
+        assert float((ours - theirs).abs().max()) < 2e-6 * float(theirs.abs().max())
 
 
 def test_no_difference_has_no_gradient_and_padding_has_none(interpreter: list[str]) -> None:

