@@ -41,13 +41,11 @@ POINTWISE = {"Triton activation_backward", "Triton bias_activation", "_fused_ada
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The choices of each step."""
     cuda, *folders = subprocess.run([PYTHON, "-c", FIND], capture_output=True, text=True).stdout.splitlines() or [""]
     if not cuda:
         pytest.skip(f"{PYTHON} has no CUDA build of torch; {Path(__file__).name} says how to make an environment")
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    # The name under which PyTorch would load the driver.
     driver = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
     command = ["cc", "-shared", "-fPIC", "-Werror", "-o", driver, f"-Wl,-soname,{driver.name}"]
     includes = [f"-I{folder}" for folder in (*folders, "/usr/local/cuda/include")]

@@ -33,7 +33,7 @@ def test_at_the_start_a_conditioned_network_equals_the_unconditioned_one(kind: s
     assert torch.equal(networks[0](inputs), networks[1](inputs, 2 * CONDITIONS))
 
 
-@pytest.mark.parametrize("norm", ["none", "group"])
+@pytest.mark.parametrize("norm", ["none", "batch", "group"])
 def test_two_scales_equal_separate_operations(norm: str) -> None:
     """The modulation is after the norm, and the last layer has none. The fused tail gets the conditions, too."""
     network = build_network("unet", 8, width=4, scales=2, norm=norm, space_to_depth=["last"])

@@ -233,48 +233,37 @@ def test_tensors_that_differ_in_layout_dtype_or_shape_use_torch_operations(inter
     assert interpreter == ["bias_activation"] * 2
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("precision", ["float32", "half"])
 @pytest.mark.parametrize(
     ("scales", "options"),
     [
         (1, {}),
         (3, {}),
-        (2, {"space_to_depth": ["down1", "down2", "up2", "last"]}),
+        (3, {"space_to_depth": ["down1", "last"]}),
+        (3, {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]}),
         (2, {"space_to_depth": ["down1", "last"], "conditioned": True}),
         (2, {"form": torch.contiguous_format}),
     ],
     ids=str,
 )
 def test_a_fused_network_trains_like_the_plain_one(
-    interpreter: list[str], dtype: torch.dtype | None, scales: int, options: dict[str, Any]
+    kernels: Kernels, precision: str, scales: int, options: dict[str, Any]
 ) -> None:
     """No kernel runs on channels-first tensors, which float16 convolutions return if oneDNN lacks float16."""
-    plain, fused = (with_loss(kind, scales=scales, **options) for kind in (False, True))
-    parts = [part.contiguous(memory_format=options.get("form", CHANNELS_LAST)) for part in batch(size=8)]
-    parts += [CONDITIONS] if "conditioned" in options else []
-    got = trained(fused, parts, dtype)
+    on_cpu, dtype = kernels.device == "cpu", kernels.half if precision == "half" else None
+    plain, fused = (with_loss(kind, kernels.device, scales=scales, **options) for kind in (False, True))
+    parts = batch(kernels.device, 8 if on_cpu else 16)
+    parts = [part.contiguous(memory_format=options.get("form", CHANNELS_LAST)) for part in parts]
+    parts += [CONDITIONS.to(kernels.device)] if "conditioned" in options else []
+    with refusing_to_wait(kernels.device):
+        got = trained(fused, parts, dtype)
     layers = 2 * scales
     launches = ["bias_activation"] * layers + ["l1", "l1_backward"] + ["activation_backward"] * layers
-    assert interpreter == ([] if "form" in options else launches)
+    if "form" not in options:
+        assert kernels.launched == launches
+    elif on_cpu:
+        assert kernels.launched == []
     assert len(got) == 1 + len(list(plain.parameters()))
-    assert_trains_like(got, plain, parts, dtype)
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"space_to_depth": ["down1", "last"]}, {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]}],
-    ids=["plain", "space_to_depth", "dense"],
-)
-def test_a_fused_network_on_a_gpu(
-    on_device: list[str], device: str, dtype: torch.dtype | None, options: dict[str, Any]
-) -> None:
-    plain, fused = (with_loss(kind, device, **options) for kind in (False, True))
-    parts = batch(device)
-    with refusing_to_wait(device):
-        got = trained(fused, parts, dtype)
-    assert on_device == ["bias_activation"] * 6 + ["l1", "l1_backward"] + ["activation_backward"] * 6
     assert_trains_like(got, plain, parts, dtype)
 
 

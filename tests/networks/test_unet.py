@@ -1,4 +1,4 @@
-"""The U-Net: published size and operations; options that change neither parameters nor results."""
+"""The U-Net: published size; options that change neither parameters nor results. test_film.py has its operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import build_loss, build_network, initialize
@@ -45,26 +44,6 @@ def test_the_full_network_has_the_published_size_and_cost() -> None:
     sizes |= {"up6": (512, 512), "up5": (1024, 512), "up4": (1024, 256), "up3": (512, 128), "up2": (256, 64)}
     layers = {name: (layer.in_channels, layer.out_channels) for name, layer in network.named_children()}
     assert layers == {**sizes, "last": (128, 5)}
-
-
-@pytest.mark.parametrize("norm", ["none", "batch"])
-def test_two_scales_equal_separate_layers(norm: str) -> None:
-    """A norm follows each convolution except the last, before the activation."""
-    network = small(scales=2, norm=norm)
-    x = fields(2, 8)
-    layer = dict(network.named_children())
-
-    def normal(x: torch.Tensor) -> torch.Tensor:
-        return x if norm == "none" else F.batch_norm(x, None, None, training=True)
-
-    down1 = F.leaky_relu(normal(layer["down1"](x)), 0.01)
-    down2 = F.leaky_relu(normal(layer["down2"](down1)), 0.01)
-    up2 = F.relu(normal(layer["up2"](down2)))
-    expected = torch.tanh(layer["last"](torch.cat([up2, down1], 1)))
-    assert torch.allclose(network(x), expected, atol=1e-6)
-    assert expected.shape == (2, 5, 8, 8, 8)
-    norms = [name for name in layer if name.endswith("norm")]
-    assert norms == ([] if norm == "none" else ["down1_norm", "down2_norm", "up2_norm"])
 
 
 OPTIONS: list[dict[str, Any]] = [

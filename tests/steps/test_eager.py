@@ -246,16 +246,7 @@ def test_on_two_ranks(check: Callable[[World], Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"enable_amp": True},
-        {"enable_amp": True, "precision": "float16"},
-        {"accumulation_steps": 2, "clip_grad_norm": 0.1},
-        {"log_noise_scale": True, "accumulation_steps": 2},
-        {"ema_decay": 0.99},
-    ],
-    ids=str,
+    "options", [*MODES, {"log_noise_scale": True, "accumulation_steps": 2}, {"ema_decay": 0.99}], ids=str
 )
 @pytest.mark.parametrize("optimizer", SETTINGS)
 def test_a_step_never_waits_for_the_device_not_even_to_skip_an_update(optimizer: str, options: dict[str, Any]) -> None:
