@@ -1,6 +1,6 @@
 """One training step on CUDA tensors without data and without a GPU: the choices that PyTorch makes for a GPU.
 
-python tests/cuda_rehearsal.py bs64_opt …     prints what each config's step chooses, as JSON
+python tests/cuda_rehearsal.py     prints what each config's step chooses, as JSON
 
 It needs a CUDA build of torch, and tests/cuda_driver.c compiled and preloaded; tests/test_cuda_rehearsal.py does that.
 """
@@ -34,16 +34,13 @@ from utils.steps import build  # noqa: E402
 from utils.steps.graph import GraphStep  # noqa: E402
 
 GPU, LR = torch.device("cuda", 0), 1e-4
+OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    **{name: (name, {}) for name in ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")},
-    **{name: (name, {}) for name in ("bs64_fast", "bs512_fast")},
+    **{name: (name, {}) for name in (*OPTIMIZED, "bs64_fast", "bs512_fast")},
     "tail": ("bs64_opt", {**SETS["tail"].changes, "ema_decay": 0.999}),
     "float32": ("base", {}),
     "bfloat16 without channels-last": ("base", {"enable_amp": True}),
 }
-
-
-PREDICTION = "prediction"
 
 
 class Construction(TorchDispatchMode):
@@ -69,9 +66,8 @@ class Rehearsal(WaitingTrace):
         backend = torch._C._select_conv_backend(x, weight, bias, *geometry)
         if self._phase is not None:
             self.backends[f"{self._phase}: {backend.name} {str(x.dtype).removeprefix('torch.')}"] += 1
-        operands = args[: 3 if backward else 2]
         written = [each for each in (result if backward else [result]) if each is not None]
-        self._add(self.convolutions, name, operands, written)
+        self._add(self.convolutions, name, args[: 3 if backward else 2], written)
         return result
 
 
@@ -105,20 +101,10 @@ def rehearse_prediction() -> dict[str, Any]:
 
 def choices(trace: Rehearsal) -> dict[str, Any]:
     operations = {row.name for row in trace.operations.values()}
-    return {
-        "convolutions": dict(trace.backends),
-        "not channels-last": list(trace.layouts),
-        "kernels": sorted(name for name in operations if name.startswith(("Triton", "_fused"))),
-        "gigabytes": trace.total() / 1e9,
-    }
-
-
-def main() -> None:
-    """All steps run, unless some are named."""
-    names = sys.argv[1:] or [*STEPS, PREDICTION]
-    found = {name: rehearse_prediction() if name == PREDICTION else rehearse(*STEPS[name]) for name in names}
-    print(json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "steps": found}, indent=1))
+    kernels = sorted(name for name in operations if name.startswith(("Triton", "_fused")))
+    return {"convolutions": dict(trace.backends), "not channels-last": list(trace.layouts), "kernels": kernels}
 
 
 if __name__ == "__main__":
-    main()
+    found = {name: rehearse(*step) for name, step in STEPS.items()} | {"prediction": rehearse_prediction()}
+    print(json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "steps": found}, indent=1))

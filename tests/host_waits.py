@@ -23,7 +23,6 @@ def refuse_to_wait(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Raises HostWaits for an operation whose result or shape the host computes from values on the device."""
     name = func._schema.name.removeprefix("aten::")
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     if name in INDEXING:  # a mask is first converted to positions
         waits = any(x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor))
     elif name == "_to_copy":
@@ -31,9 +30,10 @@ def refuse_to_wait(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     elif name in ("copy_", "_foreach_copy_"):
         waits = len({x.device.type for x in operands}) > 1
     else:
-        waits = bool(tags) or name in CHECKED
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        waits = not tags.isdisjoint(func.tags) or name in CHECKED
     if waits:
-        raise HostWaits(f"{name} of {[(str(x.dtype), list(x.shape), str(x.device)) for x in operands[:3]]}")
+        raise HostWaits(f"{name} of {[(x.dtype, list(x.shape), x.device) for x in operands[:3]]}")
 
 
 class WaitingTrace(Trace):

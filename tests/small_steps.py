@@ -1,4 +1,4 @@
-"""Training steps of a small U-Net, batches for them, and comparisons of their states, for the tests of steps."""
+"""Training steps of a small U-Net, batches for them, and comparisons of their states."""
 
 from __future__ import annotations
 
@@ -57,13 +57,10 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bad_batch(how: str, seed: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch with a bad value in one cell of one sample, or everywhere."""
+    """A batch with a bad value in one cell of one sample, or everywhere: `how` is "-inf in inputs", for example."""
     inputs, targets = batch(seed)
-    value = float("nan") if "nan" in how else float("inf")
-    if how.startswith("all"):
-        targets.fill_(value)
-    else:
-        (targets if "targets" in how else inputs)[1, 2, 3, 4, 5] = -value if how.startswith("-") else value
+    value, *_, place = how.split()
+    (targets if place == "targets" else inputs)[... if " all " in how else (1, 2, 3, 4, 5)] = float(value)
     return inputs, targets
 
 

@@ -36,65 +36,52 @@ for folder in site.getsitepackages():
 """
 OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 FAST = ("bs64_fast", "bs512_fast")
-POINTWISE = {"Triton activation_backward", "Triton bias_activation"}
-LOSS = {"Triton l1", "Triton l1_backward"}
+POINTWISE = {"Triton activation_backward", "Triton bias_activation", "_fused_adam_"}
 
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The choices of each step."""
     cuda, *folders = subprocess.run([PYTHON, "-c", FIND], capture_output=True, text=True).stdout.splitlines() or [""]
     if not cuda:
         pytest.skip(f"{PYTHON} has no CUDA build of torch; {Path(__file__).name} says how to make an environment")
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    # The name under which PyTorch would load the driver.
     driver = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
     command = ["cc", "-shared", "-fPIC", "-Werror", "-o", driver, f"-Wl,-soname,{driver.name}"]
     includes = [f"-I{folder}" for folder in (*folders, "/usr/local/cuda/include")]
     subprocess.run([*command, *includes, TESTS / "cuda_driver.c"], check=True, timeout=60)
-    done = subprocess.run(
-        [PYTHON, TESTS / "cuda_rehearsal.py"],
-        env={**os.environ, "LD_PRELOAD": str(driver)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    environment = {**os.environ, "LD_PRELOAD": str(driver)}
+    command = [PYTHON, TESTS / "cuda_rehearsal.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
-def test_all_convolutions_run_in_cudnn_in_half_precision(rehearsed: dict[str, Any]) -> None:
+def test_convolutions_run_in_cudnn_on_channels_last_tensors_and_every_fused_kernel_is_chosen(
+    rehearsed: dict[str, Any],
+) -> None:
+    """In half precision. Only SOAP's bases, which are of the weights' sides in a fixed order, leave the layout."""
+    steps = rehearsed["steps"]
     for name in (*OPTIMIZED, *FAST, "tail"):
-        convolutions = rehearsed["steps"][name]["convolutions"]
+        convolutions = steps[name]["convolutions"]
         assert sum(convolutions.values()) == 24
         for text in convolutions:
             _, backend, dtype = text.split()
             assert backend in ("Cudnn", "CudnnTranspose")
             assert dtype in ("bfloat16", "float16")
-    exact = rehearsed["steps"]["float32"]["convolutions"]
+        others = steps[name]["not channels-last"]
+        assert [line for line in others if name not in FAST or not line.startswith("optimizer, ")] == []
+        loss = {"Triton tail_l1"} if name == "tail" else {"Triton l1", "Triton l1_backward"}
+        assert set(steps[name]["kernels"]) == POINTWISE | loss
+    exact = steps["float32"]["convolutions"]
     assert all("Cudnn" in text and text.endswith("float32") for text in exact)
 
 
-def test_large_tensors_stay_channels_last(rehearsed: dict[str, Any]) -> None:
-    for name in (*OPTIMIZED, "tail"):
-        assert rehearsed["steps"][name]["not channels-last"] == []
-    for name in FAST:  # SOAP's bases are of the weights' sides in a fixed order
-        assert all(line.startswith("optimizer, ") for line in rehearsed["steps"][name]["not channels-last"])
-    # The first convolution converts the windows.
-    assert all("[32, 4, 64, 64, 64]" in line for line in rehearsed["steps"]["prediction"]["not channels-last"])
-
-
-def test_every_fused_kernel_is_chosen(rehearsed: dict[str, Any]) -> None:
-    for name in (*OPTIMIZED, *FAST):
-        assert set(rehearsed["steps"][name]["kernels"]) == POINTWISE | LOSS | {"_fused_adam_"}
-    assert set(rehearsed["steps"]["tail"]["kernels"]) == POINTWISE | {"Triton tail_l1", "_fused_adam_"}
-
-
 def test_a_prediction_avoids_cudnns_faulty_convolutions(rehearsed: dict[str, Any]) -> None:
-    """PyTorch 2.9 replaces contiguous ones by a slow path."""
-    assert all("Cudnn" in text for text in rehearsed["steps"]["prediction"]["convolutions"])
+    """PyTorch 2.9 replaces contiguous ones by a slow path. The first convolution converts the windows."""
+    prediction = rehearsed["steps"]["prediction"]
+    assert all("Cudnn" in text for text in prediction["convolutions"])
+    assert all("[32, 4, 64, 64, 64]" in line for line in prediction["not channels-last"])
     contiguous = rehearsed["steps"]["bfloat16 without channels-last"]["convolutions"]
     if rehearsed["torch"].startswith("2.9."):
         assert has_faulty_conv3d(rehearsed["cudnn"])

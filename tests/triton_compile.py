@@ -43,18 +43,14 @@ def compile_kernel(
     constants = {name: value for name, value in constants.items() if name in names}
     arguments = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = [name for name, kind in arguments.items() if re.match(r"\*|i\d", kind) and name not in unaligned]
-    source = compiler.ASTSource(
-        kernel,
-        arguments,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    values = {(names.index(name),): value for name, value in constants.items()}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = compiler.ASTSource(kernel, arguments, values, attributes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(directory))
         result = compiler.compile(source, target=backend.GPUTarget("cuda", architecture, 32), options=options)
-    cubin = directory / "kernel.cubin"
-    cubin.write_bytes(result.asm["cubin"])
+    (directory / "cubin").write_bytes(result.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.check_output([tool, "-res-usage", cubin], text=True)
+    usage = subprocess.check_output([tool, "-res-usage", directory / "cubin"], text=True)
     registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", usage))
     return Compiled(registers, stack, result.metadata.shared, result.asm["ptx"])

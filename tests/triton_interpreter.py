@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on the CPU, and the kernels of networks in it."""
+"""Triton's interpreter, which runs kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -38,28 +37,3 @@ def import_kernels_again() -> None:
     fused.kernels.cache_clear()
     if sys.modules.pop("networks.kernels", None) is not None:
         del networks.kernels  # type: ignore[attr-defined]
-
-
-def launched_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of all kernels of networks that are launched from now on, in order."""
-    names: list[str] = []
-    launch = fused.launch
-
-    def record(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        names.append(kernel.__name__)
-        launch(kernel, programs, *arguments, **constants)
-
-    monkeypatch.setattr(fused, "launch", record)
-    return names
-
-
-@contextlib.contextmanager
-def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels of networks run in the interpreter, as for CUDA tensors."""
-    with interpreted(monkeypatch) as language:
-        # `sum` is written in Triton itself and was built for the compiler when triton was imported.
-        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
-        monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
-        import_kernels_again()
-        yield
-    import_kernels_again()

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from triton_interpreter import import_kernels_again, interpreted_kernels, launched_kernels
+from triton_interpreter import import_kernels_again, interpreted
 
 from networks import fused, tail
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Kernels run in Triton's interpreter, with several tiles and few programs; their names."""
-    launched = launched_kernels(monkeypatch)
-    with interpreted_kernels(monkeypatch):
-        for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
-            monkeypatch.setattr(fused, name, value)
-        monkeypatch.setattr(tail, "TILE", 256)
-        yield launched
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all kernels that the test launches, in order."""
+    names: list[str] = []
+    launch = fused.launch
+
+    def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(fused, "launch", record)
+    return names
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
+    """Kernels run in Triton's interpreter, as for CUDA tensors, with several tiles and few programs; their names."""
+    with interpreted(monkeypatch) as language:
+        # `sum` is written in Triton itself and was built for the compiler when triton was imported.
+        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+        monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
+        for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
+            monkeypatch.setattr(fused, name, value)
+        monkeypatch.setattr(tail, "TILE", 256)
+        import_kernels_again()
+        yield launched
+    import_kernels_again()
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> list[str]:
     """Kernels are compiled, even after tests in the interpreter; float32 without TF32."""
     pytest.importorskip("triton")
     import_kernels_again()
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    return launched_kernels(monkeypatch)
+    return launched

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from networks import build_network, initialize
+from networks import build_loss, build_network, initialize
+from networks.losses import NetworkWithLoss
 
 CHANNELS_LAST = torch.channels_last_3d
 # Allowed error in addition to that of torch's operations, which may be exact by chance: half a rounding step.
 SLACK = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+RANGES = [[2.0, 4.0], [0.1, 0.3], [70.0, 70.0]]  # of conditions; the last one is constant
+CONDITIONS = torch.tensor([[2.0, 0.3, 70.0], [3.5, 0.15, 60.0]])
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> torch.Tensor:
@@ -20,41 +24,68 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, devic
     return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
 
 
-def small_network(device: str = "cpu", form: torch.memory_format = CHANNELS_LAST, **options: Any) -> nn.Module:
-    """A U-Net, always with the same weights, in channels_last_3d; on a CPU, convolutions return `form`.
+def results(
+    function: Callable[..., Any], inputs: list[torch.Tensor], upstream: Sequence[torch.Tensor], dtype: Any = None
+) -> list[torch.Tensor]:
+    """The function's outputs and the gradients of its inputs, all computed in `dtype` if given."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    given = [gradient.to(y.dtype) for y, gradient in zip(outputs, upstream, strict=True)]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
-    GPUs keep the memory format. A CPU whose oneDNN does not support float16 returns float16 channels-first.
-    """
-    network = build_network("unet", **{"width": 8, "scales": 3, **options})
-    initialize(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
-    network.to(device, memory_format=CHANNELS_LAST)
-    if device == "cpu":
-        for layer in network.children():
-            layer.register_forward_hook(lambda layer, inputs, output: output.contiguous(memory_format=form))
+
+def modulated(network: nn.Module) -> nn.Module:
+    """The network, conditioned, with random weights in place of the film's zeros."""
+    torch.manual_seed(1)  # of the embedding
+    network.condition_on(RANGES)  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)  # float16 rounds no activation across zero
+    with torch.no_grad():
+        for parameter in network.get_submodule("film.layers").parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
     return network
 
 
-def batch(device: str = "cpu", size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+def with_loss(
+    fused: bool,
+    device: str = "cpu",
+    kind: type[NetworkWithLoss] = NetworkWithLoss,
+    form: torch.memory_format = CHANNELS_LAST,
+    conditioned: bool = False,
+    **options: Any,
+) -> NetworkWithLoss:
+    """A U-Net and L1, always with the same weights, in channels_last_3d; on a CPU, convolutions return `form`.
+
+    GPUs keep the memory format. A CPU whose oneDNN does not support float16 returns float16 channels-first.
+    """
+    network = build_network("unet", **{"width": 8, "scales": 3, "fused": fused, **options})
+    initialize(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
+    if device == "cpu":
+        for layer in network.children():
+            layer.register_forward_hook(lambda layer, inputs, output: output.contiguous(memory_format=form))
+    network = modulated(network) if conditioned else network
+    return kind(network.to(device, memory_format=CHANNELS_LAST), build_loss("l1", fused=fused))
+
+
+def batch(device: str = "cpu", size: int = 16) -> list[torch.Tensor]:
     """Inputs, and targets outside the network's range, so that rounding changes no sign in the loss's gradient."""
     inputs, targets = (values(2, c, *(size,) * 3, seed=seed, device=device) for seed, c in enumerate((4, 5)))
-    return inputs, 2 * targets.sign()
+    return [inputs, 2 * targets.sign()]
 
 
-def trained(
-    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
+def trained(module: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The loss and the gradients of all parameters, scaled as by a gradient scaler; `dtype` is that of autocast."""
-    with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
-        loss = module(inputs, targets)
+    with torch.autocast(batch[0].device.type, dtype=dtype, enabled=dtype is not None):
+        loss = module(*batch)
     return [loss.detach(), *torch.autograd.grad(1024 * loss, list(module.parameters()))]
 
 
 def assert_trains_like(
-    got: list[torch.Tensor], plain: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None
+    got: list[torch.Tensor], plain: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None
 ) -> None:
     """No result of `trained` has a larger error than that of the plain module plus SLACK; changes that to float64."""
-    usual = trained(plain, inputs, targets, dtype)
-    exact = trained(plain.double(), inputs.double(), targets.double(), None)
+    usual = trained(plain, batch, dtype)
+    exact = trained(plain.double(), [part.double() for part in batch], None)
     for ours, theirs, reference in zip(got, usual, exact, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))

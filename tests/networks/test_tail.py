@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import assert_trains_like, batch, small_network, trained, values
-from small_steps import ALONE, differing
+from fused_cases import assert_trains_like, batch, results, trained, values, with_loss
+from small_steps import ALONE, differing, refusing_to_wait
 from torch.nn import functional as F
 
-import networks
 from networks import tail
-from networks.losses import L1Loss, NetworkWithLoss
-from networks.space_to_depth import dense_weight
+from networks.space_to_depth import dense_weight, space_to_depth
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.steps import build
+
+NETWORK: dict[str, Any] = {"scales": 2, "space_to_depth": ["down1", "last"]}
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -28,15 +28,6 @@ def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: to
 
 def fused_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return tail._Tail.apply(x, x.detach(), dense_weight(weight), bias, targets)
-
-
-def results(
-    function: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...], upstream: float, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """The loss, and the gradients of all operands but the targets."""
-    *inputs, targets = (x.to(dtype, copy=True) for x in operands)
-    loss = function(*(x.requires_grad_() for x in inputs), targets)
-    return [loss.detach(), *torch.autograd.grad(loss, inputs, torch.tensor(upstream, dtype=dtype))]
 
 
 def operands(grid: tuple[int, int, int], channels: int, batch: int) -> tuple[torch.Tensor, ...]:
@@ -54,38 +45,28 @@ def operands(grid: tuple[int, int, int], channels: int, batch: int) -> tuple[tor
 def test_loss_and_gradients_are_those_of_the_plain_operations(
     interpreter: list[str], grid: tuple[int, int, int], channels: int, batch: int, upstream: float
 ) -> None:
-    given = operands(grid, channels, batch)
-    got, again = (results(fused_tail, given, upstream, torch.float32) for _ in range(2))
+    *given, targets = operands(grid, channels, batch)
+    fused, exact = (functools.partial(function, targets=targets) for function in (fused_tail, plain))
+    got, again = (results(fused, given, [torch.tensor(upstream)], torch.float32) for _ in range(2))
     assert interpreter == ["tail_l1"] * 2
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
-    exact = results(plain, given, upstream, torch.float64)
-    for ours, reference in zip(got, exact, strict=True):
-        assert ours.shape == reference.shape
-        assert float((ours - reference).abs().max()) < 2e-6 * float(reference.abs().max())
+    for ours, theirs in zip(got, results(exact, given, [torch.tensor(upstream)], torch.float64), strict=True):
+        assert ours.shape == theirs.shape
+        assert float((ours - theirs).abs().max()) < 2e-6 * float(theirs.abs().max())
 
 
-def test_no_difference_has_no_gradient_and_padding_has_none(
-    interpreter: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_difference_has_no_gradient_and_padding_has_none(interpreter: list[str]) -> None:
     """The blocks that reach beyond the grid are not compared with anything, even if they hold NaN."""
-    x, weight, bias, targets = operands((2, 3, 2), 5, 2)
-    weight.zero_()
-    targets[:, :, :, ::2] = torch.tanh(bias).view(-1, 1, 1, 1)
-    seen: list[torch.Tensor] = []
-    compute = tail._l1
-
-    def spoil(blocks: torch.Tensor, *rest: Any) -> Any:
-        blocks[:, :20, 0] = torch.nan  # the first half of the first block along x
-        total, gradient, bias_gradient = compute(blocks, *rest)
-        seen.append(gradient)
-        return total, gradient, bias_gradient
-
-    monkeypatch.setattr(tail, "_l1", spoil)
-    assert results(fused_tail, (x, weight, bias, targets), 1.0, torch.float32)[0].isfinite()
+    bias, blocks = values(5, seed=2), torch.zeros(2, 40, 3, 4, 3)
+    blocks[:, :20, 0] = torch.nan  # the first half of the first block along x
     cells = torch.zeros(2, 5, 4, 6, 4)
+    targets = cells + torch.tanh(bias).view(-1, 1, 1, 1)
     cells[:, :, :, 1::2] = 1.0
-    inside = networks.space_to_depth.space_to_depth(cells)
-    assert torch.equal(seen[0] != 0, inside != 0)
+    targets = (targets + cells).contiguous(memory_format=torch.channels_last_3d)
+    total, gradient, _ = tail._l1(blocks, bias, targets, torch.float32)
+    assert interpreter == ["tail_l1"]
+    assert float(total) == pytest.approx(float(cells.sum()))
+    assert torch.equal(gradient != 0, space_to_depth(cells) != 0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities
@@ -99,34 +80,24 @@ def test_a_non_finite_loss_makes_all_gradients_nan(interpreter: list[str], place
     assert not loss.isfinite()
     (bias_gradient,) = torch.autograd.grad(loss, inputs[2:], retain_graph=True)
     assert bool(bias_gradient.isnan().any()) == (bad != bad), "NaN in the data without the step's factor"
-    loss.backward(loss.detach() * 0 + 1)
-    assert all(x.grad is not None and x.grad.isnan().all() for x in inputs)
+    gradients = torch.autograd.grad(loss, inputs, loss.detach() * 0 + 1)
+    assert all(gradient.isnan().all() for gradient in gradients)
 
 
-# --- the network -----------------------------------------------------------------------------------------------------
-
-
-NETWORK: dict[str, Any] = {"scales": 2, "space_to_depth": ["down1", "last"]}
-
-
-def with_loss(tail: bool, device: str = "cpu") -> NetworkWithLoss:
-    return (NetworkWithFusedTail if tail else NetworkWithLoss)(small_network(device, fused=tail, **NETWORK), L1Loss())
-
-
-def test_a_network_trains_as_with_the_plain_loss(interpreter: list[str]) -> None:
-    got = trained(with_loss(tail=True), *batch(size=4), torch.bfloat16)
-    assert interpreter.count("tail_l1") == 1
-    assert "l1" not in interpreter
-    assert_trains_like(got, with_loss(tail=False), *batch(size=4), torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
-def test_without_a_gpu_loss_and_gradients_have_the_bits_of_the_plain_loss(dtype: torch.dtype | None) -> None:
-    network = small_network(**NETWORK)
-    got, expected = (
-        trained(kind(network, L1Loss()), *batch(size=4), dtype) for kind in (NetworkWithFusedTail, NetworkWithLoss)
-    )
-    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+def test_a_network_trains_as_with_the_plain_loss_which_float32_and_float16_use(interpreter: list[str]) -> None:
+    """In float16 the gradient of a mean over millions of cells underflows."""
+    module = with_loss(True, kind=NetworkWithFusedTail, **NETWORK)
+    for dtype in (None, torch.float16):
+        trained(module, batch(size=4), dtype)
+        assert "tail_l1" not in interpreter
+    interpreter.clear()
+    got = trained(module, batch(size=4), torch.bfloat16)
+    assert interpreter == ["bias_activation"] * 3 + ["tail_l1"] + ["activation_backward"] * 3
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        x, precise = module.network.before_last(batch(size=4)[0])  # type: ignore[operator]
+    assert precise.dtype == torch.float32
+    assert torch.equal(precise, x.float())
+    assert_trains_like(got, with_loss(False, **NETWORK), batch(size=4), torch.bfloat16)
 
 
 def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
@@ -138,27 +109,16 @@ def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
         config = Config(data_size=4, network=network, fused_tail=fused_tail, **options)
         step = build.step(config, ALONE, build.model(config))
         assert isinstance(step._trained, NetworkWithFusedTail) == fused_tail
-        losses = [float(step(*batch(size=4), 1e-3)) for _ in range(2)]
-        states.append({**step.network.state_dict(), "loss": torch.tensor([*losses, step.evaluate(*batch(size=4))[0]])})
+        inputs, targets = batch(size=4)
+        losses = [float(step(inputs, targets, 1e-3)) for _ in range(2)]
+        states.append({**step.network.state_dict(), "loss": torch.tensor([*losses, step.evaluate(inputs, targets)[0]])})
     assert differing(*states) == []
-
-
-def test_float32_and_float16_use_the_plain_loss(interpreter: list[str]) -> None:
-    """In float16 the gradient of a mean over millions of cells underflows."""
-    for dtype in (None, torch.float16):
-        trained(with_loss(tail=True), *batch(size=4), dtype)
-    assert "tail_l1" not in interpreter
-
-
-# --- GPUs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_a_network_on_a_gpu(on_device: list[str], device: str) -> None:
-    torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
-    try:
-        got = trained(with_loss(True, device), *batch(device, 4), torch.bfloat16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    module, parts = with_loss(True, device, NetworkWithFusedTail, **NETWORK), batch(device, 4)
+    with refusing_to_wait(device):
+        got = trained(module, parts, torch.bfloat16)
     assert on_device.count("tail_l1") == 1
-    assert_trains_like(got, with_loss(False, device), *batch(device, 4), torch.bfloat16)
+    assert_trains_like(got, with_loss(False, device, **NETWORK), parts, torch.bfloat16)
