@@ -248,7 +248,9 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     if options.call == 2:
         pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
         files = (common.REPOSITORY / "tests").rglob("test_*.py")
-        marked = [path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+        marked = [
+            path for path in files if re.search(r"mark\.gpu|from devices import", path.read_text(encoding="utf-8"))
+        ]
         marked.sort(key=lambda path: -path.stat().st_size)  # no process is left with a long one at the end
         return [Part(path.name, [*pytest, str(path.relative_to(common.REPOSITORY))], 0) for path in marked]
     parts = []
