@@ -67,7 +67,6 @@ def slurm(address: str = "nid000003", port: int = STEP_PORT) -> Launch:
         ({**SLURM_STEP, "SLURM_STEP_ID": "interactive"}, slurm(port=21021)),
         # `srun --mpi=cray_shasta` and `--mpi=pmi2` set variables of MPI as well, the latter without local ranks.
         ({**SLURM_STEP, **CRAY}, slurm()),
-        ({**TORCHRUN, "PMI_SIZE": "2"}, Launch("environment", 5, 1, 8, "node1", 29400)),  # one torchrun per node
         # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS=16, but no other ranks.
         ({**BATCH_SCRIPT, "SLURM_PROCID": "0"}, Launch("single process")),
     ],
