@@ -78,14 +78,12 @@ def test_a_convolution_counts_only_the_copy_that_it_needs() -> None:
 
 def test_a_large_tensor_in_another_order_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Channels-last may have a pitch or other axes."""
-    x = torch.empty(2, 4, 6, 6, 6)
+    x, trace = torch.empty(2, 4, 6, 6, 6), Trace()
     last = x.contiguous(memory_format=torch.channels_last_3d)
     assert all(map(is_channels_last, (last, last[:, :3, 1:-1, 1:-1, 1:-1], last.permute(0, 2, 3, 4, 1))))
     monkeypatch.setattr(cost, "LARGE", 1)
-    trace = Trace()
     with trace, trace.phase("backward"):
         last.relu()
         assert not trace.layouts
         x.relu()
-    (line,) = trace.layouts
-    assert "float32 [2, 4, 6, 6, 6]" in line
+    assert len(trace.layouts) == 1
