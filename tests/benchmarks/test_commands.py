@@ -53,14 +53,9 @@ def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypat
     benchmark.main([*COMMANDS[benchmark], f"--output={tmp_path}"])
     result = check(tmp_path, name, tables=benchmark in (convergence, cost))
     assert (tmp_path / f"{name}.md").read_text() in capsys.readouterr().out
-    if benchmark is flux:
-        assert {case["seconds"]["n"] for case in result["cases"].values()} == {2}
     if benchmark is loaders:
         assert {"lowmem", "inmem", "memory copy (bound)", "plain DataLoader, 1 processes"} <= set(result["results"])
-        assert result["starts"]["lowmem"]["first epoch / later"] > 0
         assert (tmp_path / "loaders.png").read_bytes().startswith(b"\x89PNG")
-    if benchmark is checkpoints:
-        assert result["extra seconds per save"]["n"] == result["seconds"]["pause"]["n"] == 2
     if benchmark is cost:
         (entry,) = result["sets"].values()
         slow, _, fast = entry["predicted samples/s"]

@@ -78,16 +78,6 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "STARTED", time.perf_counter())
-    call = step.Call(SimpleNamespace(call=2, minutes=8.0, output=tmp_path))  # type: ignore[arg-type]
-    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)])
-    found = json.loads((tmp_path / "call2.json").read_text())
-    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
-    assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
-    assert "- 2.py: 2 passed" in call.page()
-
-
 def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,6 @@ import pytest
 from benchmarks import boxes, common, study
 from benchmarks.study import LOSS, STUDIES, Condition, Study, Training, result_table, to_goal
 from utils import config as configs
-from utils.data.volumes import with_file_values
 from utils.errors import UserError
 from utils.evaluation import results
 
@@ -126,20 +125,6 @@ def test_trainings_run_once_and_are_compared(
     with pytest.raises(UserError, match="no training run of one is finished"):
         study.main([*arguments, "--set=num_epochs=1"])
     assert started == ["one", "two"]
-
-
-def test_a_training_on_files_that_state_their_transform_runs_once(tmp_path: Path, volume_file: Any) -> None:
-    """Its config.yaml has the transform of the files, not the default."""
-    paths = {key: str(volume_file(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
-    with h5py.File(paths["train_path"], "r+") as file:
-        file.attrs["velocity_scale_km_s"] = 500.0
-    training = Training("it", Condition("it", "test"), 0, tmp_path / "runs", paths)
-    config = with_file_values(training.config, "hdf5")
-    training.checkpoint.mkdir(parents=True)
-    (training.directory / "config.yaml").write_text(configs.to_yaml(config, "test"))
-    assert training.is_trained()
-    (training.directory / "config.yaml").write_text(configs.to_yaml(training.config, "test"))
-    assert not training.is_trained()
 
 
 def test_a_diverged_training_does_not_end_the_study(

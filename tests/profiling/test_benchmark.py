@@ -21,7 +21,6 @@ from utils.data.plan import SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.benchmark import Benchmark, Settings, Trials, read_settings
-from utils.profiling.timing import repeat
 from utils.steps.eager import EagerStep
 
 
@@ -111,8 +110,3 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
         monkeypatch.setenv("BENCHY_OUTPUT", str(tmp_path / name))
         with pytest.raises(UserError, match=rf"^cannot write .*{name}.*BENCHY_OUTPUT"):
             read_settings(ALONE)
-
-
-def test_number_of_calls_fits_into_the_given_time_within_its_limits() -> None:
-    assert len(repeat(lambda: None, ALONE.device, seconds=0.0)) == 3
-    assert len(repeat(lambda: None, ALONE.device, seconds=10.0, most=7)) == 7
