@@ -50,18 +50,12 @@ def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypat
         pytest.importorskip("colossus" if benchmark is convergence else "triton")
     name = benchmark.__name__.split(".")[1]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(flux, "GROUP", 100)  # 12² lines: the last group is smaller
     benchmark.main([*COMMANDS[benchmark], f"--output={tmp_path}"])
     result = check(tmp_path, name, tables=benchmark in (convergence, cost))
     assert (tmp_path / f"{name}.md").read_text() in capsys.readouterr().out
-    if benchmark is flux:
-        assert {case["seconds"]["n"] for case in result["cases"].values()} == {2}
     if benchmark is loaders:
         assert {"lowmem", "inmem", "memory copy (bound)", "plain DataLoader, 1 processes"} <= set(result["results"])
-        assert result["starts"]["lowmem"]["first epoch / later"] > 0
         assert (tmp_path / "loaders.png").read_bytes().startswith(b"\x89PNG")
-    if benchmark is checkpoints:
-        assert result["extra seconds per save"]["n"] == result["seconds"]["pause"]["n"] == 2
     if benchmark is cost:
         (entry,) = result["sets"].values()
         slow, _, fast = entry["predicted samples/s"]
@@ -82,48 +76,32 @@ def test_symmetries_are_compared_on_each_pair_of_a_network_and_a_volume(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("control", ["scaling", "--control", "4", "--output", "{}/scaling"]),
-        (
-            "volumes_64",
-            ["volumes", "--grid=64", "--crop=16", "--width=2", "--ranks=2", "--folder={0}/f", "--output={0}"],
-        ),
-    ],
-)
-def test_a_small_run_with_several_ranks_writes_its_result(tmp_path: Path, name: str, words: list[str]) -> None:
-    command = [sys.executable, "-m", *(word.format(tmp_path) for word in [f"benchmarks.{words[0]}", *words[1:]])]
+def test_the_control_messages_of_several_ranks_are_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.scaling", "--control", "4", f"--output={tmp_path}"]
     subprocess.run(command, cwd=common.REPOSITORY, check=True, timeout=300)
-    if name == "control":
-        result = check(tmp_path, name, 2)
-        (row,), (start,) = result["heartbeats"], result["starts"]
-        assert row["messages/s at the store"] == pytest.approx(48, rel=0.2), "three per report"
-        assert 28 < row["s until noticed: silence"] < 40
-        assert start["sockets, lazy"] <= start["sockets, mesh"]
-    else:
-        results = json.loads((tmp_path / f"{name}.json").read_text())["results"]
-        assert [one["program"] for one in results] == ["predict", "evaluate"]
-        assert all(one["peak GB"] > 0.1 for one in results)
+    result = check(tmp_path, "control", 2)
+    (row,), (start,) = result["heartbeats"], result["starts"]
+    assert row["messages/s at the store"] == pytest.approx(48, rel=0.2), "three per report"
+    assert 28 < row["s until noticed: silence"] < 40
+    assert start["sockets, lazy"] <= start["sockets, mesh"]
 
 
-def test_a_sub_pixel_convolution_can_compute_the_strided_transposed_one() -> None:
-    """Along an axis, cell 2i + p gets input i + t - 1 times the strided kernel's weight 3 - 2t + p."""
-    strided, layer = nn.ConvTranspose3d(3, 2, 4, stride=2, padding=1), SubPixelConv3d(3, 16, 3, padding=1)
-    assert strided.bias is not None
-    assert layer.bias is not None
-    with torch.no_grad():
-        layer.bias.copy_(strided.bias.repeat_interleave(8))
-        weight = layer.weight.zero_().view(2, 2, 2, 2, 3, 3, 3, 3)  # [C, parts, inputs, taps]
-        for part in itertools.product(range(2), repeat=3):
-            for taps in itertools.product(range(3), repeat=3):
-                x, y, z = (3 - 2 * t + p for t, p in zip(taps, part, strict=True))
-                if {x, y, z} <= set(range(4)):
-                    weight[(slice(None), *part, slice(None), *taps)] = strided.weight[:, :, x, y, z].T
-    inputs = torch.randn(1, 3, 2, 3, 4, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(layer(inputs), strided(inputs))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(inputs).dtype == torch.float32
+@pytest.mark.slow
+def test_the_programs_for_whole_volumes_are_measured(tmp_path: Path) -> None:
+    words = ["--grid=64", "--crop=16", "--width=2", "--ranks=2", f"--folder={tmp_path / 'f'}", f"--output={tmp_path}"]
+    subprocess.run([sys.executable, "-m", "benchmarks.volumes", *words], cwd=common.REPOSITORY, check=True, timeout=300)
+    results = json.loads((tmp_path / "volumes_64.json").read_text())["results"]
+    assert [one["program"] for one in results] == ["predict", "evaluate"]
+    assert all(one["peak GB"] > 0.1 for one in results)
+
+
+def test_a_sub_pixel_convolution_makes_blocks_of_its_channels() -> None:
+    """Cell 2i + p, 2j + q, 2k + r of channel c has the input i, j, k times the weight of channel 8c + 4p + 2q + r."""
+    layer, inputs = SubPixelConv3d(1, 16, 3, padding=1, bias=False), torch.rand(1, 1, 2, 3, 4)
+    layer.weight.data.zero_()[:, 0, 1, 1, 1] = torch.arange(16.0)
+    for c, p, q, r in itertools.product(range(2), repeat=4):
+        part = layer(inputs)[:, [c], p::2, q::2, r::2]
+        torch.testing.assert_close(part, inputs * (8 * c + 4 * p + 2 * q + r))
 
 
 @pytest.mark.parametrize("kind", [last_layers.SubPixelUNet, last_layers.InterpolatedUNet])

@@ -14,6 +14,9 @@ from benchmarks.common import RESULTS
 from benchmarks.cost import PHASES, Trace, count_step, is_channels_last, load
 from networks.unet import SPACE_TO_DEPTH
 
+WEIGHT = torch.ones(4, 4, 3, 3, 3)
+WEIGHT_LAST = WEIGHT.contiguous(memory_format=torch.channels_last_3d)
+
 
 def counted(action: Callable[[], object]) -> tuple[int, int]:
     """Bytes that an action reads and writes."""
@@ -60,6 +63,8 @@ def test_the_table_of_kernels_names_their_parameters() -> None:
         pytest.param(lambda x: x.zero_(), 0, 1, id="a fill only writes"),
         pytest.param(lambda x: F.pad(x, (4, 4)), 1, 3, id="padding fills the result before it copies"),
         pytest.param(lambda x: x.to(torch.bfloat16), 1, 0.5, id="a cast"),
+        pytest.param(lambda x: F.conv3d(x, WEIGHT), 0, 0, id="convolutions are counted apart"),
+        pytest.param(lambda x: F.conv3d(x, WEIGHT_LAST), 1, 1, id="one in channels-last order copies an operand"),
         pytest.param(lambda x: torch._foreach_add_([x, x + 1], 1), 3, 3, id="lists of tensors"),
     ],
 )
@@ -68,24 +73,14 @@ def test_operands_and_results_count_once(action: Callable[..., object], read: fl
     assert counted(lambda: action(x)) == (read * x.nbytes, written * x.nbytes)
 
 
-def test_a_convolution_counts_only_the_copy_that_it_needs() -> None:
-    """One in channels-last order copies an operand that is not; its own operands and results are counted apart."""
-    x, weight = torch.ones(2, 4, 8, 8, 8), torch.ones(4, 4, 3, 3, 3)
-    last = weight.contiguous(memory_format=torch.channels_last_3d)
-    assert counted(lambda: F.conv3d(x, weight)) == (0, 0)
-    assert counted(lambda: F.conv3d(x, last)) == (x.nbytes, x.nbytes)
-
-
 def test_a_large_tensor_in_another_order_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Channels-last may have a pitch or other axes."""
-    x = torch.empty(2, 4, 6, 6, 6)
+    x, trace = torch.empty(2, 4, 6, 6, 6), Trace()
     last = x.contiguous(memory_format=torch.channels_last_3d)
     assert all(map(is_channels_last, (last, last[:, :3, 1:-1, 1:-1, 1:-1], last.permute(0, 2, 3, 4, 1))))
     monkeypatch.setattr(cost, "LARGE", 1)
-    trace = Trace()
     with trace, trace.phase("backward"):
         last.relu()
         assert not trace.layouts
         x.relu()
-    (line,) = trace.layouts
-    assert "float32 [2, 4, 6, 6, 6]" in line
+    assert len(trace.layouts) == 1

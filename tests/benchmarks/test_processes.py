@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import GENEROUS
@@ -17,7 +19,6 @@ OPEN = "import os, sys; pipe = os.open(os.environ['PIPE'], os.O_WRONLY); os.writ
 SLEEPER = f"{OPEN}; import time; time.sleep({10 * GENEROUS})"
 FAMILY = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FAMILY}"
-SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
 
 
 def wait_for(pipe: int, text: bytes) -> None:
@@ -32,16 +33,12 @@ def wait_for(pipe: int, text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "ranks", "by"),
-    [
-        *((FAMILY, 1, name) for name in SIGNALS),
-        (STUBBORN, 1, "time limit"),
-        (SLEEPER, 2, "time limit"),  # torchrun's ranks are in process groups of their own
-    ],
-    ids=[*SIGNALS, "SIGTERM ignored", "torchrun"],
+    ("program", "ranks", "stop"),
+    [(FAMILY, 1, True), (STUBBORN, 1, False), (SLEEPER, 2, False)],  # torchrun's ranks have process groups of their own
+    ids=["SIGTERM", "time limit, SIGTERM ignored", "time limit, torchrun"],
 )
 def test_all_processes_end_with_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, ranks: int, by: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, ranks: int, stop: bool
 ) -> None:
     """Neither a time limit nor a signal to the benchmark leaves children behind, even if they ignore SIGTERM."""
     os.mkfifo(tmp_path / "pipe")
@@ -52,26 +49,20 @@ def test_all_processes_end_with_the_program(
         if not waited:
             waited.append(timeout)
             wait_for(reader, b"ready" * 2)
-            if by in SIGNALS:
-                os.kill(os.getpid(), SIGNALS[by])
+            if stop:
+                os.kill(os.getpid(), signal.SIGTERM)
         return wait(self, GENEROUS if timeout is None else timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_for_both)
-    # A shell has the programs that it runs in the background ignore Ctrl-C, which also affects the tests.
-    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS.values()}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     Parser("").parse_args([])
     (tmp_path / "script.py").write_text(program)
-    command, log = [*launcher(ranks), str(tmp_path / "script.py")], tmp_path / "log"
-    environment = {"PIPE": str(tmp_path / "pipe")}
+    command, grace = [*launcher(ranks), str(tmp_path / "script.py")], 0.0 if program == STUBBORN else 40.0
+    options: Any = {} if stop else {"limit": 0.0, "grace": grace}
     try:
-        if by in SIGNALS:
-            with pytest.raises(KeyboardInterrupt if by == "Ctrl-C" else SystemExit):
-                failure_of(command, log, environment)
-        else:
-            grace = 0.0 if program == STUBBORN else 40.0
-            assert failure_of(command, log, environment, limit=0.0, grace=grace) == "stopped after 0 s"
+        with pytest.raises(SystemExit) if stop else contextlib.nullcontext():
+            reason = failure_of(command, tmp_path / "log", {"PIPE": str(tmp_path / "pipe")}, **options)
+            assert reason == "stopped after 0 s"
         os.close(writer)
         wait_for(reader, b"")
     finally:

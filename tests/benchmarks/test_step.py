@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +12,10 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import common, step, step_profile
+from benchmarks import common, step
 from benchmarks.cost import STORED
 from benchmarks.step import FASTEST, SETS, Part
-from benchmarks.step_profile import Kernel, breakdown, classify
+from benchmarks.step_profile import breakdown, classify, kernels_of
 from utils import config as configs
 from utils.errors import UserError
 from utils.profiling import timing
@@ -28,8 +26,15 @@ def test_sets_are_valid_configs_that_differ() -> None:
     assert len(found) == len(SETS)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "reached"),
+    [
+        (1, map(", ".join, FASTEST)),
+        (2, ["test_gpu.py", "test_graph.py"]),
+        (3, ["G, A", "eager 16, graph 16", "loaders"]),
+    ],
+)
+def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: Any, number: int, reached: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="on a CPU run make bench-cpu"):
         step.main([f"--call={number}"])
@@ -38,15 +43,8 @@ def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: pytest.Mo
         lines = capsys.readouterr().out.splitlines()[2:]
         ends = {name: end for name, _, end in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
         assert all(not end or float(end) <= 60 * minutes for end in ends.values())
-    if number == 1:  # all its parts, at the assumed costs
-        assert list(ends) == [", ".join(names) for names in FASTEST]
-        assert all(ends.values())
-        assert (step.SEARCH, step.COMPILATION, step.TRIALS) == (30, 60, 10)
-    if number == 2:
-        assert {"test_gpu.py", "test_graph.py", "test_step.py"} <= set(ends)
-        assert "test_documentation.py" not in ends
-    if number == 3:
-        assert all(ends[name] for name in ("G, A", "eager 16, graph 16", "loaders"))
+    assert all(ends[name] for name in reached), "at the assumed costs"
+    assert "test_documentation.py" not in ends
 
 
 def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -65,14 +63,8 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
         Part("hang", ["-c", "import time; time.sleep(3000)"], 0),
     ]
     # The call ends after 20 s, counted from here and not from the collection of the tests.
-    settings = {
-        "START": 40.0,
-        "WRITING": 0.0,
-        "GRACE": 0.1,
-        "STARTED": time.perf_counter(),
-        "parts_of": lambda _: parts,
-    }
-    for name, value in settings.items():
+    settings = {"START": 40.0, "WRITING": 0.0, "GRACE": 0.1, "STARTED": time.perf_counter()}
+    for name, value in {**settings, "parts_of": lambda _: parts}.items():
         monkeypatch.setattr(step, name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     step.main([f"--output={tmp_path}", "--minutes=1"])
@@ -80,23 +72,10 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     assert [one["name"] for one in found["ladder"]] == ["B", "B"]
     assert found["failed"]["fault"] == "ended by SIGSEGV"
     assert found["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
-    assert found["failed"]["long"].startswith("no time left: it needs about 1000000 s")
+    assert found["failed"]["long"].startswith("no time left")
     assert found["failed"]["hang"].startswith("stopped after ")
     assert "| B: text | 3 (2 – 4) | 1.000 |" in capsys.readouterr().out
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
-    assert found["provenance"]["command"]
-
-
-def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: Any = SimpleNamespace(call=2, minutes=8.0, output=tmp_path)
-    monkeypatch.setattr(step, "STARTED", time.perf_counter())
-    call = step.Call(options)
-    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)])
-    found = json.loads((tmp_path / "call2.json").read_text())
-    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
-    assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
-    assert "- 2.py: 2 passed" in call.page()
-    assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
 
 
 def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
@@ -123,57 +102,44 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
     assert "| float32: no TF32, 2 loader threads |" in (tmp_path / "part/step.md").read_text()
 
 
-BLOCKED = """
-import runpy, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {absent}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Absent())
-sys.argv = ["step", "--call=1", "--dry_run"]
-runpy.run_module("benchmarks.step", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_the_calls_need_the_required_packages_only() -> None:
-    optional = ("matplotlib", "jinja2", "rich", "scipy", "colossus", "sklearn", "nvidia", "wandb", "pytest", "xdist")
-    program = BLOCKED.format(absent=optional)
-    done = subprocess.run([sys.executable, "-c", program], cwd=common.REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 NAMES = {
     "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64": "convolutions",
     "void cudnn::ops::scalePackedTensor_kernel<__nv_bfloat16, float>(long, __nv_bfloat16*, float)": "convolutions",
-    "aten::mkldnn_convolution": "convolutions",
     "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(...)": "layout and casts",
     "triton_poi_fused__to_copy_clone_12": "layout and casts",
-    "void at::native::(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig<unsigned int, 5>(...)": "pointwise",
     "triton_poi_fused__to_copy_convolution_leaky_relu_0": "pointwise",
     "aten::_fused_adam_": "optimizer",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy HtoD (Pinned -> Device)": "copies",
-    "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, bool)": "copies",
     "void dali::kernels::Unknown<float>(int)": "other",
+    **dict.fromkeys(STORED, "pointwise"),  # of this project
+    "gather": "copies",
 }
 
 
 def test_kernels_are_classified_by_name() -> None:
-    kernels = dict.fromkeys(STORED, "pointwise") | {"gather": "copies"}  # of this project
-    for name, category in {**NAMES, **kernels}.items():
-        assert classify(name) == category, name
+    assert {name: classify(name) for name in NAMES} == NAMES
 
 
-def test_overlaps_count_once_and_all_adds_up_to_the_step() -> None:
-    """Time that overlaps with a convolution is counted as the convolution's."""
-    kernels = [
-        Kernel("sm90_xmma_fprop_implicit_gemm", 0, 4000),
-        Kernel("gather", 3000, 5000),
-        Kernel("gather", 6000, 7000),
-        Kernel("triton_poi_fused_relu_0", 7000, 8000),
-        Kernel("mystery", 9000, 9500),
-    ]
+def test_overlaps_of_kernels_count_once_and_all_adds_up_to_the_step() -> None:
+    """Of a simulated profile. Time that overlaps with a convolution is the convolution's; calls are no kernels."""
+
+    def event(name: str, start: int, end: int, device: DeviceType = DeviceType.CUDA, named: bool = False) -> Any:
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=named)
+
+    kernels = kernels_of(
+        [
+            event("sm90_xmma_fprop_implicit_gemm", 0, 4000),
+            event("gather", 3000, 5000),
+            event("gather", 6000, 7000),
+            event("triton_poi_fused_relu_0", 7000, 8000),
+            event("mystery", 9000, 9500),
+            event("cudaLaunchKernel", 0, 9999, DeviceType.CPU),
+            event("Context Sync", 0, 9999),
+            event("Optimizer.step#Adam.step", 0, 9999, named=True),
+        ]
+    )
     result = breakdown(kernels, steps=2, step_ms=5.0)
     milliseconds = {name: value for name, value in result["categories"].items() if value}
     assert milliseconds == {"convolutions": 2.0, "pointwise": 0.5, "copies": 1.0, "other": 0.25, "gaps": 1.25}
@@ -181,32 +147,3 @@ def test_overlaps_count_once_and_all_adds_up_to_the_step() -> None:
         ("sm90_xmma_fprop_implicit_gemm", 2.0, 0.5),
         ("gather", 1.5, 1.0),
     ]
-    assert [entry["name"] for entry in result["other"]] == ["mystery"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_kernels_of_a_cuda_graph_are_seen() -> None:
-    device = torch.device("cuda")
-    left = torch.randn(256, 256, device=device)
-    left @ left  # cuBLAS allocates its workspace before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (left @ left).relu()
-    result = step_profile.measure(graph.replay, device, steps=3)
-    assert result["kernels"] >= 2
-    assert result["categories"]["convolutions"] > 0
-    assert result["categories"]["pointwise"] > 0
-
-
-def test_named_ranges_waits_and_the_hosts_calls_are_no_kernels() -> None:
-    """In a simulated profile of a GPU."""
-
-    def event(name: str, device: DeviceType = DeviceType.CUDA, named: bool = False) -> Any:
-        time_range = SimpleNamespace(start=0, end=9)
-        return SimpleNamespace(name=name, time_range=time_range, device_type=device, is_user_annotation=named)
-
-    kernel, *others = event("sm80_xmma_dgrad_kernel"), event("cudaLaunchKernel", DeviceType.CPU), event("Context Sync")
-    events = [kernel, *others, event("Optimizer.step#Adam.step", named=True)]
-    assert step_profile.kernels_of(events) == [Kernel("sm80_xmma_dgrad_kernel", 0, 9)]

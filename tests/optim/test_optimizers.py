@@ -28,19 +28,13 @@ def by_name(name: str, lr: float = LR, capturable: bool = False, **settings: Any
     )
 
 
-class ApexAdam(torch.optim.Optimizer):
+class CountingInGroup(torch.optim.SGD):
     """Like apex's FusedAdam, it counts its steps in the group and does not support `found_inf`."""
-
-    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
 
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            for parameter in (each for each in group["params"] if each.grad is not None):
-                mean = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                mean.lerp_(parameter.grad, 1 - group["betas"][0])
-                parameter.data.sub_(mean / (1 - group["betas"][0] ** group["step"]), alpha=group["lr"])
+        super().step()
 
 
 KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
@@ -50,8 +44,7 @@ KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "capturable lamb": by_name("lamb", weight_decay=0.1, capturable=True),
     "soap, weight decay": by_name("soap", precondition_frequency=1, merge_dims="none", weight_decay=0.1),
     "capturable soap": by_name("soap", precondition_frequency=2, merge_dims="rest", capturable=True),
-    "like apex": lambda parameters: ApexAdam(parameters, LR),
-    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9, foreach=False),
+    "like apex": lambda parameters: CountingInGroup(parameters, lr=LR, momentum=0.9),
 }
 
 
@@ -79,23 +72,14 @@ def take(optimizer: torch.optim.Optimizer, number: int, finite: torch.Tensor = Y
     update(optimizer, finite.to(parameter.device))
 
 
-def everything(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Copies of parameters and state by name."""
+def bits(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The bits of parameters and state by name; also of NaN and of zeros of both signs."""
     parameters = parameters_of(optimizer)
-    found: dict[str, object] = {f"parameter {n}": parameter.detach().clone() for n, parameter in enumerate(parameters)}
-    for n, parameter in enumerate(parameters):
-        found |= {f"{key} {n}": copy.deepcopy(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    return {**found, "steps in the group": optimizer.param_groups[0].get("step", 0)}
-
-
-def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
-    """Names of entries with different bits; NaN equals NaN."""
-    assert first.keys() == second.keys()
-
-    def bits(value: object) -> object:
-        return value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
-
-    return [name for name, value in first.items() if bits(value) != bits(second[name])]
+    found: dict[str, Any] = {f"parameter {number}": parameter for number, parameter in enumerate(parameters)}
+    for number, parameter in enumerate(parameters):
+        found |= {f"{key} {number}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    copied = {name: value.detach().cpu().numpy().tobytes() for name, value in found.items()}
+    return {**copied, "steps in the group": optimizer.param_groups[0].get("step", 0)}
 
 
 def through_a_file(optimizer: torch.optim.Optimizer, tmp_path: Any) -> dict[str, Any]:
@@ -113,11 +97,11 @@ def test_skipped_updates_and_a_restart_leave_no_trace(kind: str, device: str, tm
     for number in range(6):
         for optimizer in (undisturbed, disturbed):
             take(optimizer, number)
-        before = everything(disturbed)
-        assert differing(before, everything(undisturbed)) == []
+        before = bits(disturbed)
+        assert before == bits(undisturbed)
         if number in (2, 4):
             take(disturbed, 102 + number, NO, -float("inf") if number == 2 else float("nan"))
-            assert differing(everything(disturbed), before) == []
+            assert bits(disturbed) == before
         if number == 3:
             saved = through_a_file(disturbed, tmp_path)
             copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters_of(disturbed)]
@@ -159,26 +143,18 @@ def test_loading_keeps_the_settings_of_the_present_run(name: str, capturable: bo
     old = by_name(name, 0.5, not capturable, weight_decay=0.1, betas=[0.8, 0.9], momentum=0.5)(start())
     new = by_name(name, 0.25, capturable, weight_decay=0.3, betas=[0.7, 0.6], momentum=0.9)(start())
     take(old, 0)
-    settings = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in new.param_groups])
+    settings = copy.deepcopy(new.state_dict()["param_groups"])
     load_state(new, through_a_file(old, tmp_path))
-    assert [{k: v for k, v in group.items() if k != "params"} for group in new.param_groups] == settings
+    assert new.state_dict()["param_groups"] == settings
     for group in new.param_groups:
         assert isinstance(group["lr"], torch.Tensor) is capturable
         assert float(group["lr"]) == 0.25
-    states = [{k: v for k, v in everything(o).items() if not k.startswith("param")} for o in (old, new)]
-    assert differing(*states) == []
+    states = [{k: v for k, v in bits(one).items() if not k.startswith("param")} for one in (old, new)]
+    assert states[0] == states[1]
     take(new, 1)
 
 
-def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
-    optimizer = KINDS["adamw"](start())
-    with pytest.raises(ValueError, match=r"^its optimizer is Adam, this run's is AdamW$"):
-        load_state(optimizer, saved_state(KINDS["adam"](start())))
-    with pytest.raises(ValueError, match="size of optimizer's group"):
-        load_state(optimizer, saved_state(KINDS["adamw"](start()[:2])))
-
-
-@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd, momentum", "nadam", "lamb"])
+@pytest.mark.parametrize("kind", ["adam", "sgd, momentum", "nadam", "lamb"])
 def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path: Any) -> None:
     """Fused kernels walk both in memory order: with different orders, elements would get the state of others."""
     first, second = (
@@ -195,11 +171,6 @@ def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path: A
     averages = [value for value in second.state[parameter].values() if value.shape == parameter.shape]
     assert len(averages) == (1 if kind == "sgd, momentum" else 2)
     assert all(value.stride() == parameter.stride() for value in averages)
-    for optimizer in (first, second):
-        take(optimizer, 2)
-    # LAMB's norms are sums in memory order.
-    tolerance = {"rtol": 1e-6, "atol": 1e-7} if kind == "lamb" else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(*(parameters_of(optimizer)[0] for optimizer in (first, second)), **tolerance)
 
 
 def test_a_new_momentum_starts_from_zero_also_after_a_skipped_first_update(tmp_path: Any) -> None:
@@ -211,4 +182,4 @@ def test_a_new_momentum_starts_from_zero_also_after_a_skipped_first_update(tmp_p
     take(new, 1, NO, float("nan"))
     for optimizer in (new, fresh):
         take(optimizer, 2)
-    assert differing(everything(new), everything(fresh)) == []
+    assert bits(new) == bits(fresh)

@@ -21,7 +21,6 @@ from utils.data.plan import SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.benchmark import Benchmark, Settings, Trials, read_settings
-from utils.profiling.timing import repeat
 from utils.steps.eager import EagerStep
 
 
@@ -54,14 +53,9 @@ def test_benchmark_logs_and_writes_its_measurements(tmp_path: Path, ranks: int) 
     answers = run_ranks(measure, ranks, output) if exchanges else [measure(ALONE, output)]
     names = ["IO", "SYNTHETIC", "FULL", "NO-COMM"][: 4 if exchanges else 3]
     for lines, calls in answers:
-        assert lines[0] == "Step: no autocast"
-        assert calls == {True: 2 * 4 * 5, False: 4 * 5 if exchanges else 0}, (
-            "SYNTHETIC and FULL call the step, IO does not"
-        )
-        summary = [line for line in lines if "average trial throughput" in line]
-        for line, name in zip(summary, names, strict=True):
-            pattern = rf"BENCHY::SUMMARY::{name} average trial throughput: \d+\.\d{{3}} \+/- \d+\.\d{{3}}"
-            assert re.fullmatch(pattern, line)
+        assert calls == {True: 2 * 4 * 5, False: 4 * 5 if exchanges else 0}, "IO does not call the step"
+        pattern = r"BENCHY::SUMMARY::(.*) average trial throughput: \d+\.\d{3} \+/- \d+\.\d{3}"
+        assert re.findall(pattern, "\n".join(lines)) == names
         assert any("NO-COMM communication overhead" in line for line in lines) is exchanges
     result = json.loads(Path(output).read_text())
     # 4 × 5 products per cell, forward and for the weights: the first layer needs no gradient of its inputs.
@@ -90,7 +84,7 @@ def test_settings_of_the_tutorial_are_understood(
     measured = Trials(batches=2, trials=3, warmup_trials=4)
     assert (settings.SYNTHETIC, settings.FULL, settings.IO.run_benchmark) == (measured, measured, False)
     assert settings.output == str(tmp_path / "theirs.json")
-    assert caplog.messages == [f"{conf}: report_freq, profiler_mode have no effect here"]
+    assert "report_freq, profiler_mode have no effect here" in caplog.text
     conf.write_text("IO: {batches: 2}\nglobal: {output_filename: 'theirs.json', output_dir: null}")
     assert (read_settings(ALONE).output, read_settings(ALONE).IO.batches) == ("theirs.json", 2)
     monkeypatch.setenv("BENCHY_OUTPUT", "weak_scale")
@@ -116,10 +110,3 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
         monkeypatch.setenv("BENCHY_OUTPUT", str(tmp_path / name))
         with pytest.raises(UserError, match=rf"^cannot write .*{name}.*BENCHY_OUTPUT"):
             read_settings(ALONE)
-
-
-def test_number_of_calls_fits_into_the_given_time_within_its_limits() -> None:
-    calls: list[int] = []
-    assert len(repeat(lambda: calls.append(1), ALONE.device, seconds=0.0)) == 3
-    assert len(calls) == 5, "two more calls as a warm-up and to estimate the duration"
-    assert len(repeat(lambda: None, ALONE.device, seconds=10.0, most=7)) == 7
