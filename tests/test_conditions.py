@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +15,7 @@ import pytest
 import torch
 from log_lines import messages, refusal
 from matplotlib.figure import Figure
-from trainings import YAML, directory, last, metrics
+from trainings import YAML, assert_same_training, directory, last, metrics
 from volume_files import write_volume
 
 import evaluate
@@ -25,11 +27,24 @@ from utils.data.files.attributes import CONDITIONS, simulation_of
 from utils.evaluation import figures
 from utils.inference.trained_network import TrainedNetwork
 from utils.simulation.simulate import SimulationOptions, file_attributes
+from utils.steps.eager import EagerStep
 from utils.training.evaluations import FOLDER
 
 REDSHIFTS, SIDES = {"first": 2.0, "second": 4.0, "valid": 2.0, "late": 5.0, "silent": None}, {"second": 24.0}
 CONDITIONED = "--set=network.conditions=[redshift,cell]"
 QUIET = ["--set=report_pictures=false", "--set=report_baselines=false"]
+
+
+class StoppingStep(EagerStep):
+    """Requests a stop in the fifth step of the process."""
+
+    calls = 0
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().__call__(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +62,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def training(folder: Path) -> Callable[..., Path]:
-    """training(expdir, *flags): a run on two volumes; its directory."""
+    """training(expdir, *flags, step): a run on two volumes; its directory."""
 
-    def go(expdir: str, *flags: str) -> Path:
+    def go(expdir: str, *flags: str, step: type[EagerStep] = EagerStep) -> Path:
         data = [f"--set=train_path=[{folder}/first.h5,{folder}/second.h5]", f"--set=val_path={folder}/valid.h5"]
         common = [f"--yaml_config={YAML}", "--config=test", "--set=device=cpu", f"--set=expdir={folder / expdir}"]
-        train.main([*common, *QUIET, *data, CONDITIONED, *flags])
+        train.main([*common, *QUIET, *data, CONDITIONED, *flags], step_class=step)
         return directory(folder / expdir)
 
     return go
@@ -73,6 +88,13 @@ def test_conditions_lower_the_loss_of_gas_that_depends_on_them(run: Path, traini
     length = ["--num_epochs=8", "--set=lr_schedule.start_lr=1e-2", "--set=symmetries=none"]
     without = valid_loss(training("without", *length, "--set=network.conditions=[]"))
     assert valid_loss(training("with", *length)) < 0.7 * without
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callable[..., Path]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        training("parts", step=StoppingStep)
+    assert stop.value.code == 75
+    assert_same_training(run, training("parts"))
 
 
 def test_conditions_that_are_constant_or_outside_the_trained_range_get_a_warning(
@@ -136,16 +158,9 @@ def test_predict_and_evaluate_use_the_conditions_of_their_input(
         (["val_path=FOLDER/silent.h5"], r"silent\.h5: redshift, which .*; set it, in Python: h5py\.File"),
         (["data_loader_config=synthetic"], r"synthetic reads no volumes that state them; remove network\.conditions"),
         (["network.conditions=[cell,cell]"], r"conditions cell, cell has a name twice; remove one"),
-        (["network.condition_ranges=[[1,2]]"], r"has 1 ranges for 2 conditions; set \[lowest, highest\] for each"),
         (["network.condition_ranges=[[1,2],[3,2]]"], r"condition_ranges has \[3, 2\]; set \[lowest, highest\]"),
-        (
-            ["network.conditions=[redshift]", "init_from"],
-            r"trained with network\.conditions .*cell.*, this run has \['r",
-        ),
-        (
-            ["train_path=[FOLDER/first.h5,FOLDER/late.h5]", "init_from"],
-            r"with network\.condition_ranges .* --set network\.condition_ranges=\[\[2\.0,4\.0\],\[1\.0,1\.5\]\]",
-        ),
+        (["network.conditions=[redshift]", "init_from"], r"trained with .*cell.*, this run has \['redshift"),
+        (["train_path=[FOLDER/first.h5,FOLDER/late.h5]", "init_from"], r"condition_ranges=\[\[2\.0,4\.0\],\[1\.0,1"),
     ],
     ids=str,
 )
@@ -158,6 +173,5 @@ def test_what_cannot_be_conditioned_is_refused_in_one_line(
 
 
 def test_every_known_condition_is_an_attribute_that_simulated_files_state() -> None:
-    stated = simulation_of(file_attributes(SimulationOptions()), 0.1)
     assert set(CONDITIONS) == set(get_args(Condition))
-    assert set(CONDITIONS.values()) <= set(stated)
+    assert set(CONDITIONS.values()) <= set(simulation_of(file_attributes(SimulationOptions()), 0.1))
