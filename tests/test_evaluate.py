@@ -44,7 +44,7 @@ def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_agree_with_the_predicted_file(
-    trained_run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The results are equal whether the network predicts or its prediction is read from a file.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import sys
 from collections import namedtuple
 from contextlib import closing
 from dataclasses import replace
@@ -157,7 +156,6 @@ def test_a_batch_of_several_validation_volumes_is_of_one_of_them(paths: Paths, n
 @EVERY_LOADER
 @pytest.mark.parametrize(("symmetries", "channels_last"), [("full", True), ("grid", False), ("none", True)])
 def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_last: bool) -> None:
-    """Each mode of the symmetries and each memory format gives the plan's samples, also in shorter last batches."""
     config = config_for(paths, name, symmetries=symmetries, channels_last=channels_last)
     readings = [Reading("train", 0), Reading("valid", 0)]
     assert read(build_loaders(config), readings, channels_last) == expected(config, readings, mode=symmetries)
@@ -246,13 +244,6 @@ def test_if_the_second_loader_fails_the_first_is_closed() -> None:
     with pytest.raises(ZeroDivisionError):
         build_splits(lambda split: first if split == "train" else 1 / 0, ALONE)
     first.close.assert_called_once_with()
-
-
-def test_without_dali_the_error_names_the_install_command(monkeypatch: Any) -> None:
-    for name in ["nvidia.dali", *(name for name in sys.modules if name.startswith("nvidia.dali."))]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"NVIDIA DALI cannot be imported .*; install it with pip install"):
-        dali.import_dali()
 
 
 def test_the_synthetic_loader_repeats_one_batch_per_seed_and_rank(paths: Paths) -> None:
