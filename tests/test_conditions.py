@@ -97,8 +97,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callabl
     assert_same_training(run, training("parts"))
 
 
-def test_conditions_that_are_constant_or_outside_the_trained_range_get_a_warning(
-    training: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
+def test_constant_conditions_and_those_outside_the_trained_range_get_a_warning(
+    training: Any, folder: Path, capsys: Any
 ) -> None:
     volumes = f"--set=train_path={folder}/first.h5", f"--set=val_path={folder}/late.h5"
     training("warned", *volumes, "--num_epochs=1")
@@ -107,9 +107,7 @@ def test_conditions_that_are_constant_or_outside_the_trained_range_get_a_warning
     assert any("late.h5: redshift 5 is outside the trained range 2 to 2" in line for line in printed)
 
 
-def test_everything_that_calls_the_network_has_its_conditions(
-    training: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_everything_that_calls_the_network_has_its_conditions(training: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """Evaluation, pictures, baselines, preflight, benchmark; micro-batches, averaged weights, autocast, a norm."""
     monkeypatch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda _: Figure(figsize=(1, 1))))
     monkeypatch.setattr(figures, "encode_png", lambda _: b"PNG")
@@ -128,7 +126,7 @@ def test_everything_that_calls_the_network_has_its_conditions(
 
 
 def test_predict_and_evaluate_use_the_conditions_of_their_input(
-    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """All windows get those of the input. Values outside the trained range give a warning with both."""
     network = torch.no_grad()(TrainedNetwork.load(run, torch.device("cpu")).network)
@@ -165,7 +163,7 @@ def test_predict_and_evaluate_use_the_conditions_of_their_input(
     ids=str,
 )
 def test_what_cannot_be_conditioned_is_refused_in_one_line(
-    run: Path, folder: Path, training: Callable[..., Path], flags: list[str], says: str, capsys: Any
+    run: Path, folder: Path, training: Any, flags: list[str], says: str, capsys: Any
 ) -> None:
     given = [f"--init_from={run}" if key == "init_from" else f"--set={key}" for key in flags]
     given = [flag.replace("FOLDER", str(folder)) for flag in given]

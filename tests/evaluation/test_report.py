@@ -245,7 +245,6 @@ def test_loss_curves_show_losses_and_metrics() -> None:
     ]
     figure = loss_curves(records, "cross_entropy", "demo/2ranks/00")
     assert figure.get_suptitle() == "demo/2ranks/00, epoch 1, step 10"
-    assert figure.axes[2].get_ylim() == pytest.approx((0, 0.115)), "a constant rate must not be magnified"
     lines = {line.get_label(): list(line.get_ydata()) for axes in figure.axes[:2] for line in axes.lines}
     ends = {"validation": [2.1, 1.1], "validation, valid": [2.2], "accuracy": [0.5]}
     assert lines == {"training, per interval": [1.5], "training, per epoch": [2.0, 1.0], **ends}
@@ -260,7 +259,6 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
     targets = torch.zeros(EXAMINED + 1, 5, 4, 4, 4)
     targets[3, 0, 1, 2, 2], targets[6, 0, 2, 1, 1], targets[6, 1, 3, 1, 1], targets[-1] = 5, 4, 9, 99
     targets[-1, 0, 0, 0, 0] = 1000
-
     inputs = torch.arange(EXAMINED + 1.0).view(-1, 1, 1, 1, 1).expand(-1, 1, 4, 4, 4)
     buffers = torch.empty(5, 1, 4, 4, 4), torch.empty(5, 5, 4, 4, 4)
 

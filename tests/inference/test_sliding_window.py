@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -48,16 +49,11 @@ def affine(windows: torch.Tensor) -> torch.Tensor:
 
 
 def build_predictor(
-    field: np.ndarray,
-    window: int,
-    overlap: int | None = None,
-    periodic: bool = True,
-    predict: Predict = affine,
-    batch_size: int = 3,
-    world: World = ALONE,
+    field: Any, window: int, overlap: Any = None, periodic: bool = True, predict: Predict = affine, **options: Any
 ) -> SlidingWindowPredictor:
-    grid = build_window_grid(field.shape[1:], window, overlap, periodic)  # type: ignore[arg-type]
-    return SlidingWindowPredictor(predict, lambda x, y, z: field[:, x, y, z], grid, (4, 5), batch_size, world)
+    grid = build_window_grid(field.shape[1:], window, overlap, periodic)
+    options = {"batch_size": 3, "world": ALONE} | options
+    return SlidingWindowPredictor(predict, lambda x, y, z: field[:, x, y, z], grid, (4, 5), **options)
 
 
 def predict_volume(predictor: SlidingWindowPredictor, advance: Callable[[int], object] = lambda _: None) -> np.ndarray:
