@@ -36,12 +36,7 @@ def slab_fields(slabs: Slabs, *fields: np.ndarray) -> SlabFields:
 
 
 def sample_results(
-    box: int = 16,
-    noise: float = 0.1,
-    channels: Any = (4, 5),
-    cell: Any = None,
-    flux: bool = False,
-    **metadata: Any,
+    box: int = 16, noise: float = 0.1, channels: Any = (4, 5), cell: Any = None, flux: bool = False, **metadata: Any
 ) -> Results:
     """Results for smooth random fields plus white noise: good on large scales, bad on small ones.
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +111,6 @@ def test_digits_are_all_of_scikit_learns_with_a_fixed_split(tmp_path: Path) -> N
     assert len(splits["train"].labels) == 1437
     for split, golden in GOLDEN_DIGITS.items():
         np.testing.assert_array_equal(splits[split].inputs[:4, 0], digits.images[golden])
-
-
-def test_an_unknown_name_and_missing_scikit_learn_are_refused_with_the_remedy(monkeypatch: Any, tmp_path: Path) -> None:
-    assert "known: digits, mnist, fashion_mnist, cifar10, reuters; choose one with" in refused("imagenet", tmp_path)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert refused("digits", tmp_path).endswith("pip install scikit-learn")
 
 
 def python2_pickle(lists: list[list[int]]) -> bytes:

@@ -24,7 +24,7 @@ from utils.data import import_volume, imported_config
 from utils.data.channels import volume_channels
 from utils.data.convert_to_npy import convert
 from utils.data.files import hdf5
-from utils.data.files.hdf5 import FieldReader, open_volume
+from utils.data.files.hdf5 import open_volume
 from utils.data.import_volume import main
 from utils.evaluation.callback import evaluation_grid
 from utils.evaluation.volume import config_of_files
@@ -53,12 +53,7 @@ def box(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(box: Path, capsys: Any) -> Any:
     """run(input, *flags): the text that the command prints."""
-
-    def go(source: Path, *flags: str) -> str:
-        main([f"--input={source}", f"--output={box}", *flags])
-        return capsys.readouterr().out
-
-    return go
+    return lambda source, *flags: (main([f"--input={source}", f"--output={box}", *flags]), capsys.readouterr().out)[1]
 
 
 def write_layout(folder: Path, name: str) -> tuple[Path, list[str]]:
@@ -164,7 +159,6 @@ def test_the_written_config_extends_one_whose_crops_fit(
     expected |= {"symmetries": "full", "expdir": "./runs"} if parent == "base" else {}
     expected |= {"data_size": crop, "network.scales": scales} if scales else {}
     assert configs.differences(config, shipped) == expected
-    assert config.data_size == crop
     assert any(line.startswith("warning: crops have") for line in lines) == bool(scales)
     if scales:
         assert build.network(config)(torch.zeros(1, 4, crop, crop, crop)).shape == (1, 5, crop, crop, crop)
@@ -172,8 +166,8 @@ def test_the_written_config_extends_one_whose_crops_fit(
 
 def test_without_gas_only_the_inputs_are_written(run: Any, box: Path, tmp_path: Path) -> None:
     assert "input of predict.py only" in run(write_nyx(tmp_path / "snapshot.h5", {DARK: FIELDS[DARK]}))
+    assert [*contents(box)[0]] == ["Nbody"]
     assert os.listdir(box.parent) == ["box.h5"]
-    assert FieldReader(str(box), "Nbody", 1, TransformConfig()).shape == SHAPE
 
 
 def nyx(place: str = "/", key: Any = "unused", value: Any = 0, **fields: Any) -> Any:
@@ -201,8 +195,7 @@ def files(ending: str, dtype: str = "f4") -> Any:
     return write
 
 
-VALIDATION = ["--input={good}", "--validation={source}"]
-TEMPERATURE, SPEED = "native_fields/temperature", "native_fields/velocity_z"
+TEMPERATURE = "native_fields/temperature"
 
 
 @pytest.mark.parametrize(
@@ -216,14 +209,15 @@ TEMPERATURE, SPEED = "native_fields/temperature", "native_fields/velocity_z"
         (nyx("universe", "hubble", 67.5), [], "cosmology_H0 is 6750, expected 10 to 200"),
         (nyx(TEMPERATURE, (3, 4, 5), np.nan), [], "native_fields/temperature[3, 4, 5] is nan"),
         (nyx(TEMPERATURE, (0, 1, 2), 0), [], "native_fields/temperature[0, 1, 2] is 0, which is impossible"),
-        (nyx(SPEED, "units", "furlong"), [], "velocity_z is in furlong; give --velocity_units"),
         (nyx(), ["--velocity_units=km/s"], "is implausible; give its unit with --velocity_units"),
         (nyx(), ["--redshift=2"], "states redshift 3, not 2; remove --redshift"),
         (nyx(), ["--split=0.9"], "leaves -15 training and 11 validation planes of 12"),
-        (nyx(), ["--split=0.2", "--validation=other.h5"], "remove it or --validation"),
         (nyx(), ["--output={source}", "--overwrite"], "is the input; give another --output"),
-        (nyx(temperature=None), VALIDATION, "training and validation need the same fields"),
-        (nyx(TEMPERATURE, (3, 4, 5), np.nan), VALIDATION, "native_fields/temperature[3, 4, 5] is nan"),
+        (
+            nyx(temperature=None),
+            ["--input={good}", "--validation={source}"],
+            "training and validation need the same fields",
+        ),
         (files("f32"), ["--velocity_units=cm/s"], "give --shape X,Y,Z"),
         (files("f32"), ["--shape=12,6,8"], "velocity_x.f32 is in an unknown unit; give --velocity_units"),
         (files("f32"), ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
@@ -242,7 +236,7 @@ def test_contradictory_input_is_refused_and_nothing_is_left(
 
 
 def test_parts_of_a_box_do_not_touch_also_across_its_faces(
-    run: Any, box: Path, tmp_path: Path, monkeypatch: Any
+    run: Any, box: Path, tmp_path: Any, monkeypatch: Any
 ) -> None:
     snapshot = write_nyx(tmp_path / "snapshot.h5", FIELDS)
     run(snapshot)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import sys
 from collections import namedtuple
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -26,7 +24,7 @@ from utils.data import LOADERS, DataSplits, get_loader
 from utils.data.convert_to_npy import convert
 from utils.data.files import shared_memory
 from utils.data.loaders import auto, dali, gpu_resident, threaded
-from utils.data.loaders.base import build_splits, memory_format, sample_plan
+from utils.data.loaders.base import memory_format, sample_plan
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.data.volumes import open_split, open_split_npy, with_file_values
 from utils.distributed.launch import Launch
@@ -54,7 +52,6 @@ def has_dali() -> bool:
 
 NAMES = [name for name, spec in LOADERS.items() if spec.reads == "hdf5" or (spec.reads == "npy" and has_dali())]
 EVERY_LOADER = pytest.mark.parametrize("name", NAMES)
-
 
 # One pass over an epoch, from batch `first` on, which ends after `taken` batches.
 Reading = namedtuple("Reading", "split epoch first taken", defaults=(0, None))
@@ -157,7 +154,6 @@ def test_a_batch_of_several_validation_volumes_is_of_one_of_them(paths: Paths, n
 @EVERY_LOADER
 @pytest.mark.parametrize(("symmetries", "channels_last"), [("full", True), ("grid", False), ("none", True)])
 def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_last: bool) -> None:
-    """Each mode of the symmetries and each memory format gives the plan's samples, also in shorter last batches."""
     config = config_for(paths, name, symmetries=symmetries, channels_last=channels_last)
     readings = [Reading("train", 0), Reading("valid", 0)]
     assert read(build_loaders(config), readings, channels_last) == expected(config, readings, mode=symmetries)
@@ -239,20 +235,6 @@ def test_there_must_be_as_many_npy_files_as_hdf5_files(paths: Paths, key: str) -
     fewer = config_for({**paths, key: paths[key][:1]}, "dali-lowmem")
     with pytest.raises(UserError, match=r"train_path list (2 and 1|1 and 2) files"):
         open_split_npy(fewer, "train")
-
-
-def test_if_the_second_loader_fails_the_first_is_closed() -> None:
-    first = Mock()
-    with pytest.raises(ZeroDivisionError):
-        build_splits(lambda split: first if split == "train" else 1 / 0, ALONE)
-    first.close.assert_called_once_with()
-
-
-def test_without_dali_the_error_names_the_install_command(monkeypatch: Any) -> None:
-    for name in ["nvidia.dali", *(name for name in sys.modules if name.startswith("nvidia.dali."))]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"NVIDIA DALI cannot be imported .*; install it with pip install"):
-        dali.import_dali()
 
 
 def test_the_synthetic_loader_repeats_one_batch_per_seed_and_rank(paths: Paths) -> None:

@@ -8,10 +8,11 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,6 @@ def test_the_conclusion_and_the_summary_name_what_is_wrong(found: Results, with_
     name, one = "log density", np.ones(len(found.spectra["log density"].k))
     for correlation, power, place, says in (
         (np.where(np.arange(len(one)) < 2, 1, 0.5), one, "Mpc/h)", "is right to 10% on all scales."),
-        (one, one + 0.5, "no scale", "wrong on the largest scales, at worst 1.5 times the target's"),
         (one, np.append(one[1:], 1e5), "no scale", "Mpc/h, at worst 1e+05 times"),  # fixed: only large scales counted
         (0.3 * one, one, "Mpc/h)", "Not even structure of the largest scales is in the right place."),
         (one, math.nan * one, "unknown", "have no structure, or are not finite"),
@@ -102,24 +102,22 @@ def test_the_conclusion_and_the_summary_name_what_is_wrong(found: Results, with_
 def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> None:
     found, flux = with_flux, with_flux.flux
     rows = {row[0]: row[1:] for row in tables.channel_table(found)}
-    assert rows["all channels"][0] == f"{found.l1.mean():.5f}"
-    numbers = [f"{found.l1[2]:.5f}", f"{found.r2[2]:.4f}"]
-    assert rows["gas velocity y"] == [*numbers, "km/s", f"{900 * found.l1[2]:.3f} km/s"]
-    assert rows["gas density"][2:] == ["mean density", f"{14 * found.l1[0] / math.log(10):.3f} dex"]
-    assert rows["velocity divergence"][1] == f"{found.divergence_r2:.4f}"
-    assert rows["mean gas density / target's"][3] == f"{found.mass_ratio:.4f}"
+    assert rows["gas velocity y"] == [
+        f"{found.l1[2]:.5f}",
+        f"{found.r2[2]:.4f}",
+        "km/s",
+        f"{900 * found.l1[2]:.3f} km/s",
+    ]
+    assert rows["gas density"][3] == f"{14 * found.l1[0] / math.log(10):.3f} dex"
     columns = {row[0]: row[1:] for row in zip(*tables.field_table(found), strict=True)}
     for name, spectrum in found.spectra.items():
         shells = spectrum.reference_shells
         values = [f"{value:.3f}" for value in (*spectrum.correlation[shells], *spectrum.ratio[shells])]
-        values += ["not reached" if k is None else f"{k:.2g}" for k in spectrum.resolutions.values()]
         assert [*columns[name][: len(values)]] == values
-    table, fgpa = tables.flux_table(flux), flux.fields["FGPA"]
-    values = [fgpa.unscaled_mean, fgpa.scale, *flux.ratios["FGPA"][flux.reference_modes], flux.power_error("FGPA")]
-    values += [*flux.band_errors("FGPA").values(), *flux.p3d_errors("FGPA").values()]
-    values += [fgpa.correlation, flux.pdf_distance("FGPA")]
-    column = table[0].index("FGPA")
-    assert [row[column] for row in table[1:]] == [f"{value:.3f}" for value in values]
+    table = tables.flux_table(flux)
+    shown = {row[table[0].index("FGPA")] for row in table}
+    for value in (flux.fields["FGPA"].scale, flux.power_error("FGPA"), *flux.band_errors("FGPA").values()):
+        assert f"{value:.3f}" in shown
     lines = tables.lines(found)[:-1]
     assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
     page = report.page(found, PICTURES, {})
@@ -129,9 +127,7 @@ def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> Non
 
 
 @pytest.mark.parametrize("gaps", [[1, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
-def test_the_flux_of_a_box_with_different_sides_is_reported(
-    gaps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp_path: Path, monkeypatch: Any) -> None:
     """A short axis has no mode in some bins: it is NaN there. Even if no bin has modes of all axes."""
     empty = dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1)))
     monkeypatch.setattr(figures, "PICTURES", {**empty, "flux": figures.flux})
@@ -157,23 +153,20 @@ def test_loading_returns_exactly_what_was_saved(with_flux: Results, tmp_path: Pa
         load(tmp_path / "pickle.npz")
 
 
-def test_scalars_cover_three_scales_of_flux_and_spectra(with_flux: Results) -> None:
+def test_scalars_cover_flux_and_spectra(with_flux: Results) -> None:
     flux, density, expected = with_flux.flux, with_flux.spectra["density"], {}
     for name in ("prediction", "FGPA"):
         ratio = flux.fields[name].power / flux.fields["target"].power
-        for mode in flux.reference_modes:
-            expected[f"flux/P1D ratio at k = {flux.k[mode]:.3g}, {name}"] = ratio[mode]
-        used = ratio[flux.k <= min(0.1, flux.k[-1] / 2)]
+        mode = flux.reference_modes[0]
+        expected[f"flux/P1D ratio at k = {flux.k[mode]:.3g}, {name}"] = ratio[mode]
+        expected[f"flux/P1D error, {name}"] = np.abs(ratio[flux.k <= min(0.1, flux.k[-1] / 2)] - 1).mean()
         difference = np.abs(flux.fields[name].pdf - flux.fields["target"].pdf)
-        expected[f"flux/P1D error, {name}"] = np.abs(used - 1).mean()
         expected[f"flux/PDF distance, {name}"] = difference.sum() * 0.05 / 2
         expected[f"flux/correlation, {name}"] = flux.fields[name].correlation
-    expected["flux/mean before rescaling, target"] = flux.fields["target"].unscaled_mean
     expected |= {"L1/all channels": with_flux.l1.mean(), "R2/temperature": with_flux.r2[4]}
     expected["R2/velocity divergence"] = with_flux.divergence_r2
     for shell in density.reference_shells:
         expected[f"r/density at k = {density.k[shell]:.3g}"] = density.correlation[shell]
-        expected[f"P ratio/density at k = {density.k[shell]:.3g}"] = density.ratio[shell]
     scalars = with_flux.scalars()
     assert {name: scalars[f"Evaluation {name}"] for name in expected} == pytest.approx(expected)
 
@@ -220,62 +213,28 @@ def physical(values: np.ndarray) -> list[np.ndarray]:
     return [14 * values[0] / math.log(10), *(900 * values[1:4]), *(8 * (values[4:] + 1.5) / math.log(10))]
 
 
-def shown(figure: Figure) -> list[np.ndarray]:
-    """The data of all lines, steps, images and meshes."""
-    data = []
-    for axes in figure.axes:
-        data += [line.get_ydata() for line in axes.lines]
-        data += [patch.get_data().values for patch in axes.patches if isinstance(patch, StepPatch)]
-        data += [artist.get_array() for artist in (*axes.images, *axes.collections) if artist.get_array() is not None]
-    return [np.ma.filled(values, 0) for values in data]
-
-
-def spectra(found: Results) -> list[np.ndarray]:
-    curves = found.spectra.values()
-    ratios = [curve.predicted / curve.target for curve in curves]
-    return [*ratios, *(curve.cross / np.sqrt(curve.predicted * curve.target) for curve in curves)]
-
-
-def distributions(found: Results) -> list[np.ndarray]:
-    histograms = found.distributions.values()
-    counts = [(counts, part.edges) for part in histograms for counts in (part.predicted, part.target)]
-    return [values / 16**3 / np.diff(edges) for values, edges in counts]
-
-
-def phase_diagram(found: Results) -> list[np.ndarray]:
-    counts = found.phase_diagram
-    area = np.outer(np.diff(counts.temperature_edges), np.diff(counts.density_edges))
-    return [values.T / 16**3 / area for values in (counts.target, counts.predicted)]
-
-
-def slices(found: Results) -> list[np.ndarray]:
-    """With y to the right and z upwards."""
-    given, target, predicted = (physical(found.slices[name]) for name in ("input", "target", "predicted"))
+def test_figures_show_their_data(with_flux: Results) -> None:
+    """Slices with y to the right and z upwards; densities of cells per unit of area and of the axis."""
+    histograms, phases = with_flux.distributions.values(), with_flux.phase_diagram
+    given, target, predicted = (physical(with_flux.slices[name]) for name in ("input", "target", "predicted"))
     residuals = [ours - theirs for ours, theirs in zip(predicted, target, strict=True)]
-    return [plane.T for plane in (*given, *target, *predicted, *residuals)]
-
-
-def flux(found: Results) -> list[np.ndarray]:
-    fields, k = found.flux.fields.values(), found.flux.k
-    powers = [k * field.power / math.pi for field in fields]
-    return [*powers, *found.flux.ratios.values(), *(field.pdf for field in fields), *(f.sightline for f in fields)]
-
-
-def flux_3d(found: Results) -> list[np.ndarray]:
-    ratios, k = found.flux.p3d_ratios.values(), found.flux.p3d_k
-    return [row[np.isfinite(modes)] for ratio in ratios for row, modes in zip(ratio, k, strict=True)]
-
-
-EXPECTED = (slices, spectra, distributions, phase_diagram, flux, flux_3d)
-
-
-@pytest.mark.parametrize("expected", EXPECTED)
-def test_each_figure_shows_its_data(expected: Callable[[Results], list[np.ndarray]], with_flux: Results) -> None:
-    assert [function.__name__ for function in EXPECTED] == list(figures.PICTURES)
-    drawn = shown(figures.PICTURES[expected.__name__](with_flux))
-    for values in expected(with_flux):
-        same = (other for other in drawn if np.shape(other) == values.shape)
-        assert any(np.allclose(values, other, rtol=1e-6, atol=1e-9, equal_nan=True) for other in same)
+    area = np.outer(np.diff(phases.temperature_edges), np.diff(phases.density_edges))
+    curves, fields = with_flux.spectra.values(), with_flux.flux.fields.values()
+    for name, expected in {
+        "slices": [plane.T for plane in (*given, *target, *predicted, *residuals)],
+        "spectra": [values for curve in curves for values in (curve.ratio, curve.correlation)],
+        "distributions": [each.predicted / 16**3 / np.diff(each.edges) for each in histograms],
+        "phase_diagram": [counts.T / 16**3 / area for counts in (phases.target, phases.predicted)],
+        "flux": [values for f in fields for values in (with_flux.flux.k * f.power / math.pi, f.pdf, f.sightline)],
+    }.items():
+        drawn: list[np.ndarray] = []
+        for axes in figures.PICTURES[name](with_flux).axes:
+            drawn += [line.get_ydata() for line in axes.lines]
+            drawn += [patch.get_data().values for patch in axes.patches if isinstance(patch, StepPatch)]
+            drawn += [np.ma.filled(each.get_array(), 0) for each in (*axes.images, *axes.collections)]
+        for values in expected:
+            same = (other for other in drawn if np.shape(other) == values.shape)
+            assert any(np.allclose(values, other, rtol=1e-6, atol=1e-9, equal_nan=True) for other in same), name
 
 
 def test_loss_curves_show_losses_and_metrics() -> None:
@@ -286,7 +245,6 @@ def test_loss_curves_show_losses_and_metrics() -> None:
     ]
     figure = loss_curves(records, "cross_entropy", "demo/2ranks/00")
     assert figure.get_suptitle() == "demo/2ranks/00, epoch 1, step 10"
-    assert figure.axes[2].get_ylim() == pytest.approx((0, 0.115)), "a constant rate must not be magnified"
     lines = {line.get_label(): list(line.get_ydata()) for axes in figure.axes[:2] for line in axes.lines}
     ends = {"validation": [2.1, 1.1], "validation, valid": [2.2], "accuracy": [0.5]}
     assert lines == {"training, per interval": [1.5], "training, per epoch": [2.0, 1.0], **ends}
@@ -301,7 +259,6 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
     targets = torch.zeros(EXAMINED + 1, 5, 4, 4, 4)
     targets[3, 0, 1, 2, 2], targets[6, 0, 2, 1, 1], targets[6, 1, 3, 1, 1], targets[-1] = 5, 4, 9, 99
     targets[-1, 0, 0, 0, 0] = 1000
-
     inputs = torch.arange(EXAMINED + 1.0).view(-1, 1, 1, 1, 1).expand(-1, 1, 4, 4, 4)
     buffers = torch.empty(5, 1, 4, 4, 4), torch.empty(5, 5, 4, 4, 4)
 
@@ -323,9 +280,7 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
     assert (choose_planes(step, loader)[ERROR].fields["input"] == 8).all(), "not finite"
 
 
-def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(
-    with_flux: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Results, monkeypatch: Any) -> None:
     monkeypatch.setattr(figures, "DOTS_PER_INCH", 50)
     measured, density = with_flux.flux, with_flux.spectra["density"]
     predicted = with_flux.slices["predicted"] * np.nan
@@ -354,12 +309,9 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(
     monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux, "flux_3d": figures.flux_3d})
     assert list(figures.draw_all(replace(with_flux, flux=replace(measured, p3d_k=np.empty((4, 0)))))) == ["flux"]
     assert not figures.draw_all(replace(with_flux, flux=None))
-
-
-def test_channels_of_unknown_units_are_drawn_as_channel_values() -> None:
+    monkeypatch.undo()
     unknown = sample_results(16, channels=(1, 2))
     drawn = figures.draw_all(unknown)
     assert list(drawn) == ["slices", "spectra", "distributions"]
-    images = [axes.images[0].get_array() for axes in drawn["slices"].axes[:4]]
-    np.testing.assert_allclose(images[0], unknown.slices["input"][0].T)
-    np.testing.assert_allclose(images[2], unknown.slices["predicted"][0].T)
+    image = drawn["slices"].axes[2].images[0].get_array()
+    np.testing.assert_allclose(image, unknown.slices["predicted"][0].T, err_msg="not in physical units")

@@ -1,4 +1,4 @@
-"""The flux of a volume, and P(k, mu), agree with numpy, closed forms and a library, on any number of ranks."""
+"""The flux of a volume, and P(k, mu), agree with numpy and closed forms, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def setup(
     inputs: int = 4,
-    transform: TransformConfig = TRANSFORM,
-    shape: tuple[int, int, int] = SHAPE,
-    cell: float | None = CELL,
-    simulation: dict[str, Any] = SIMULATION,
+    transform: Any = TRANSFORM,
+    shape: Any = SHAPE,
+    cell: Any = CELL,
+    simulation: Any = SIMULATION,
     **options: Any,
 ) -> FluxSetup | None:
     values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
@@ -97,7 +97,7 @@ def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
 
 
 def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
-    """P(k, mu) of all modes along x, y and z; the last tests are of these sums."""
+    """P(k, mu) of all modes along x, y and z; the last test is of these sums."""
     power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
     for axis, tau in enumerate(taus):
         others = [side for other, side in enumerate(SHAPE) if other != axis]
@@ -146,16 +146,6 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
     np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
     along_x_and_y = (80 / 12 + 96 / 10) / 176  # along z the first mode is in the second bin
     assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * along_x_and_y)
-
-
-@pytest.mark.parametrize("shape", [(24, 36, 18), (7, 4, 9), (5, 4, 5)])
-def test_no_mode_is_lost(shape: tuple[int, int, int]) -> None:
-    modes = [np.arange(1.0, side // 2 + 1) / side for side in shape]
-    along, mean = FluxStatistics(setup(shape=shape), Slabs(shape, ALONE))._average(modes)
-    for axis, expected in zip(along, modes, strict=True):
-        np.testing.assert_array_equal(axis[np.isfinite(axis)], expected)
-    assert (np.diff(mean) > 0).all()
-    assert np.nanmax(np.abs(along - mean)) < 1 / max(shape), "modes are within a bin"
 
 
 def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space() -> None:
@@ -218,9 +208,7 @@ def test_sight_lines_are_evenly_spaced_and_shared(axis: int, limit: int) -> None
         assert gaps.max() - gaps.min() <= 1
 
 
-def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress(
-    found: Flux, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress(found: Flux, monkeypatch: Any) -> None:
     """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
     (inputs, predicted, target), known, calls = fields(), KnownFlux(), []
     monkeypatch.setattr(ALONE.heartbeat, "progress", calls.append)
@@ -249,15 +237,12 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, fo
     [
         ({"simulation": {}}, "box.h5 does not state redshift, cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology"),
         ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
-        ({"simulation": {**SIMULATION, "cosmology_Ob0": 0.0}}, "box.h5 states a universe without baryons"),
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
         ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
         ({"transform": TransformConfig(temperature_log10_scale=None)}, "lacks density, velocity or temperature in"),
     ],
 )
-def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(
-    changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: Any, reason: str, caplog: Any) -> None:
     """The switch skips it silently; a given mean flux needs no fit."""
     caplog.set_level("INFO")
     assert setup(**changes) is setup(flux=False) is None
@@ -268,62 +253,27 @@ def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(
     assert 0.7 < setup().mean_flux < 0.9
 
 
-SIDE = 24
-FUNDAMENTAL = 2 * math.pi / (SIDE * CELL)
-VOLUME = (SIDE * CELL) ** 3
-
-
-def power_of(fields: list[np.ndarray]) -> tuple[AnisotropicPower, np.ndarray]:
-    """P(k, mu) of fields with sight-lines along x, y and z."""
-    power = AnisotropicPower(Slabs(fields[0].shape, ALONE), CELL)
-    sums = [power.sums(torch.tensor(field, dtype=torch.float32), axis) for axis, field in enumerate(fields)]
-    return power, power.power(torch.stack(sums).sum(0))
-
-
-def wavenumbers(axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """k in fundamentals and |mu| of all modes."""
-    waves = np.stack(np.meshgrid(*[np.fft.fftfreq(SIDE) * SIDE] * 3, indexing="ij"))
-    k = np.sqrt((waves**2).sum(0))
-    return k, np.abs(waves[axis]) / np.maximum(k, 1e-9)
-
-
 def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
     """P(k, mu) = (1 + beta mu²)² k**-1.5 (Kaiser 1987): all modes have this power, with random phases."""
-    fields, model, modes = [], np.zeros((2, 4, 20)), np.zeros((4, 20))
-    edges = bin_edges(SIDE // 2, RATIO)
+    side, model, modes, sums = 24, np.zeros((2, 4, 20)), np.zeros((4, 20)), []
+    volume, edges = (side * CELL) ** 3, bin_edges(side // 2, RATIO)
+    found = AnisotropicPower(Slabs((side,) * 3, ALONE), CELL)
+    waves = np.stack(np.meshgrid(*[np.fft.fftfreq(side) * side] * 3, indexing="ij"))
+    k = np.sqrt((waves**2).sum(0))
     for axis in range(3):
-        k, mu = wavenumbers(axis)
+        mu = np.abs(waves[axis]) / np.maximum(k, 1e-9)
         true = (1 + 0.8 * mu**2) ** 2 * np.maximum(k, 0.5) ** -1.5
-        noise = np.fft.fftn(np.random.default_rng(axis).standard_normal([SIDE] * 3))
-        fields.append(np.fft.ifftn(noise / np.abs(noise) * np.sqrt(true / VOLUME)).real * SIDE**3)
+        noise = np.fft.fftn(np.random.default_rng(axis).standard_normal([side] * 3))
+        field = np.fft.ifftn(noise / np.abs(noise) * np.sqrt(true / volume)).real * side**3
+        sums.append(found.sums(torch.tensor(field).float(), axis))
         used = (k > 0.5) & (k < edges[-1])
         place = np.minimum(4 * mu[used], 3).astype(int), np.digitize(k[used], edges) - 1
         for row, values in zip((*model, modes), (true, k, np.ones_like(k)), strict=True):
             np.add.at(row, place, values[used])
-    found, power = power_of(fields)
-    some = slice(len(edges) - 1)
+    some, power = slice(len(edges) - 1), found.power(sum(sums))
     np.testing.assert_array_equal(found.modes, modes[:, some])
     with np.errstate(invalid="ignore"):
         np.testing.assert_allclose(power, (model[0] / modes)[:, some], rtol=1e-5)
-        np.testing.assert_allclose(found.k, (model[1] / modes)[:, some] * FUNDAMENTAL, rtol=1e-9)
+        fundamental = 2 * math.pi / (side * CELL)
+        np.testing.assert_allclose(found.k, (model[1] / modes)[:, some] * fundamental, rtol=1e-9)
     assert np.isnan(power[1:3, 0]).tolist() == [True, False], "the longest waves have mu = 0, 1/√2 or 1"
-
-
-@pytest.mark.filterwarnings("ignore:One or more radial bins")
-@pytest.mark.parametrize("axis", range(3))
-def test_power_agrees_with_powerbox(axis: int) -> None:
-    tools = pytest.importorskip("powerbox.tools")
-    field = np.random.default_rng(0).standard_normal([SIDE] * 3)
-    slabs = Slabs(field.shape, ALONE)
-    power = AnisotropicPower(slabs, CELL)
-    sums = power.sums(torch.tensor(field, dtype=torch.float32), axis).numpy()
-    edges, (k, mu) = np.array(bin_edges(SIDE // 2, RATIO)), wavenumbers(axis)
-    for number in range(4):
-        inside = (np.minimum(4 * mu, 3).astype(int) == number).astype(float)
-        modes = np.histogram(k, edges, weights=inside)[0]
-        theirs = tools.get_power(
-            field, SIDE * CELL, bins=edges * FUNDAMENTAL, k_weights=np.fft.fftshift(inside), dimensionless=False
-        )
-        expected = theirs.power if hasattr(theirs, "power") else theirs[0]  # before powerbox 1.0
-        filled = modes > 0
-        np.testing.assert_allclose(sums[number][filled] / modes[filled] * VOLUME, expected[filled], rtol=1e-5)

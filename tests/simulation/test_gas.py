@@ -25,8 +25,6 @@ from utils.simulation.ionization import CollisionRates, Equilibrium
 from utils.simulation.particle_mesh import Particles
 
 COSMOLOGY = linear_theory.make_cosmology("planck18")
-# Gaikwad et al. 2021 state 1322 K and 0.120 at z = 3; parcels, unlike gas, are not heated by shocks and flows.
-TEMPERATURE_ERROR, SLOPE_ERROR = 2700.0, 0.15
 
 
 def gas_of(density: Tensor, velocity: Tensor, pressure: Tensor, threads: int = 1) -> Gas:
@@ -71,6 +69,7 @@ def test_sods_shock_tube(axis: int) -> None:
     found = gas.density.movedim(axis, 0)[:n, 0, 0].numpy()
     exact = sod((np.arange(n) + 0.5 - n / 2) / (0.2 * n))
     assert np.abs(found - exact).mean() < 0.012
+    torch.testing.assert_close(gas.density, gas.density.flip(axis), rtol=1e-4, atol=0)  # the second one is mirrored
     assert torch.equal(gas.density, gas.density.movedim(axis, 0)[:, :1, :1].movedim(0, axis).expand(shape))
 
 
@@ -88,7 +87,6 @@ def test_zeldovichs_pancake(axis: int) -> None:
     gas = physics.start(contrast.astype(np.float32), particles, clock, 2, "cpu")
     entropy = float(gas.state[4].double().sum())
     evolution.evolve(particles, clock, 2, None, gas, physics)
-
     lagrange = np.arange(-n, 2 * n, 0.01)
     edges = lagrange - 0.72 / k * np.sin(k * lagrange)  # of equal masses
     exact = np.histogram(edges, np.arange(n + 1) - 0.5)[0] * 0.01
@@ -166,6 +164,7 @@ def test_density_stays_positive_where_fast_gas_meets_a_dense_cell() -> None:
 
 
 def test_specific_entropy_does_not_fall_below_the_lowest_one_nearby() -> None:
+    """It once fell below zero where cold, fast gas met a shock: the flux of S took more than a cell had."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(50):
         density, speed, heat = torch.randn(3, 8, 1, 1, generator=generator)
@@ -185,17 +184,6 @@ def test_a_value_that_is_not_finite_ends_the_simulation(monkeypatch: pytest.Monk
     gas.state[4, :, -1] = torch.nan
     with pytest.raises(UserError, match="not finite; give another --seed"):
         gas.advance(1.0)
-
-
-def test_cold_gas_that_streams_together_stays_positive() -> None:
-    """Entropy fell below zero where cold, fast gas met a shock: the flux of S took more than a cell had."""
-    n, cold = 64, 1e-6
-    velocity = torch.zeros(3, n, 4, 4)
-    velocity[0] = torch.sin(2 * torch.pi * torch.arange(n) / n).view(n, 1, 1)
-    gas = gas_of(torch.ones(n, 4, 4), velocity, torch.full((n, 4, 4), cold))
-    gas.advance(0.6 * n)
-    assert float(gas.density.max()) > 3
-    assert float(gas.state[4].min()) > 0
 
 
 @pytest.fixture(scope="module", name="gas")
@@ -238,11 +226,6 @@ def test_iterated_electrons_are_those_of_the_ions(gas: PrimordialGas) -> None:
         torch.testing.assert_close(neutral + singly + doubly, torch.full_like(neutral, ionization.HELIUM))
 
 
-def test_expansion_alone_keeps_theta_times_the_squared_scale_factor(gas: PrimordialGas) -> None:
-    cold = cooling.THETAS.exp() < 1000
-    assert gas.change(30.0, 20.0).logarithm[:, cold].abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("end", [7.5, 7.499])
 def test_reionization_heats_cold_gas_to_its_temperature_and_keeps_hot_gas(gas: PrimordialGas, end: float) -> None:
     """A step across it is one before and one after it: gas cools as soon as it is ionized, not at the end."""
@@ -271,10 +254,11 @@ def test_flow_of_a_linear_rate_is_an_exponential() -> None:
         torch.testing.assert_close(cooling.flow(nodes, speed * (1.5 - nodes), start, duration), expected)
 
 
-@pytest.mark.parametrize(("start", "end"), [(4.0, 3.9), (2.1, 2.0), (7.7, 7.4)])
-def test_twice_the_substeps_change_no_entry_by_a_percent(gas: PrimordialGas, start: float, end: float) -> None:
-    change, finer = gas.change(start, end), gas.change(start, end, cooling.LONGEST_SUBSTEP / 2)
-    assert (change.logarithm - finer.logarithm).abs().max() < 0.01
+def test_twice_the_substeps_change_no_entry_by_a_percent_and_expansion_alone_none(gas: PrimordialGas) -> None:
+    for steps in ((4.0, 3.9), (2.1, 2.0), (7.7, 7.4)):
+        change, finer = gas.change(*steps), gas.change(*steps, cooling.LONGEST_SUBSTEP / 2)
+        assert (change.logarithm - finer.logarithm).abs().max() < 0.01
+    assert gas.change(30.0, 20.0).logarithm[:, cooling.THETAS.exp() < 1000].abs().max() < 1e-6
 
 
 def test_interpolated_change_is_that_of_direct_integration(gas: PrimordialGas) -> None:
@@ -300,18 +284,8 @@ def test_interpolated_change_is_that_of_direct_integration(gas: PrimordialGas) -
         assert found == pytest.approx(end - initial, abs=0.01), (density, theta)
 
 
-def test_gas_forgets_its_temperature_and_approaches_the_asymptotic_slope(
-    gas: PrimordialGas, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """T is proportional to density**0.6 long after an ionization (Hui & Gnedin 1997); here helium's is suppressed."""
-    monkeypatch.setattr(cooling, "HELIUM_HEAT", 0.0)
-    cool, hot = (parcels(gas, torch.full((5,), theta), [6.0, 5.5, 2.0, 0.5]) for theta in (1e4, 5e4))
-    assert hot[0, 0] / cool[0, 0] > 1.5
-    assert hot[-1, 0] / cool[-1, 0] == pytest.approx(1, abs=0.05)
-    np.testing.assert_allclose((cool[-1, 1], hot[-1, 1]), 1.6, atol=0.04)
-
-
 def test_parcels_have_the_measured_temperature_and_slope(gas: PrimordialGas) -> None:
     found = parcels(gas, torch.full((5,), 1.0), [8.0, 5.0, 3.8, 3.4, 3.0, 2.4, 2.0])[1:]
     measured = [np.interp([3.8, 3.4, 3.0, 2.4, 2.0], TEMPERATURE_DENSITY[0], row) for row in TEMPERATURE_DENSITY[1:]]
-    assert (abs(found - np.transpose(measured)) < (TEMPERATURE_ERROR, SLOPE_ERROR)).all()
+    # Gaikwad et al. 2021 state 1322 K and 0.120 at z = 3; parcels, unlike gas, are not heated by shocks and flows.
+    assert (abs(found - np.transpose(measured)) < (2700.0, 0.15)).all()

