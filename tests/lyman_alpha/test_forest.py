@@ -148,6 +148,11 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
     assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * along_x_and_y)
 
 
+def test_the_last_mode_of_an_even_axis_next_to_odd_ones_is_not_lost() -> None:
+    statistics = FluxStatistics(setup(shape=(5, 4, 5)), Slabs((5, 4, 5), ALONE))
+    assert np.isfinite(statistics._average([np.ones(2)] * 3)[0]).all()
+
+
 def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space() -> None:
     inputs, predicted, target = fields()
     flux = measured((inputs[:1], predicted, target), inputs=1)

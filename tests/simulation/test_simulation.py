@@ -218,7 +218,6 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(tmp_pa
     printed = capsys.readouterr()
     assert str(path) in printed.out
     assert "cells of 1 Mpc/h are too large" in printed.err
-    assert "1 steps are for tests only" in printed.err
     expected = simulate.simulate(SimulationOptions(grid=8, n_steps=1, seed=4, box_size=8.0))
     with h5py.File(path) as file:
         for name, values in zip(("Nbody", "Hydro"), expected, strict=True):
