@@ -188,7 +188,7 @@ def rank_2_ends_after_rank_0(world: World) -> None:
 
 def single_is_suspended_for_a_while(world: World) -> None:
     """As by `scontrol suspend`; then it continues for some time, in which an alarm would stop it."""
-    world.heartbeat.progress("step", 1)
+    time.sleep(4 * heartbeats.TICK)  # in which the heartbeat notices all progress so far
     subprocess.Popen(["bash", "-c", f"sleep {HANG + 1}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(6 * heartbeats.TICK)
