@@ -1,4 +1,4 @@
-"""Programs as child processes: none of their processes outlives them, and a failure is reported in one line."""
+"""Programs as child processes: none of their processes outlives them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from processes import GENEROUS
 
-from benchmarks.common import Parser, failure_of, failure_reason, launcher
+from benchmarks.common import Parser, failure_of, launcher
 
 OPEN = "import os, sys; pipe = os.open(os.environ['PIPE'], os.O_WRONLY); os.write(pipe, b'ready')"
 SLEEPER = f"{OPEN}; import time; time.sleep({10 * GENEROUS})"
@@ -69,16 +69,3 @@ def test_all_processes_end_with_the_program(
         for number, handler in before.items():
             signal.signal(number, handler)
         os.close(reader)
-
-
-@pytest.mark.parametrize(
-    ("code", "output", "says"),
-    [
-        (None, "", "stopped after 30 s"),
-        (2, "INFO - x\nerror: no device memory left; lower it\n", "no device memory left; lower it"),
-        (1, "[rank1]: Traceback\n[rank1]: torch.AcceleratorError: bad\nnoise", "torch.AcceleratorError: bad"),
-        (1, "ChildFailedError:\n Signal 9 (SIGKILL) received by PID 3", "ended by SIGKILL"),
-    ],
-)
-def test_a_failure_is_reported_in_one_line(code: int | None, output: str, says: str) -> None:
-    assert failure_reason(code, output, 30) == says

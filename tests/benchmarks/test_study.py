@@ -189,7 +189,6 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     study.main(arguments)
     path = tmp_path / "study_generalization.json"
     found = json.loads(path.read_text())["evaluations"]
-    assert (tmp_path / "boxes/box_size=16.0_cosmology=planck18_grid=16_redshift=4.0_seed=11.h5").exists()
     kept = list((tmp_path / "evaluations/generalization-1-seed0").glob("*redshift=4.0*.npz"))
     errors = [float(results.load(one).l1.mean()) for one in kept]
     assert found["b"]["both"]["L1"]["mean"] == pytest.approx(statistics.fmean(errors))
@@ -198,7 +197,6 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     assert found["a"][boxes.SPECIALIST] == found["a"]["near"]
     assert not list((tmp_path / "evaluations/generalization-2-seed0").glob("*redshift=2.0*")), "far is evaluated on b"
     assert "| L1 | near | both |" in (tmp_path / "study_generalization.md").read_text()
-    assert (tmp_path / "study_generalization.png").exists()
     monkeypatch.setattr(common, "failure_of", lambda *_, **__: pytest.fail("made twice"))
     monkeypatch.setattr(results, "save", lambda *_: pytest.fail("evaluated twice"))
     study.main(arguments)

@@ -15,7 +15,6 @@ BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.05
 SHAPES: dict[str, tuple[int, ...]] = {
     "conv.weight": (6, 4, 3, 3, 3),
     "conv.bias": (6,),
-    "norm.weight": (6,),
     "norm.bias": (6, 1, 1),  # only its name says that it is a bias
     "dense.weight": (7, 5),
     "zero.weight": (3, 2),  # starts at 0

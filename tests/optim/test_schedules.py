@@ -91,7 +91,6 @@ def test_a_step_schedule_drops_at_the_beginning_of_epochs_and_a_constant_one_nev
     [
         ("--config=bs64_opt --local_batch_size 64 --enable_benchy --num_epochs 15", 128, False),
         ("--config=short_opt --local_batch_size 64", 8, True),
-        ("--config=bs512_opt", 8, False),
     ],
 )
 def test_a_warmup_longer_than_the_run_is_a_warning(

@@ -99,11 +99,9 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
 ) -> None:
     conf = tmp_path / "conf.yaml"
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
-    for text, says in (("IO: {batchs: 2}", r"did you mean IO\.batches\?"), ("IO: [", "cannot read")):
-        conf.write_text(text)
-        with pytest.raises(UserError, match=says) as caught:
-            read_settings(ALONE)
-        assert str(conf) in str(caught.value)
+    conf.write_text("IO: {batchs: 2}")
+    with pytest.raises(UserError, match=rf"{conf}.*did you mean IO\.batches\?"):
+        read_settings(ALONE)
     conf.write_text("")
     (tmp_path / "results.json").mkdir()
     for name in ("none/x.json", "results"):
