@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import common, step
+from benchmarks import common, step, step_profile
 from benchmarks.cost import STORED
 from benchmarks.step import FASTEST, SETS, Part
 from benchmarks.step_profile import breakdown, classify, kernels_of
@@ -76,6 +78,39 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["failed"]["hang"].startswith("stopped after ")
     assert "| B: text | 3 (2 – 4) | 1.000 |" in capsys.readouterr().out
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with tests for a GPU, also if their marks are imported."""
+    options: Any = SimpleNamespace(call=2, minutes=8.0, output=tmp_path)
+    assert {"test_gpu.py", "test_fused.py", "test_optimizers.py"} <= {part.name for part in step.parts_of(options)}
+    monkeypatch.setattr(step, "STARTED", time.perf_counter())
+    call = step.Call(options)
+    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)])
+    found = json.loads((tmp_path / "call2.json").read_text())
+    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
+    assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
+    assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
+
+
+BLOCKED = """
+import runpy, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.argv = ["step", "--call=1", "--dry_run"]
+runpy.run_module("benchmarks.step", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_calls_need_the_required_packages_only() -> None:
+    optional = ("matplotlib", "jinja2", "rich", "scipy", "colossus", "sklearn", "nvidia", "wandb", "pytest", "xdist")
+    program = BLOCKED.format(absent=optional)
+    done = subprocess.run([sys.executable, "-c", program], cwd=common.REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
@@ -147,3 +182,19 @@ def test_overlaps_of_kernels_count_once_and_all_adds_up_to_the_step() -> None:
         ("sm90_xmma_fprop_implicit_gemm", 2.0, 0.5),
         ("gather", 1.5, 1.0),
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_of_a_cuda_graph_are_seen() -> None:
+    device = torch.device("cuda")
+    left = torch.randn(256, 256, device=device)
+    left @ left  # cuBLAS allocates its workspace before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (left @ left).relu()
+    result = step_profile.measure(graph.replay, device, steps=3)
+    assert result["kernels"] >= 2
+    assert result["categories"]["convolutions"] > 0
+    assert result["categories"]["pointwise"] > 0

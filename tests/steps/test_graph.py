@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import torch
 from devices import ON_GPU
 from small_steps import LR, differing, make_step, refusing_to_wait, small_network, snapshot, weights, world_on
+from trainings import TOP
 
 from utils.config import Config
 from utils.errors import LocalError, UserError
@@ -306,3 +310,29 @@ def test_a_recording_that_fails_reports_the_first_reason(fake_cuda, monkeypatch,
     line = r"^cannot record .* graph: CUDA error: the cause; use t"
     with pytest.raises(kind if out_of_memory else LocalError, match="the cause\nmore" if out_of_memory else line):
         step(*slot, LR)
+
+
+WAITING = """
+import torch
+from test_graph import GraphStep, buffers, curve, make_step, world_on
+from utils.errors import one_line_errors
+
+class Waiting(torch.nn.Conv3d):
+    def forward(self, fields):
+        return super().forward(fields) * float(fields.mean())
+
+with one_line_errors():
+    step = make_step(kind=GraphStep, world=world_on("cuda"), network=Waiting(4, 5, 3, padding=1))
+    curve(step, buffers(1, "cuda"))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_operation_that_waits_for_the_device_gives_one_error_line() -> None:
+    """In a subprocess: a failed recording leaves PyTorch's allocator and generators in an invalid state."""
+    paths = os.pathsep.join([str(TOP), str(TOP / "tests"), str(TOP / "tests/steps")])
+    command, environment = [sys.executable, "-c", WAITING], {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1].startswith("error: cannot record the step as a CUDA graph: ")
+    assert result.returncode == 2
