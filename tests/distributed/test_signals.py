@@ -98,7 +98,7 @@ def test_only_sigterm_and_the_named_signal_are_caught() -> None:
 def exchange(world: World, requests: dict[int, Request]) -> list[int]:
     """The answers to a rank with these requests {step: request}."""
     coordinator, answers = StopCoordinator(world), [0]
-    while answers[-1] != Request.STOP:
+    while answers[-1] != Request.STOP and len(answers) < 20:
         answers.append(int(coordinator.exchange(requests.get(len(answers) - 1, Request.CONTINUE))))
     coordinator.close()
     return answers[1:]
