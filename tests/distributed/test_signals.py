@@ -176,6 +176,7 @@ import os, signal, threading
 from utils.distributed import signals
 from utils.errors import one_line_errors
 signals.INTERRUPT_SECONDS = 0.5
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background jobs
 with one_line_errors(), signals.StopSignals():
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -187,7 +188,7 @@ with one_line_errors(), signals.StopSignals():
 
 def test_ctrl_c_ends_a_program_that_blocks_during_its_exit() -> None:
     """An interrupt right after a lock was acquired, before the block that releases it, blocked a run forever."""
-    done = subprocess.run([sys.executable, "-c", STUCK], cwd=TOP, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", STUCK], cwd=TOP, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
