@@ -345,6 +345,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, help="of the network, its samples and trials (that for the device)")
     parser.add_argument("--dry_run", action="store_true", help="print what the call would reach, and measure nothing")
     options = parser.parse_args(argv)
+    if options.sets and (options.call or options.dry_run):
+        raise UserError("--sets measures these sets alone; remove --call and --dry_run, or --sets")
+    if options.profile and not options.sets:
+        raise UserError("--profile has no effect without --sets; name the sets")
     device = common.this_machine().device
     options.size = options.size or ("cuda" if options.call else device.type)
     vars(options).update(SIZES[options.size])

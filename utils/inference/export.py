@@ -112,8 +112,9 @@ class ExportedNetwork:
                     f"{target} is not written, because its max relative difference from the network is "
                     f"{difference:.3g}; try another checkpoint"
                 )
+        given = f" with conditions [N, {len(self.conditions)}]" if self.conditions else ""
         return (
-            f"wrote {target}: {_shape(self.inputs)} -> {_shape(self.targets)} in {self.units} units, X, Y and Z "
+            f"wrote {target}: {_shape(self.inputs)}{given} -> {_shape(self.targets)} in {self.units} units, X, Y and Z "
             f"multiples of {self.divisor}; max relative difference from the network: {difference:.2g}"
         )
 
