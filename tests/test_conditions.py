@@ -138,7 +138,9 @@ def test_predict_and_evaluate_use_the_conditions_of_their_input(
         with h5py.File(tmp_path / f"{name}.h5") as file:
             expected = network(fields, torch.tensor([[redshift, 1.0]]))[0]
             np.testing.assert_allclose(file["Hydro"][...], expected, atol=1e-6)
-        warnings = [line for line in messages(capsys.readouterr().err, "WARNING") if "trained range" in line]
+        printed = capsys.readouterr().err
+        assert f"Condition redshift: {redshift:g}, trained on 2 to 4\n" in printed
+        warnings = [line for line in messages(printed, "WARNING") if "trained range" in line]
         warning = f"{folder}/late.h5: redshift 5 is outside the trained range 2 to 4; check the prediction"
         assert warnings == ([] if name == "first" else [warning])
     line = f"{folder}/silent.h5: redshift, which network.conditions redshift needs, is not stated as a number; set it, "

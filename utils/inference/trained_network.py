@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from utils.inference.window_grid import build_window_grid
 from utils.steps import build
 from utils.steps.eager import load_network
 from utils.training.checkpoint import read_weights
+
+log = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -138,6 +141,10 @@ def build_predictor(
     if world.is_root:
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
         warn_of_untrained_conditions(config.network, volume.path, conditions)
+        for name, value, (low, high) in zip(
+            config.network.conditions, conditions, config.network.condition_ranges, strict=True
+        ):
+            log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
     periodic = volume.periodic and not options.not_periodic
