@@ -31,6 +31,7 @@ from utils.data.slabs import Slabs
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.inference import prediction_file
 from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.inference.trained_network import TrainedNetwork
 from utils.inference.window_grid import build_window_grid
@@ -217,6 +218,7 @@ def before_block(number: int, action: Callable[[], Any]) -> Callable[..., None]:
 def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
     command: Any, whole: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    monkeypatch.setattr(prediction_file, "POLL_SECONDS", 0.0)  # the stop that the file records is read in time
     enter, signals = StopSignals.__enter__, []
     monkeypatch.setattr(StopSignals, "__enter__", lambda self: (signals.append(self), enter(self))[1])
 
