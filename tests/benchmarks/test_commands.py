@@ -80,7 +80,7 @@ def run(*words: str) -> None:
 
 @pytest.mark.slow
 def test_the_control_messages_of_several_ranks_are_measured(tmp_path: Path) -> None:
-    run("benchmarks.scaling", "--control", "4", f"--output={tmp_path}")
+    run("benchmarks.scaling", "--control", "4", f"--output={tmp_path / 'scaling'}")
     result = check(tmp_path, "control", 2)
     (row,), (start,) = result["heartbeats"], result["starts"]
     assert row["messages/s at the store"] == pytest.approx(48, rel=0.2), "three per report"
