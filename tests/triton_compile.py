@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 # A100; H100 and H200.
 ARCHITECTURES = pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.slow), 90])
@@ -32,9 +33,9 @@ def compile_kernel(
 ) -> Compiled:
     """Compiles a kernel from its source; `directory` is for Triton's cache.
 
-    types: of the arguments, as "*bf16" or "i32". Like most arguments of a launch, all pointers and integers are
-      multiples of 16, except those that `unaligned` names. Names that the kernel lacks are ignored here and in
-      `constants`.
+    types: of the arguments, as "*bf16", "i32" or "tensordesc<bf16[128, 64]>". Like most arguments of a launch, all
+      pointers and integers are multiples of 16, except those that `unaligned` names. Names that the kernel lacks are
+      ignored here and in `constants`.
     options: such as num_warps.
     """
     triton = pytest.importorskip("triton")
@@ -54,3 +55,21 @@ def compile_kernel(
     usage = subprocess.check_output([tool, "-res-usage", directory / "cubin"], text=True)
     registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", usage))
     return Compiled(registers, stack, result.metadata.shared, result.asm["ptx"])
+
+
+def compile_launch(directory: Path, kernel: Any, *arguments: Any, **constants: Any) -> Compiled:
+    """Compiles the kernel for an H100 as for a launch with these arguments, except the number of programs."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+    types = {name: _type(value) for name, value in given.items() if name not in constants and value is not None}
+    sizes = {name: value for name, value in given.items() if name in kernel.arg_names and name not in types}
+    odd = tuple(name for name in types if isinstance(given[name], int) and given[name] % 16)
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    return compile_kernel(kernel, types, sizes, directory, unaligned=odd, enable_fp_fusion=False, **options)
+
+
+def _type(argument: Any) -> str:
+    if isinstance(argument, int | float):
+        return "i32" if isinstance(argument, int) else "fp32"
+    memory = getattr(argument, "base", argument)
+    dtype = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[memory.dtype]
+    return f"*{dtype}" if memory is argument else f"tensordesc<{dtype}{list(argument.block_shape)}>"
