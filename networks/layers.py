@@ -9,6 +9,8 @@ from torch import nn
 from torch.library import custom_op
 from torch.nn import functional as F
 
+from networks.blocks import FewChannels, convolve_transpose
+
 # Stride, padding, dilation, transposed, output padding and groups of the convolutions here, as aten takes them.
 DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
 DOWN = [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
@@ -33,7 +35,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
         return F.conv_transpose3d(input, self.weight, self.bias if biased else None, 2, 1)
 
 
-class OutputConvTranspose3d(nn.ConvTranspose3d):
+class OutputConvTranspose3d(FewChannels, nn.ConvTranspose3d):
     """The last layer of a network, with stride 2 and padding 1. Its result is that of `convolve_to_float32`.
 
     precise: the input in `precise_dtype`, if the caller has it.
@@ -42,8 +44,16 @@ class OutputConvTranspose3d(nn.ConvTranspose3d):
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None
     ) -> torch.Tensor:
-        result = convolve_to_float32(input, self.weight, True, precise)
+        dtype = autocast_dtype(input) or input.dtype
+        if self.own(input, dtype):
+            result_dtype = dtype if precise_dtype(input) is None else torch.float32
+            result = convolve_transpose(input.to(dtype), self.weight, result_dtype)
+        else:
+            result = self._without_kernels(input, precise)
         return with_bias(result, self.bias if biased else None)
+
+    def _without_kernels(self, input: torch.Tensor, precise: torch.Tensor | None) -> torch.Tensor:
+        return convolve_to_float32(input, self.weight, True, precise)
 
 
 def with_bias(result: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -28,10 +28,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from networks.blocks import FewChannels, convolve
 from networks.layers import (
     DENSE,
     DOWN,
     UP,
+    OutputConvTranspose3d,
     Pair,
     autocast_dtype,
     coarse_and_precise,
@@ -43,31 +45,26 @@ from networks.layers import (
 )
 
 
-class SpaceToDepthConv3d(nn.Conv3d):
-    """`nn.Conv3d` for few input channels."""
+class SpaceToDepthConv3d(FewChannels, nn.Conv3d):
+    """`nn.Conv3d` for few input channels; by the kernels of blocks.py where they can compute it."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
-        bias = self.bias if biased else None
-        blocks = space_to_depth(input, autocast_dtype(input))  # autocast would convert them after the copy
+        bias, dtype = self.bias if biased else None, autocast_dtype(input)
+        if self.own(input, dtype or input.dtype):
+            return with_bias(convolve(input, self.weight, dtype), bias)
+        blocks = space_to_depth(input, dtype)  # autocast would convert them after the copy
         return F.conv3d(blocks, _move_to_channels(self.weight), bias)
 
 
-class DepthToSpaceConvTranspose3d(nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d` for few output channels.
+class DepthToSpaceConvTranspose3d(OutputConvTranspose3d):
+    """`OutputConvTranspose3d` for few output channels."""
 
-    For last layers: under bfloat16 autocast the result is float32, as that of layers.OutputConvTranspose3d.
-    """
-
-    def forward(  # type: ignore[override] # no output_size
-        self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _without_kernels(self, input: torch.Tensor, precise: torch.Tensor | None) -> torch.Tensor:
         weight = dense_weight(self.weight)
         if precise_dtype(input) is None:
-            result = depth_to_space(F.conv3d(input, weight, padding=1))
-        else:
-            with torch.autocast(input.device.type, enabled=False):
-                result = _last(*coarse_and_precise(input, weight, precise))
-        return with_bias(result, self.bias if biased else None)
+            return depth_to_space(F.conv3d(input, weight, padding=1))
+        with torch.autocast(input.device.type, enabled=False):
+            return _last(*coarse_and_precise(input, weight, precise))
 
 
 class DenseConvTranspose3d(nn.ConvTranspose3d):

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import networks
-from networks import fused
+from networks import fused, strided
 
 
 @contextlib.contextmanager
@@ -34,6 +34,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def import_kernels_again() -> None:
     """Triton decides whether to compile or to interpret a kernel when the module is imported."""
-    fused.kernels.cache_clear()
-    if sys.modules.pop("networks.kernels", None) is not None:
-        del networks.kernels  # type: ignore[attr-defined]
+    for module in (fused, strided):
+        module.kernels.cache_clear()
+    for name in ("kernels", "strided_kernels", "block_kernels"):
+        if sys.modules.pop(f"networks.{name}", None) is not None:
+            delattr(networks, name)

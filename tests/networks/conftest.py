@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_interpreter import import_kernels_again, interpreted
 
-from networks import fused, tail
+from networks import blocks, fused, tail
 
 
 @pytest.fixture
@@ -36,6 +36,8 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterato
         for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
             monkeypatch.setattr(fused, name, value)
         monkeypatch.setattr(tail, "TILE", 256)
+        for name, value in (("CHUNK", 16), ("PROCESSORS", 3)):
+            monkeypatch.setattr(blocks, name, value)
         import_kernels_again()
         yield launched
     import_kernels_again()

@@ -1,0 +1,202 @@
+"""Own kernels of layers with few channels, compared with torch's convolutions in float64.
+
+They run in Triton's interpreter in float32, with small tiles, and on a GPU if there is one; compiled for an H100.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import ON_GPU
+from fused_cases import CHANNELS_LAST, values
+from torch.nn import functional as F
+from triton_compile import compile_launch
+from triton_interpreter import import_kernels_again
+
+from networks import blocks, fused, padded, strided
+from networks.layers import OutputConvTranspose3d
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d, space_to_depth
+
+# Samples, channels of the small grid and of the large one, and the side of the small grid.
+SHAPES = [(3, 64, 4, 1), (3, 64, 5, 2), (1, 128, 1, 3), (1, 64, 3, 5), (2, 192, 8, 3), (1, 64, 5, 8), (2, 64, 7, 2)]
+
+
+def operands(samples: int, small: int, few: int, side: int) -> tuple[torch.Tensor, ...]:
+    """Rows, cells and weights."""
+    rows, cells = values(samples, small, *[side] * 3, seed=0), values(samples, few, *[2 * side] * 3, seed=1)
+    return rows, cells, values(small, few, 4, 4, 4, seed=2) / 8
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float = 1e-6) -> None:
+    assert got.shape == expected.shape
+    assert float((got.double() - expected).abs().max()) < error * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_pass_equals_torch_and_itself(interpreter: list[str], shape: tuple[int, int, int, int]) -> None:
+    """For one cell and more, all numbers of channels per cell, partial tiles and split sums. Pads are zero."""
+    rows, cells, weight = operands(*shape)
+    bias = values(shape[1], seed=3)
+    exact = weight.double().requires_grad_()
+    convolved = F.conv3d(cells.double(), exact, None, 2, 1)
+    (weight_gradient,) = torch.autograd.grad(convolved, exact, rows.double(), retain_graph=True)
+    activated = F.leaky_relu(convolved.detach() + bias.double().view(-1, 1, 1, 1), 0.01)
+    expected = [F.conv_transpose3d(rows.double(), exact.detach(), None, 2, 1), activated, weight_gradient]
+    got, again = (
+        (
+            blocks.rows_to_cells(rows, weight, torch.float32),
+            blocks.blocks_to_rows(space_to_depth(cells), weight, bias, 0.01),
+            blocks.weight_gradient(rows, space_to_depth(cells)),
+        )
+        for _ in range(2)
+    )
+    assert interpreter == ["rows_to_blocks", "blocks_to_rows", "block_weight_gradient"] * 2
+    for ours, repeated, theirs in zip(got, again, expected, strict=True):
+        assert_close(ours, theirs)
+        assert torch.equal(ours, repeated)
+    assert all(part.is_contiguous(memory_format=CHANNELS_LAST) for part in got[::2])
+    assert padded.is_padded(got[1])
+    assert torch.equal(padded.with_pads(got[1]), padded.with_pads(padded.padded(got[1].clone())))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN
+def test_a_nan_reaches_the_same_values_as_in_torch(interpreter: list[str]) -> None:
+    """So no value is read across a face of the grid, not even multiplied by zero."""
+    rows, cells, weight = operands(3, 64, 5, 2)
+    for part, place in ((rows, (1, 3, 1, 1, 1)), (cells, (1, 0, 3, 3, 3)), (cells, (1, 0, 0, 0, 0))):
+        part[place] = torch.nan
+    for got, expected in (
+        (blocks.rows_to_cells(rows, weight, torch.float32), F.conv_transpose3d(rows, weight, None, 2, 1)),
+        (blocks.blocks_to_rows(space_to_depth(cells), weight), F.conv3d(cells, weight, None, 2, 1)),
+    ):
+        assert got.isnan().any()
+        assert torch.equal(got.isnan(), expected.isnan())
+
+
+def test_operators_have_gradients_and_shapes_without_data(interpreter: list[str]) -> None:
+    """The gradient of an input that needs none is not computed."""
+    rows, cells, weight = operands(2, 64, 5, 3)
+    for function, plain, x, y in (
+        (blocks.convolve, F.conv3d, cells, rows),
+        (lambda x, w: blocks.convolve_transpose(x, w, torch.float32), F.conv_transpose3d, rows, cells),
+    ):
+        x, w = (part.detach().requires_grad_() for part in (x, weight))
+        got = torch.autograd.grad(function(x, w), [x, w], y)
+        exact = [part.detach().double().requires_grad_() for part in (x, w)]
+        expected = torch.autograd.grad(plain(*exact, None, 2, 1), exact, y.double())
+        for ours, theirs in zip(got, expected, strict=True):
+            assert_close(ours, theirs)
+            assert ours.is_contiguous(memory_format=CHANNELS_LAST) or padded.is_padded(ours)
+    interpreter.clear()
+    blocks.convolve(cells, weight.requires_grad_()).sum().backward()
+    assert interpreter == ["blocks_to_rows", "block_weight_gradient"]
+    rows, cells, weight = operands(1, 64, 1, 1)
+    given = space_to_depth(cells).requires_grad_()
+    torch.library.opcheck(blocks._to_rows, (given, weight.requires_grad_()))
+    torch.library.opcheck(blocks.convolve_transpose, (rows.requires_grad_(), weight, torch.float32))
+    torch.library.opcheck(blocks._weight_gradient, (rows.detach(), given.detach()))
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        ("interpreter", torch.float16),  # it computes bfloat16 products wrongly
+        pytest.param("on_device", torch.float16, marks=ON_GPU),
+        pytest.param("on_device", torch.bfloat16, marks=ON_GPU),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [SpaceToDepthConv3d, DepthToSpaceConvTranspose3d, OutputConvTranspose3d])
+def test_layers_under_autocast(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, place: str, dtype: torch.dtype, kind: Any
+) -> None:
+    """Outputs and gradients have the errors of half precision, and the same bits in a second run."""
+    launched, device = request.getfixturevalue(place), torch.device("cuda" if place == "on_device" else "cpu")
+    if place == "interpreter":
+        monkeypatch.setattr(strided, "unavailable", lambda device: "")
+    elif strided.unavailable(device):
+        pytest.skip(strided.unavailable(device))
+    torch.manual_seed(0)
+    channels, side = (4, 64) if kind is SpaceToDepthConv3d else (64, 5), 4 if place == "interpreter" else 32
+    layer = kind(*channels, 4, stride=2, padding=1).to(device, memory_format=CHANNELS_LAST)
+    layer.convolutions = "own"
+    assert set(layer.backends((2, channels[0], *[side] * 3), dtype, device).values()) == {"own"}
+    x = values(2, channels[0], *[side] * 3).to(dtype).float().to(device)
+
+    def results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        upstream = values(*y.shape, seed=1, device=str(device)).to(y.dtype)
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+
+    with torch.autocast(device.type, dtype):
+        got, again = (results(layer, x) for _ in range(2))
+    names = ["rows_to_blocks", "blocks_to_rows", "block_weight_gradient"]
+    names = names if channels[1] == 5 else [names[1], names[0], names[2]]
+    assert launched == names * 2
+    precise = dtype == torch.bfloat16 and channels[1] == 5
+    assert got[0].dtype == (torch.float32 if precise else dtype)
+    assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
+    layer.convolutions = "cudnn"
+    for ours, exact in zip(got, results(layer.double(), x.double()), strict=True):
+        error = float((ours.double() - exact).norm() / exact.norm())
+        half = dtype == torch.float16 or (precise and ours is got[0])
+        assert error < (6e-4 if half else 5e-3), error
+
+
+def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SpaceToDepthConv3d(4, 64, 4, stride=2, padding=1)
+    shape, half, cpu = (2, 4, 6, 6, 6), torch.bfloat16, torch.device("cpu")
+    assert layer.obstacle(shape, half, cpu) == "there is no CUDA device"
+    monkeypatch.setattr(strided, "unavailable", lambda device: "")
+    assert layer.obstacle(shape, half, cpu) == ""
+    assert "precision" in layer.obstacle(shape, None, cpu)
+    for other in ((2, 4, 6, 6, 8), (2, 4, 5, 5, 5)):
+        assert "cube" in layer.obstacle(other, half, cpu)
+    assert "too large" in layer.obstacle((2, 4, *[1024] * 3), half, cpu)
+    for channels, reason in (((4, 96), "96 channels are not"), ((9, 64), "9 channels are more than 8")):
+        layer = SpaceToDepthConv3d(*channels, 4, stride=2, padding=1)
+        assert reason in layer.obstacle(shape, half, cpu)
+    assert layer.backends(shape, half, cpu)["input gradient"] == "cuDNN"
+    layer.convolutions = "own"
+    with pytest.raises(RuntimeError, match="9 channels are more"):
+        layer(torch.zeros(shape, dtype=half))
+
+
+@pytest.mark.parametrize(
+    ("small", "few"),
+    [(128, 5), (64, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((128, 8), (64, 1)))],
+)
+def test_compiled_kernels_fit_into_a_multiprocessor(
+    monkeypatch: pytest.MonkeyPatch, small: int, few: int, tmp_path: Path
+) -> None:
+    """Twice for up to 5 channels. No registers are spilled, and no operations are atomic, whose order would vary."""
+    pytest.importorskip("triton")
+    import_kernels_again()
+    compiled = []
+
+    def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        result = compile_launch(tmp_path / str(len(compiled)), kernel, *arguments, **constants)
+        compiled.append((kernel.__name__, constants["num_warps"], result))
+
+    monkeypatch.setattr(fused, "launch", launch)
+    rows, cells, weight = operands(1, small, few, 32)
+    rows, cells_of_blocks = padded.padded(rows.bfloat16()), space_to_depth(cells, torch.bfloat16)
+    blocks.tail(rows, weight, torch.zeros(few), cells)
+    for dtype in (torch.float32, torch.bfloat16):
+        blocks.rows_to_cells(rows, weight, dtype)
+    blocks.blocks_to_rows(cells_of_blocks, weight, torch.zeros(small), 0.01)
+    blocks.weight_gradient(rows, cells_of_blocks)
+    assert len(compiled) == 5
+    for name, warps, result in compiled:
+        assert result.stack == 0, name
+        programs = 2 if few <= 5 else 1
+        assert programs * math.ceil(result.registers / 8) * 8 * 32 * warps <= 2**16, (name, result.registers)
+        assert programs * (result.shared + 1024) <= 228 * 1024, (name, result.shared)
+        assert "wgmma.mma_async" in result.ptx, name
+        assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", result.ptx), name
