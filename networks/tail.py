@@ -1,7 +1,7 @@
-"""The last layer of a U-Net, its activation and the L1 loss, with one kernel after the convolution (`fused_tail`).
+"""The last layer of a U-Net, its activation and the L1 loss, in one kernel or in one after cuDNN's (`fused_tail`).
 
-The kernel reads the convolution's result, which consists of blocks of 2³ cells, and the targets; it writes the gradient
-of the blocks. The fields themselves are never in memory.
+The kernel computes, or reads, the convolution's result, which consists of blocks of 2³ cells, and reads the targets; it
+writes the gradient of the blocks. The fields themselves are never in memory.
 
 The gradient is computed in the forward pass, before that of the loss is known. It is a factor of all gradients, so the
 backward pass applies it to small tensors: to the weight for the gradient of the convolution's input, and to the
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from networks import fused
-from networks.layers import DENSE, convolution_gradients, precise_dtype
+from networks import blocks, fused, padded
+from networks.layers import DENSE, OutputConvTranspose3d, convolution_gradients, precise_dtype
 from networks.losses import L1Loss, NetworkWithLoss
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, dense_weight
 from networks.unet import UNet
@@ -27,7 +27,7 @@ TILE = 512
 
 
 class NetworkWithFusedTail(NetworkWithLoss):
-    """A U-Net whose last layer is computed by space-to-depth, with the mean absolute error as its loss.
+    """A U-Net whose last layer is computed by own kernels or by space-to-depth, with the mean absolute error as loss.
 
     Without a GPU, in another memory format than channels_last_3d, under torch.compile, and without bfloat16 autocast
     this is the loss of the network's output.
@@ -35,17 +35,40 @@ class NetworkWithFusedTail(NetworkWithLoss):
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.network, UNet)
-        assert isinstance(self.network.last, DepthToSpaceConvTranspose3d)
+        assert isinstance(self.network.last, OutputConvTranspose3d)
         assert isinstance(self.loss, L1Loss)
         x, precise = self.network.before_last(inputs, *conditions)
-        dtype = precise_dtype(x)
-        if dtype is None or not (fused.fusible(x) and fused.fusible(targets)):
-            return self.loss(self.network.output(x, precise), targets)
-        last = self.network.last
-        weight = dense_weight(last.weight)
-        with torch.autocast(x.device.type, enabled=False):
-            precise = x.detach().to(dtype) if precise is None else precise
-            return _Tail.apply(x.to(torch.bfloat16), precise, weight, last.bias, targets)
+        dtype, last = precise_dtype(x), self.network.last
+        if dtype is not None and fused.fusible(targets):
+            with torch.autocast(x.device.type, enabled=False):
+                if last.own(x, torch.bfloat16):
+                    return _OwnTail.apply(x.to(torch.bfloat16), last.weight, last.bias, targets)
+                if isinstance(last, DepthToSpaceConvTranspose3d) and fused.fusible(x):
+                    precise = x.detach().to(dtype) if precise is None else precise
+                    return _Tail.apply(x.to(torch.bfloat16), precise, dense_weight(last.weight), last.bias, targets)
+        return self.loss(self.network.output(x, precise), targets)
+
+
+class _OwnTail(torch.autograd.Function):
+    """The loss for the last layer's input x, by own kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        rows = padded.padded(x)
+        total, gradient, bias_gradient = blocks.tail(rows, weight, bias, targets)
+        ctx.save_for_backward(rows, weight, gradient, bias_gradient)
+        ctx.count = targets.numel()
+        return total / ctx.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, gradient, bias_gradient = ctx.saved_tensors
+        factor = upstream / ctx.count  # stays on the device, and may be NaN
+        weight_gradient = blocks.weight_gradient(rows, gradient).to(weight.dtype) * factor
+        return blocks.blocks_to_rows(gradient, weight * factor), weight_gradient, bias_gradient * factor, None
 
 
 class _Tail(torch.autograd.Function):

@@ -12,7 +12,7 @@ from fused_cases import assert_trains_like, batch, results, trained, values, wit
 from small_steps import ALONE, differing, refusing_to_wait
 from torch.nn import functional as F
 
-from networks import tail
+from networks import blocks, padded, tail
 from networks.space_to_depth import dense_weight, space_to_depth
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
@@ -30,25 +30,42 @@ def fused_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, target
     return tail._Tail.apply(x, x.detach(), dense_weight(weight), bias, targets)
 
 
-def operands(grid: tuple[int, int, int], channels: int, batch: int) -> tuple[torch.Tensor, ...]:
-    """Input of 3 channels, weight, bias and targets of the last layer. Some outputs are close to -1 and 1."""
-    x, weight = values(batch, 3, *grid, seed=0), 0.3 * values(3, channels, 4, 4, 4, seed=1)
+def own_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return tail._OwnTail.apply(x, weight, bias, targets)
+
+
+# With the names of their kernels.
+TAILS = (
+    (fused_tail, ["tail_l1"]),
+    (own_tail, ["rows_to_blocks", "block_weight_gradient", "blocks_to_rows"]),
+)
+
+
+def operands(grid: tuple[int, int, int], channels: int, batch: int, inputs: int = 3) -> tuple[torch.Tensor, ...]:
+    """Input, weight, bias and targets of the last layer. Some outputs are close to -1 and 1."""
+    x, weight = values(batch, inputs, *grid, seed=0), 0.5 * values(inputs, channels, 4, 4, 4, seed=1) / inputs**0.5
     targets = values(batch, channels, *(2 * side for side in grid), seed=3)
     return x, weight, values(channels, seed=2), targets
 
 
 @pytest.mark.parametrize(
-    ("grid", "channels", "batch", "upstream"),
-    [((3, 2, 2), 5, 2, 1.0), ((1, 1, 1), 5, 1, 1 / 3), ((2, 1, 7), 1, 2, 1024.0), ((1, 4, 2), 3, 1, -0.7)],
+    ("inputs", "grid", "channels", "batch", "upstream"),
+    [
+        *((3, (3, 2, 2), 5, 2, 1.0), (3, (1, 1, 1), 5, 1, 1 / 3), (3, (2, 1, 7), 1, 2, 1024.0)),
+        *((3, (1, 4, 2), 3, 1, -0.7), (64, (5, 5, 5), 5, 3, 1024.0), (64, (1, 1, 1), 5, 1, 1 / 3)),
+        (128, (2, 2, 2), 8, 1, -0.7),
+    ],
     ids=str,
 )
 def test_loss_and_gradients_are_those_of_the_plain_operations(
-    interpreter: list[str], grid: tuple[int, int, int], channels: int, batch: int, upstream: float
+    interpreter: list[str], inputs: int, grid: tuple[int, int, int], channels: int, batch: int, upstream: float
 ) -> None:
-    *given, targets = operands(grid, channels, batch)
-    fused, exact = (functools.partial(function, targets=targets) for function in (fused_tail, plain))
+    """Own kernels compute the cases with a multiple of 64 input channels."""
+    *given, targets = operands(grid, channels, batch, inputs)
+    function, names = TAILS[inputs % 64 == 0]
+    fused, exact = (functools.partial(each, targets=targets) for each in (function, plain))
     got, again = (results(fused, given, [torch.tensor(upstream)], torch.float32) for _ in range(2))
-    assert interpreter == ["tail_l1"] * 2
+    assert interpreter == names * 2
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
     for ours, theirs in zip(got, results(exact, given, [torch.tensor(upstream)], torch.float64), strict=True):
         assert ours.shape == theirs.shape
@@ -57,26 +74,39 @@ def test_loss_and_gradients_are_those_of_the_plain_operations(
 
 def test_no_difference_has_no_gradient_and_padding_has_none(interpreter: list[str]) -> None:
     """The blocks that reach beyond the grid are not compared with anything, even if they hold NaN."""
-    bias, blocks = values(5, seed=2), torch.zeros(2, 40, 3, 4, 3)
-    blocks[:, :20, 0] = torch.nan  # the first half of the first block along x
+    bias, result = values(5, seed=2), torch.zeros(2, 40, 3, 4, 3)
+    result[:, :20, 0] = torch.nan  # the first half of the first block along x
     cells = torch.zeros(2, 5, 4, 6, 4)
     targets = cells + torch.tanh(bias).view(-1, 1, 1, 1)
     cells[:, :, :, 1::2] = 1.0
     targets = (targets + cells).contiguous(memory_format=torch.channels_last_3d)
-    total, gradient, _ = tail._l1(blocks, bias, targets, torch.float32)
+    total, gradient, _ = tail._l1(result, bias, targets, torch.float32)
     assert interpreter == ["tail_l1"]
+    assert float(total) == pytest.approx(float(cells.sum()))
+    assert torch.equal(gradient != 0, space_to_depth(cells) != 0)
+
+
+def test_no_difference_has_no_gradient_in_own_kernels(interpreter: list[str]) -> None:
+    bias, rows, weight = values(5, seed=2), padded.padded(values(2, 64, 2, 2, 2)), torch.zeros(64, 5, 4, 4, 4)
+    cells = torch.zeros(2, 5, 4, 4, 4)
+    cells[:, :, :, 1::2] = 1.0
+    targets = (cells + torch.tanh(bias).view(-1, 1, 1, 1)).contiguous(memory_format=torch.channels_last_3d)
+    total, gradient, _ = blocks.tail(rows, weight, bias, targets)
     assert float(total) == pytest.approx(float(cells.sum()))
     assert torch.equal(gradient != 0, space_to_depth(cells) != 0)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities
 @pytest.mark.parametrize(("place", "bad"), [(0, float("nan")), (3, float("nan")), (3, -float("inf"))], ids=str)
-def test_a_non_finite_loss_makes_all_gradients_nan(interpreter: list[str], place: int, bad: float) -> None:
+@pytest.mark.parametrize(("function", "inputs"), [(fused_tail, 3), (own_tail, 64)])
+def test_a_non_finite_loss_makes_all_gradients_nan(
+    interpreter: list[str], function: Any, inputs: int, place: int, bad: float
+) -> None:
     """In an input or a target. A step multiplies the gradient by 0 · loss + 1 so that it skips the update."""
-    given = operands((2, 2, 2), 5, 1)
+    given = operands((2, 2, 2), 5, 1, inputs)
     given[place][0, 1, 1, 0, 1] = bad
     *inputs, targets = given
-    loss = fused_tail(*(x.requires_grad_() for x in inputs), targets)
+    loss = function(*(x.requires_grad_() for x in inputs), targets)
     assert not loss.isfinite()
     (bias_gradient,) = torch.autograd.grad(loss, inputs[2:], retain_graph=True)
     assert bool(bias_gradient.isnan().any()) == (bad != bad), "NaN in the data without the step's factor"
@@ -115,10 +145,15 @@ def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
     assert differing(*states) == []
 
 
+@pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
-def test_a_network_on_a_gpu(on_device: list[str], device: str) -> None:
-    module, parts = with_loss(True, device, NetworkWithFusedTail, **NETWORK), batch(device, 4)
+def test_a_network_on_a_gpu(on_device: list[str], device: str, width: int) -> None:
+    """Own kernels compute the last layer if it has 128 input channels and the GPU is one for them."""
+    options = {**NETWORK, "width": width}
+    module, parts = with_loss(True, device, NetworkWithFusedTail, **options), batch(device, 4)
+    last: Any = module.network.last
+    own = last.backends((2, 2 * width, 2, 2, 2), torch.bfloat16, torch.device(device))["forward"] == "own"
     with refusing_to_wait(device):
         got = trained(module, parts, torch.bfloat16)
-    assert on_device.count("tail_l1") == 1
-    assert_trains_like(got, with_loss(False, device, **NETWORK), parts, torch.bfloat16)
+    assert on_device.count("rows_to_blocks" if own else "tail_l1") == 1
+    assert_trains_like(got, with_loss(False, device, **options), parts, torch.bfloat16)
