@@ -55,7 +55,7 @@ def test_check_of_the_image_reports_each_problem() -> None:
 
 
 def test_caches_are_in_a_private_temporary_directory_if_the_home_is_not_writable(tmp_path: Path) -> None:
-    def caches(home: Path | str) -> list[str]:
+    def caches(home: Path) -> list[str]:
         """The cache variables of a Python process that imports writable_caches."""
         names = ("TRITON_HOME", "MPLCONFIGDIR", "CUDA_CACHE_PATH")
         variables = {"PYTHONPATH": str(DOCKER), "HOME": str(home), "TMPDIR": str(tmp_path), "MPLCONFIGDIR": "/mine"}
@@ -65,10 +65,11 @@ def test_caches_are_in_a_private_temporary_directory_if_the_home_is_not_writable
         return subprocess.check_output(run, env=inherited | variables, text=True).split()
 
     untouched, folder = ["None", "/mine", "None"], tmp_path / f"nbody-unet-{os.getuid()}"
+    missing = tmp_path / "never created"
     assert caches(tmp_path) == untouched
     assert list(tmp_path.iterdir()) == []
     for _ in range(2):  # the ranks of a node share the directory
-        assert caches("/nonexistent") == [f"{folder}/triton", "/mine", f"{folder}/cuda"]
+        assert caches(missing) == [f"{folder}/triton", "/mine", f"{folder}/cuda"]
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)  # others can write to it
-    assert caches("/nonexistent") == untouched
+    assert caches(missing) == untouched
