@@ -246,6 +246,6 @@ def _by_cells(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, step
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = WARPS, **constants: Any) -> None:
     # Without multiply-add fusion the results equal the interpreter's. Triton 3.9 warns if the option is missing.
-    kernel[(programs,)](*arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)
+    kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)

@@ -20,7 +20,7 @@ LAYER = {f"utils.{name}": number for number, names in enumerate(LAYERS.split("|"
 # Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
-TRITON_MODULES = {"networks.kernels", "networks.block_kernels"}
+TRITON_MODULES = {"networks.kernels", "networks.block_kernels", "networks.strided_kernels"}
 FIGURES = {f"utils.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")}
 SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"
 NEEDING = TRITON_MODULES | FIGURES | {"evaluate"} | {f"utils.simulation.{name}" for name in SIMULATION.split()}
