@@ -78,7 +78,6 @@ _BFLOAT16 = {"data_loader_config": "resident", "enable_amp": True, "precision": 
 _LAST = {**_BFLOAT16, "channels_last": True}
 _FUSED = {**_LAST, "fused_pointwise": True}
 _BLOCKS = {"network.space_to_depth": ["down1", "last"]}
-_DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
 _A = {**_FUSED, **_BLOCKS}
 
 SETS = {
@@ -91,7 +90,6 @@ SETS = {
     "F": Options("A without space-to-depth", _FUSED),
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
     "G": Options("the tutorial's best: float16, fused Adam, compiled, 8 threads", {**_FLOAT16, "enable_jit": True}),
-    "dense": Options("A, strided gradients as dense convolutions", {**_A, "network.space_to_depth": _DENSE}),
     "EMA": Options("A with averaged weights", {**_A, "ema_decay": 0.999}),
     "limit 0": Options("A, cuDNN times all algorithms", {**_A, "cudnn_benchmark_limit": 0}),
     "eager 16": Options("A at batch 16", {**_A, "local_batch_size": 16}),
@@ -112,7 +110,7 @@ FASTEST: list[tuple[str, ...]] = [(name,) for name in ("A", "B", "tail", "D", "C
 OTHERS: list[tuple[str, ...]] = [
     ("G", "A"),
     ("eager 16", "graph 16"),
-    *((name,) for name in ("dense", "EMA", "limit 0", "float16", "TF32")),
+    *((name,) for name in ("EMA", "limit 0", "float16", "TF32")),
     *((name,) for name in ("bfloat16", "channels last", "float32", "DALI", "apex")),
 ]
 

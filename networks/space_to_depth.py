@@ -13,10 +13,8 @@ Blocks begin one cell before the grid. Along an axis of 6 cells:
 Cell i is part (i + 1) % 2 of block (i + 1) // 2, so D cells need D / 2 + 1 blocks. Channels of blocks are ordered
 [2, 2, 2, C]: parts along the three axes, then the channels of a cell.
 
-The layers with few channels are dense in all directions, because 4 or 5 channels leave tensor cores mostly idle. For
-the others only the strided input gradient is: the forward pass of a transposed convolution, the backward pass of a
-convolution. It has 20 to 95 % more operations, because the blocks extend half a block beyond the grid. All layers here
-have kernel 4, stride 2 and padding 1, and grids of an even number of cells along each axis.
+This is for the layers with few channels, because 4 or 5 channels leave tensor cores mostly idle. All layers here have
+kernel 4, stride 2 and padding 1, and grids of an even number of cells along each axis.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from torch.nn import functional as F
 from networks.blocks import FewChannels, convolve
 from networks.layers import (
     DENSE,
-    DOWN,
-    UP,
     OutputConvTranspose3d,
     Pair,
     autocast_dtype,
@@ -65,22 +61,6 @@ class DepthToSpaceConvTranspose3d(OutputConvTranspose3d):
             return depth_to_space(F.conv3d(input, weight, padding=1))
         with torch.autocast(input.device.type, enabled=False):
             return _last(*coarse_and_precise(input, weight, precise))
-
-
-class DenseConvTranspose3d(nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d`, dense in its forward pass."""
-
-    def forward(  # type: ignore[override] # no output_size
-        self, input: torch.Tensor, biased: bool = True
-    ) -> torch.Tensor:
-        return with_bias(_apply(_conv_transpose, input, self.weight), self.bias if biased else None)
-
-
-class DenseGradientConv3d(nn.Conv3d):
-    """`nn.Conv3d`, dense in the gradient of its input."""
-
-    def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
-        return with_bias(_apply(_conv, input, self.weight), self.bias if biased else None)
 
 
 # --- shuffles --------------------------------------------------------------------------------------------------------
@@ -186,24 +166,6 @@ def dense_weight(weight: torch.Tensor) -> torch.Tensor:
     return parts.permute(5, 6, 7, 1, 0, 2, 3, 4).flatten(0, 3)
 
 
-def dense_transpose(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The transposed convolution, which is also the input gradient of the convolution with these weights."""
-    return depth_to_space(torch.ops.aten.convolution(x, dense_weight(weight), None, *DENSE))
-
-
-def _up_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
-    return convolution_gradients(gradient, x, weight, UP)
-
-
-def _down(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.convolution(x, weight, None, *DOWN)
-
-
-def _down_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
-    _, weight_gradient, _ = torch.ops.aten.convolution_backward(gradient, x, weight, None, *DOWN, [False, True, False])
-    return dense_transpose(gradient, weight), weight_gradient
-
-
 def _last_forward(
     x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor
 ) -> torch.Tensor:
@@ -215,12 +177,4 @@ def _last_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     return convolution_gradients(space_to_depth(gradient, x.dtype), x, weight, DENSE)
 
 
-_conv_transpose = operator("dense_conv_transpose", dense_transpose, _up_backward)
-_conv = operator("dense_gradient_conv", _down, _down_backward)
 _last = operator("dense_last", _last_forward, _last_backward)
-
-
-def _apply(convolution: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The operator in the dtype in which autocast computes convolutions."""
-    dtype = autocast_dtype(x) or x.dtype
-    return convolution(x.to(dtype), weight.to(dtype))

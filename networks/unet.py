@@ -13,24 +13,12 @@ from networks.film import Film, Modulation, modulate
 from networks.fused import NEGATIVE_SLOPE, bias_activation, bias_activation_twice, bias_relu_cat
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, precise_dtype
 from networks.norms import build_norm
-from networks.space_to_depth import (
-    DenseConvTranspose3d,
-    DenseGradientConv3d,
-    DepthToSpaceConvTranspose3d,
-    SpaceToDepthConv3d,
-)
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
 # Layers that can be computed as dense convolutions over blocks; see space_to_depth.py.
-SPACE_TO_DEPTH: dict[str, type[Layer]] = {
-    "down1": SpaceToDepthConv3d,
-    "last": DepthToSpaceConvTranspose3d,
-    "down2": DenseGradientConv3d,
-    "up2": DenseConvTranspose3d,
-    "up3": DenseConvTranspose3d,
-    "up4": DenseConvTranspose3d,
-}
+SPACE_TO_DEPTH: dict[str, type[Layer]] = {"down1": SpaceToDepthConv3d, "last": DepthToSpaceConvTranspose3d}
 MAX_WIDENING = 8  # channels double with each scale, up to this multiple of the first width
 
 
@@ -63,10 +51,9 @@ class UNet(nn.Module):
             raise ValueError(f"data_size {crop} is not a multiple of {2**scales} (2**scales of the network)")
         if fused and norm != "none":
             raise ValueError(f"fused_pointwise cannot be combined with norm {norm}; turn one of them off")
-        present = [name for name in SPACE_TO_DEPTH if name == "last" or int(name[-1]) <= scales]
         for name in space_to_depth:
-            if name not in present:
-                raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(present)}")
+            if name not in SPACE_TO_DEPTH:
+                raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(SPACE_TO_DEPTH)}")
         self.space_to_depth = tuple(space_to_depth)
         self.scales = scales
         self.fused = fused

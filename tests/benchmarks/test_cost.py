@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from benchmarks import cost
 from benchmarks.common import RESULTS
 from benchmarks.cost import PHASES, Trace, count_step, is_channels_last, load
-from networks.unet import SPACE_TO_DEPTH
 
 WEIGHT = torch.ones(4, 4, 3, 3, 3)
 WEIGHT_LAST = WEIGHT.contiguous(memory_format=torch.channels_last_3d)
@@ -38,7 +37,6 @@ def test_the_bytes_of_a_step_are_those_stored_and_no_large_tensor_leaves_channel
         assert found.total() / 1e9 == pytest.approx(total, rel=1e-3), "run python -m benchmarks.cost, and make docs"
         assert list(found.layouts) == []
     assert stored["tail"]["gigabytes"]["total"] < 11.7
-    assert list(count_step(load("A", {"network.space_to_depth": list(SPACE_TO_DEPTH)})).layouts) == []
 
 
 def test_the_table_of_kernels_names_their_parameters() -> None:

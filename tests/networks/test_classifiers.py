@@ -80,7 +80,7 @@ def test_images_below_the_minimum_size_are_refused(name: str, least: int) -> Non
         ("unet", MNIST, "network unet cannot be used with labeled samples; use mnist_cnn or lenet"),
         ("reuters_cnn", MNIST, "reuters_cnn takes texts, .*use mnist_cnn"),
         ("lenet", {**MNIST, "norm": "group"}, "network lenet has no option norm; remove it"),
-        ("unet", {**VOLUMES, "space_to_depth": ["last", "up4"]}, r": up4 is not one of down1, last, down2, up2$"),
+        ("unet", {**VOLUMES, "space_to_depth": ["last", "up2"]}, "space_to_depth: up2 is not one of down1, last$"),
         ("unet", {**VOLUMES, "crop": 6}, "data_size 6 is not a multiple of 4"),
         ("unet", {**VOLUMES, "scales": 0}, "needs at least one scale, not 0"),
         ("unet", {**VOLUMES, "fused": True, "norm": "group"}, "fused_pointwise cannot be combined with norm group; tu"),

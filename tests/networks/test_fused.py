@@ -240,7 +240,6 @@ def test_tensors_that_differ_in_layout_dtype_or_shape_use_torch_operations(inter
         (1, {}),
         (3, {}),
         (3, {"space_to_depth": ["down1", "last"]}),
-        (3, {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]}),
         (2, {"space_to_depth": ["down1", "last"], "conditioned": True}),
         (2, {"form": torch.contiguous_format}),
     ],

@@ -49,7 +49,6 @@ def test_the_full_network_has_the_published_size_and_cost() -> None:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"space_to_depth": ["down1", "last"]},
-    {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]},
     {"fused": True},
 ]
 NORMS = [{"norm": norm, "space_to_depth": ["down1", "last"]} for norm in ("batch", "sync_batch", "ghost(2)", "group")]

@@ -59,7 +59,6 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "float16": ("base", {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1}),
     "float16 with SOAP": ("bs64_fast", {"precision": "float16"}),
     "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1, **AVERAGE}),
-    "dense gradients": ("bs64_opt", {**SETS["dense"].changes, "network.scales": 4}),
     "tail": ("bs64_opt", {**SETS["tail"].changes, **AVERAGE}),
 }
 
