@@ -11,7 +11,7 @@ from torch import nn
 
 from networks.layers import autocast_dtype
 
-EMBEDDING = 64  # features of the conditions, shared by all layers
+EMBEDDING = 64  # features of the conditions, shared by all layers; whole vectors, because SiLU rounds others by place
 
 
 class Modulation(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from utils.data.files.attributes import Simulation
+from utils.data.powers import power
 from utils.errors import UserError
 
 # CODATA 2022 and IAU 2015, SI units.
@@ -115,9 +116,9 @@ def neutral_fraction(density: Tensor, temperature: Tensor, universe: Universe) -
     """
     temperature = temperature.clamp(*TEMPERATURE_RANGE)
     ratio = 2 * IONIZATION_KELVIN / temperature
-    recombination = 1.269e-13 * ratio**1.503 / (1 + (ratio / 0.522) ** 0.470) ** 1.923
-    collisions = 21.11 * temperature**-1.5 * torch.exp(-ratio / 2) * ratio**-1.089
-    collisions = collisions / (1 + (ratio / 0.354) ** 0.874) ** 1.101
+    recombination = 1.269e-13 * power(ratio, 1.503) / power(1 + power(ratio / 0.522, 0.470), 1.923)
+    collisions = 21.11 * power(temperature, -1.5) * torch.exp(-ratio / 2) * power(ratio, -1.089)
+    collisions = collisions / power(1 + power(ratio / 0.354, 0.874), 1.101)
     electrons = 1 + HELIUM_ELECTRONS
     scaled = density * (universe.hydrogen_density() / photoionization_rate(universe.redshift))  # n_H / Γ
     down, up = recombination * scaled, collisions * scaled
@@ -134,7 +135,7 @@ def fgpa_temperature(density: Tensor, redshift: float) -> Tensor:
     """
     redshifts, temperatures, gammas = TEMPERATURE_DENSITY
     gamma = float(np.interp(redshift, redshifts, gammas))
-    return float(np.interp(redshift, redshifts, temperatures)) * density ** (gamma - 1)
+    return float(np.interp(redshift, redshifts, temperatures)) * power(density, gamma - 1)
 
 
 # --- optical depth ---------------------------------------------------------------------------------------------------

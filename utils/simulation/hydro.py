@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from utils.data.powers import power
 from utils.errors import UserError
 from utils.simulation.fourier import in_order
 
@@ -52,7 +53,7 @@ class Gas:
 
     def pressure_per_density(self) -> Tensor:
         """p / density, [n, n, n]."""
-        return (self.density ** (-1 / 3)).mul_(self.state[4])
+        return power(self.density, -1 / 3).mul_(self.state[4])
 
     def kick(self, force: Tensor, gain: float) -> None:
         """Adds gain times the acceleration [3, n, n, n] to the velocity."""
@@ -91,7 +92,7 @@ def _signal_speed(tile: Tile) -> float:
     """Largest speed of a wave along an axis in this tile."""
     density, *momentum, entropy = tile
     fastest = torch.stack([component.abs() for component in momentum]).amax(0) / density
-    return float((fastest + (GAMMA * entropy * density ** (-1 / 3)).sqrt()).max())
+    return float((fastest + (GAMMA * entropy * power(density, -1 / 3)).sqrt()).max())
 
 
 def _sweep(tile: Tile, step: float) -> None:
@@ -103,7 +104,7 @@ def _sweep(tile: Tile, step: float) -> None:
     density, momentum, entropy, energy = state[0], state[1:4], state[4], state[5]
     primitive = torch.empty_like(state)  # density, pressure, S / density, velocity
     primitive[0] = density
-    torch.mul(entropy, density ** (2 / 3), out=primitive[1])
+    torch.mul(entropy, power(density, 2 / 3), out=primitive[1])
     torch.div(entropy, density, out=primitive[2])
     torch.div(momentum, density, out=primitive[3:])
     torch.sum(momentum * primitive[3:], 0, out=energy).mul_(0.5).add_(primitive[1], alpha=1 / (GAMMA - 1))
@@ -178,5 +179,5 @@ def _synchronize(state: Tensor, difference: Tensor) -> None:
     density, momentum, entropy, energy = state[0], state[1:4], state[4], state[5]
     thermal = torch.addcdiv(energy, (momentum * momentum).sum(0), density, value=-0.5)
     limit = (density * difference).mul_(COMPRESSION_SHARE).add_(energy, alpha=ROUNDING_SHARE)
-    from_energy = (GAMMA - 1) * thermal * density ** (-2 / 3)
+    from_energy = (GAMMA - 1) * thermal * power(density, -2 / 3)
     torch.lerp(entropy, from_energy, (thermal - limit).sign_().clamp_(min=0), out=entropy)
