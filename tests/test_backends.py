@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_steps import world_on
 
+from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.errors import UserError
@@ -88,6 +89,13 @@ def test_options_without_effect_are_logged() -> None:
     ):
         lines = build.options_without_effect(Config(**changes), world_on(size=ranks))
         assert [line.split(" has no effect")[0][:44] for line in lines] == options
+
+
+def test_a_fused_tail_of_auto_is_mentioned_only_where_the_loss_excludes_it() -> None:
+    for loss, lines in (("l1", []), ("mse", ["fused_tail is not used: loss is mse, not l1"])):
+        config = Config(fused_tail="auto", loss=loss)
+        assert [*build.options_without_effect(config, world_on())] == lines
+        assert isinstance(build.model(config), NetworkWithFusedTail) == (loss == "l1")
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from utils.config.sections import (
     LIST,
@@ -41,6 +41,11 @@ from utils.errors import UserError
 Shape = Annotated[list[Positive], Field(min_length=3, max_length=3)]
 CellsOrShapes = Annotated[
     Annotated[Positive, Tag(ONE)] | Annotated[list[Shape], Field(min_length=1), Tag(LIST)], one_or_list
+]
+
+# Without the validator, pydantic would take 1 for true.
+AutoOrBool = Annotated[
+    Literal["auto", True, False], BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
 ]
 
 
@@ -132,9 +137,13 @@ class Config(NeutralKeys):
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
     # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
     fused_pointwise: bool = False
+    # The strided convolutions. auto: by this project's kernels where they can and are faster, else by cuDNN; needs a
+    # Hopper GPU, channels_last and enable_amp. own: by these kernels alone, or an error; cudnn: never by them.
+    convolutions: Literal["auto", "cudnn", "own"] = "auto"
     # One Triton kernel for all that follows the last layer's convolution: bias, tanh, loss, and their gradient. Needs
-    # last in network.space_to_depth and loss l1 alone; a GPU, channels_last and bfloat16 autocast.
-    fused_tail: bool = False
+    # loss l1 alone, and last in network.space_to_depth or own convolutions; a GPU, channels_last and bfloat16 autocast.
+    # auto: where this holds.
+    fused_tail: AutoOrBool = False
     accumulation_steps: Positive = 1  # micro-batches per step
     clip_grad_norm: PositiveFloat | None = None  # largest norm of the gradient; None: no clipping
     log_noise_scale: bool = False  # log the gradient noise scale; on several ranks a Python hook per gradient bucket
@@ -196,6 +205,21 @@ class Config(NeutralKeys):
         requested = schedule.warmup_steps or round(schedule.warmup_epochs * self.steps_per_epoch)
         return requested if self.warms_up else 0
 
+    @property
+    def fused_tail_obstacle(self) -> str:
+        """Why the network or the loss excludes the fused tail; empty if they do not."""
+        last, own = "last" in self.network.space_to_depth, self.convolutions
+        obstacles = {
+            f"network.name is {self.network.name}, not unet": self.network.name != "unet",
+            f"loss is {self.loss}, not l1": self.loss != "l1",
+            f"lambda_rho is {self.lambda_rho:g}, not 0": self.lambda_rho != 0,
+            "channel_weights are set": self.channel_weights is not None,
+            "last is not in network.space_to_depth, and convolutions is not own": (
+                not last and own != "own" and not (own == "auto" and self.fused_tail == "auto")
+            ),
+        }
+        return next((reason for reason, holds in obstacles.items() if holds), "")
+
     def for_world(self, world_size: int) -> Config:
         """The config with both batch sizes set for this many ranks; raises UserError if they do not suit the run."""
         total = self.global_batch_size
@@ -218,7 +242,6 @@ class Config(NeutralKeys):
     def _check_combinations(self) -> Config:
         block = self.window_multiple
         torch_ddp_only = self.static_graph or self.gradient_compression != "none"
-        tail = self.network.name == "unet" and "last" in self.network.space_to_depth and self.loss == "l1"
         faults = {
             "enable_benchy and enable_manual_profiling cannot be combined; choose one": (
                 self.enable_benchy and self.enable_manual_profiling
@@ -238,9 +261,9 @@ class Config(NeutralKeys):
             "static_graph needs accumulation_steps 1; change one of them": (
                 self.static_graph and self.accumulation_steps > 1
             ),
-            "fused_tail needs network.name unet with last in network.space_to_depth, loss l1, lambda_rho 0 and no "
-            "channel_weights; change these, or set fused_tail=false": (
-                self.fused_tail and not (tail and self.lambda_rho == 0 and self.channel_weights is None)
+            f"fused_tail needs network.name unet with last in network.space_to_depth, loss l1, lambda_rho 0 and no "
+            f"channel_weights, but {self.fused_tail_obstacle}; change it, or set fused_tail=false": (
+                self.fused_tail is True and self.fused_tail_obstacle
             ),
         }
         volumes, vectors = len(self.paths("val_path")), self.vector_channels

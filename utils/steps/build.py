@@ -90,7 +90,8 @@ def model(config: Config) -> NetworkWithLoss:
     with value_errors_for_users():
         check_optimizer(config.optimizer.name)
         metrics = build_metrics(config.metrics, config.is_classification)
-        kind = NetworkWithFusedTail if config.fused_tail else NetworkWithLoss
+        has_tail = config.fused_tail and not config.fused_tail_obstacle
+        kind = NetworkWithFusedTail if has_tail else NetworkWithLoss
         return kind(network(config), loss(config), metrics)
 
 
@@ -166,7 +167,9 @@ def options_without_effect(config: Config, world: World) -> Iterator[str]:
             yield f"{key} has no effect: adam is always torch's fused Adam; --set optimizer.name=apex_adam uses apex's"
     if config.fused_pointwise and no_kernels:
         yield "fused_pointwise has no effect: it needs a GPU and channels_last, and torch.compile excludes it"
-    if config.fused_tail and (no_kernels or not bfloat16):
+    if config.fused_tail == "auto" and config.fused_tail_obstacle:
+        yield f"fused_tail is not used: {config.fused_tail_obstacle}"
+    if config.fused_tail is True and (no_kernels or not bfloat16):
         yield "fused_tail has no effect: it needs a GPU, channels_last and bfloat16, and torch.compile excludes it"
     if config.deterministic and not on_gpu:
         yield "deterministic has no effect on a CPU, where training is always deterministic"
