@@ -36,34 +36,42 @@ def obstacle(small: int, few: int, side: int) -> str:
     """Why the kernels cannot relate rows of `small` channels, D = side, and cells of `few`; empty if they can."""
     if small % BLOCK:
         return f"{small} channels are not a multiple of {BLOCK}"
-    if few > MOST_CHANNELS:
-        return f"{few} channels are more than {MOST_CHANNELS}"
     return "" if 8 * side**3 * few < MOST_ELEMENTS else f"a grid of {2 * side}³ cells is too large"
 
 
-class FewChannels:
-    """A layer that the kernels can compute.
+class StridedLayer:
+    """A convolution that own kernels can compute, those here or those of strided.py.
 
-    convolutions: "auto", by the kernels if they can; "own", or an error; "cudnn", never.
+    convolutions: "auto", by the kernels if they can, each pass unless cuDNN is faster; "own", or an error; "cudnn".
     """
 
     convolutions = "auto"
     weight: torch.Tensor
+    bias: Any
     transposed: bool
 
     def obstacle(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> str:
         """Why the kernels cannot compute the layer for an input [N, C, D, D, D] in dtype; empty if they can."""
+        layer: Any = self
         if dtype not in (torch.float16, torch.bfloat16):
             return "the precision is not float16 or bfloat16"
         if len(set(shape[2:])) > 1 or (shape[2] % 2 and not self.transposed):
-            return f"a grid of {tuple(shape[2:])} cells is not a cube of an even side"
-        side = shape[2] if self.transposed else shape[2] // 2
-        return strided.unavailable(device) or obstacle(len(self.weight), self.weight.shape[1], side)
+            return f"a grid of {' × '.join(map(str, shape[2:]))} cells is not a cube of an even side"
+        form = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding, layer.groups
+        if form != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3, 1):
+            return "it is no convolution with kernel 4, stride 2 and padding 1"
+        return strided.unavailable(device) or self._limits(len(self.weight), self.weight.shape[1], self._side(shape))
 
     def backends(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> dict[str, str]:
         """For each pass "own", or "cuDNN"."""
-        own = self.convolutions != "cudnn" and not self.obstacle(shape, dtype, device)
-        return dict.fromkeys(PASSES, "own" if own else "cuDNN")
+        if self.convolutions == "cudnn" or self.obstacle(shape, dtype, device):
+            return dict.fromkeys(PASSES, "cuDNN")
+        return {name: "cuDNN" if self.faster_in_cudnn(name, shape) else "own" for name in PASSES}
+
+    def faster_in_cudnn(self, name: str, shape: Sequence[int]) -> bool:
+        """True for a pass that "auto" leaves to cuDNN for an input of this shape, though the kernels can compute it."""
+        place = name, self._side(shape), *self.weight.shape[:2]
+        return self.convolutions == "auto" and place in strided.FASTER_IN_CUDNN
 
     def own(self, x: torch.Tensor, dtype: torch.dtype | None) -> bool:
         """True if the kernels compute the layer for this input."""
@@ -75,6 +83,16 @@ class FewChannels:
         if reason and self.convolutions == "own":
             raise RuntimeError(f"convolutions are to be computed by own kernels, but {reason}")
         return not reason
+
+    def has_few_channels(self) -> bool:
+        """True for a layer of the kernels here."""
+        return self.weight.shape[1] <= MOST_CHANNELS
+
+    def _limits(self, small: int, large: int, side: int) -> str:
+        return (obstacle if self.has_few_channels() else strided.obstacle)(small, large, side)
+
+    def _side(self, shape: Sequence[int]) -> int:
+        return shape[2] if self.transposed else shape[2] // 2
 
 
 def kernels() -> Any:

@@ -12,11 +12,14 @@ once. Each sum over cells is split among a fixed number of programs, whose parti
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from networks import padded
 
 NEGATIVE_SLOPE = 0.01
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -149,30 +152,48 @@ class _BiasActivation(torch.autograd.Function):
         given = [gradient for gradient in gradients[:2] if gradient is not None]
         if not given:
             return (None,) * 5
-        cells = y.numel() // y.shape[1]
-        tile = _Tile.of(channels)
-        programs = min(tile.count(cells), PROGRAMS)
-        shape = (y.shape[0], channels, *y.shape[2:])
-        x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
-        partial = torch.empty((programs * tile.packed, channels), dtype=torch.float32, device=y.device)
-        launch(
-            kernels().activation_backward,
-            programs,
-            x_gradient,
-            partial,
-            *_by_cells(y[:, :channels]),
-            *_by_cells(given[0][:, :channels]),
-            *_by_cells(given[-1][:, :channels]),
-            cells,
-            TWICE=len(given) == 2,
-            ACTIVATION=ctx.activation,
-            NEGATIVE_SLOPE=NEGATIVE_SLOPE,
-            CHANNELS=channels,
-            LANES=tile.lanes,
-            ROWS=tile.rows,
-        )
+        x_gradient, bias_gradient = activation_gradient(y, given, ctx.activation, channels)
         skip_gradient = given[0][:, channels:] if channels < y.shape[1] else None
-        return x_gradient, partial.sum(0).to(ctx.bias_dtype), skip_gradient, None, None
+        return x_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None, None
+
+
+def activation_gradient(
+    y: torch.Tensor, given: Sequence[torch.Tensor], activation: Activation, channels: int, pads: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and bias for y = activation(x + bias), the first `channels` channels of y.
+
+    given: the gradient of y, or two whose sum it is. pads: the result is padded, see padded.py.
+    """
+    shape = (len(y), channels, *y.shape[2:])
+    if pads:
+        x_gradient = padded.empty(shape, y.dtype, y.device)
+    else:
+        x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
+    operands = [_by_cells(each[:, :channels]) for each in (y, given[0], given[-1])]
+    # If no operand has pads, all are matrices [cells, channels].
+    side = y.shape[2] if pads or any(pitch != y.shape[2] for *_, pitch in operands) else 0
+    pitch = side + pads
+    cells = len(y) * pitch**3 if side else y.numel() // y.shape[1]
+    tile = _Tile.of(channels)
+    programs = min(tile.count(cells), PROGRAMS)
+    partial = torch.empty((programs * tile.packed, channels), dtype=torch.float32, device=y.device)
+    launch(
+        kernels().activation_backward,
+        programs,
+        x_gradient,
+        partial,
+        *(value for operand in operands for value in operand),
+        cells,
+        TWICE=len(given) == 2,
+        ACTIVATION=activation,
+        NEGATIVE_SLOPE=NEGATIVE_SLOPE,
+        CHANNELS=channels,
+        LANES=tile.lanes,
+        ROWS=tile.rows,
+        SIDE=side,
+        PITCH=pitch,
+    )
+    return x_gradient, partial.sum(0)
 
 
 class _L1(torch.autograd.Function):
@@ -238,12 +259,19 @@ class _Tile(NamedTuple):
         return -(-cells // (self.rows * self.packed))
 
 
-def _by_cells(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x [N, C, D, H, W] and its elements from one cell to the next; a contiguous copy if their number varies."""
+def _by_cells(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """x [N, C, D, H, W], its elements from one cell to the next, and its cells from one row to the next.
+
+    A contiguous copy if these vary. The pitch is W, or W + 1 in a padded cube.
+    """
     step, (*_, depth, height, width) = x.stride(4), x.shape
-    if x.stride() != (depth * height * width * step, 1, height * width * step, width * step, step):
-        x, step = x.contiguous(memory_format=torch.channels_last_3d), x.shape[1]
-    return x, step
+    if x.stride() == (depth * height * width * step, 1, height * width * step, width * step, step):
+        return x, step, width
+    pitch = width + 1
+    if depth == height == width and x.stride() == (pitch**3 * step, 1, pitch**2 * step, pitch * step, step):
+        return x, step, pitch
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    return x, x.shape[1], width
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = WARPS, **constants: Any) -> None:

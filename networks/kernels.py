@@ -77,10 +77,13 @@ def activation_backward(  # type: ignore[no-untyped-def]
     partial,
     y,
     y_stride,
+    y_pitch,
     first,
     first_stride,
+    first_pitch,
     second,
     second_stride,
+    second_pitch,
     cells,
     TWICE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -88,8 +91,14 @@ def activation_backward(  # type: ignore[no-untyped-def]
     CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    SIDE: tl.constexpr,
+    PITCH: tl.constexpr,
 ):
-    """Writes the gradient of x, and per program a partial sum of the gradient of the bias, [PACKED, CHANNELS]."""
+    """Writes the gradient of x, and per program a partial sum of the gradient of the bias, [PACKED, CHANNELS].
+
+    With a SIDE, grids are cubes of that side, and each has its own pitch, the cells from row to row and the rows from
+    plane to plane; PITCH is that of the gradient of x, whose pads become zero. See padded.py.
+    """
     PACKED: tl.constexpr = LANES // CHANNELS
     lane = tl.arange(0, LANES)[None, :]
     channel = lane % CHANNELS
@@ -98,11 +107,24 @@ def activation_backward(  # type: ignore[no-untyped-def]
     start = tl.program_id(0).to(tl.int64) * (ROWS * PACKED)
     while start < cells:
         cell = start + inner
-        inside = (cell < cells) & (lane < PACKED * CHANNELS)
-        gradient = tl.load(first + cell * first_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        stored = (cell < cells) & (lane < PACKED * CHANNELS)
+        inside = stored
+        y_cell = cell
+        first_cell = cell
+        second_cell = cell
+        if SIDE > 0:
+            w = cell % PITCH
+            h = cell // PITCH % PITCH
+            d = cell // (PITCH * PITCH) % PITCH
+            n = cell // (PITCH * PITCH * PITCH)
+            inside = stored & (w < SIDE) & (h < SIDE) & (d < SIDE)
+            y_cell = ((n * y_pitch + d) * y_pitch + h) * y_pitch + w
+            first_cell = ((n * first_pitch + d) * first_pitch + h) * first_pitch + w
+            second_cell = ((n * second_pitch + d) * second_pitch + h) * second_pitch + w
+        gradient = tl.load(first + first_cell * first_stride + channel, mask=inside, other=0.0).to(tl.float32)
         if TWICE:
-            gradient += tl.load(second + cell * second_stride + channel, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(y + cell * y_stride + channel, mask=inside, other=0.0).to(tl.float32)
+            gradient += tl.load(second + second_cell * second_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(y + y_cell * y_stride + channel, mask=inside, other=0.0).to(tl.float32)
         if ACTIVATION == "leaky_relu":
             gradient = tl.where(value > 0, gradient, NEGATIVE_SLOPE * gradient)
         elif ACTIVATION == "relu":
@@ -110,7 +132,7 @@ def activation_backward(  # type: ignore[no-untyped-def]
         else:
             gradient = gradient * (1.0 - value * value)
         place = x_gradient + cell * CHANNELS + channel
-        tl.store(place, gradient.to(x_gradient.dtype.element_ty), mask=inside)
+        tl.store(place, gradient.to(x_gradient.dtype.element_ty), mask=stored)
         total += gradient
         start += tl.num_programs(0) * (ROWS * PACKED)
     share = partial + tl.program_id(0) * (PACKED * CHANNELS)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from networks.blocks import FewChannels, convolve_transpose
+from networks import strided
+from networks.blocks import StridedLayer, convolve, convolve_transpose
 
 # Stride, padding, dilation, transposed, output padding and groups of the convolutions here, as aten takes them.
 DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
@@ -19,23 +20,38 @@ UP = [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, 1
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Conv3d(nn.Conv3d):
-    """`nn.Conv3d`. With biased=False the caller adds the bias."""
+class Conv3d(StridedLayer, nn.Conv3d):
+    """`nn.Conv3d`, by own kernels where they can compute it. With biased=False the caller adds the bias."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
-        return self._conv_forward(input, self.weight, self.bias if biased else None)
+        bias, dtype = self.bias if biased else None, autocast_dtype(input) or input.dtype
+        if not self.own(input, dtype):
+            return self._conv_forward(input, self.weight, bias)
+        if self.has_few_channels():
+            return with_bias(convolve(input, self.weight, dtype), bias)
+        by_cudnn = self.faster_in_cudnn("weight gradient", input.shape)
+        return with_bias(_strided(input.to(dtype), self.weight, False, by_cudnn), bias)
 
 
-class ConvTranspose3d(nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d` with stride 2 and padding 1. With biased=False the caller adds the bias."""
+class ConvTranspose3d(StridedLayer, nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d` with stride 2 and padding 1, by own kernels where they can compute it.
+
+    With biased=False the caller adds the bias.
+    """
 
     def forward(  # type: ignore[override] # no output_size
         self, input: torch.Tensor, biased: bool = True
     ) -> torch.Tensor:
-        return F.conv_transpose3d(input, self.weight, self.bias if biased else None, 2, 1)
+        bias, dtype = self.bias if biased else None, autocast_dtype(input) or input.dtype
+        if not self.own(input, dtype):
+            return F.conv_transpose3d(input, self.weight, bias, 2, 1)
+        if self.has_few_channels():
+            return with_bias(convolve_transpose(input.to(dtype), self.weight, dtype), bias)
+        by_cudnn = self.faster_in_cudnn("weight gradient", input.shape)
+        return with_bias(_strided(input.to(dtype), self.weight, True, by_cudnn), bias)
 
 
-class OutputConvTranspose3d(FewChannels, nn.ConvTranspose3d):
+class OutputConvTranspose3d(StridedLayer, nn.ConvTranspose3d):
     """The last layer of a network, with stride 2 and padding 1. Its result is that of `convolve_to_float32`.
 
     precise: the input in `precise_dtype`, if the caller has it.
@@ -114,16 +130,16 @@ def precise_dtype(x: torch.Tensor) -> torch.dtype | None:
 # torch.compile does not support autograd functions where it splits the graph at DDP's buckets.
 
 
-def operator(name: str, forward: Any, backward: Any) -> Any:
+def operator(name: str, forward: Any, backward: Any, fakes: Any = None) -> Any:
     """The custom operator `forward`(x, weight, ...) with the gradients of x and weight from `backward`.
 
     backward: called with the gradient of the result, x, weight, and those further arguments that are not tensors.
+    fakes: both for tensors without data, if the same code does not compute shapes from them.
     """
     made = custom_op(f"networks::{name}", forward, mutates_args=())
     gradients = custom_op(f"networks::{name}_backward", backward, mutates_args=())
-    # The same code computes shapes from tensors without data.
-    made.register_fake(forward)
-    gradients.register_fake(backward)
+    for each, fake in zip((made, gradients), fakes or (forward, backward), strict=True):
+        each.register_fake(fake)
 
     def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs[:2])
@@ -153,3 +169,43 @@ def _backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tra
 
 
 _convolve = operator("convolve_to_float32", _forward, _backward)
+
+
+def _strided_forward(x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool) -> torch.Tensor:
+    w = strided.in_half(weight, x.dtype)
+    return strided.scatter(x, w) if transposed else strided.gather(x, w)
+
+
+def _strided_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool
+) -> Pair:
+    w = strided.in_half(weight, x.dtype)
+    gradient = gradient.to(x.dtype)
+    x_gradient = strided.gather(gradient, w) if transposed else strided.scatter(gradient, w)
+    return x_gradient, strided_weight_gradient(gradient, x, w, transposed, by_cudnn).to(weight.dtype)
+
+
+def strided_weight_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, transposed: bool, by_cudnn: bool
+) -> torch.Tensor:
+    """The float32 gradient of the weights, which in half precision are w."""
+    if by_cudnn:
+        form = UP if transposed else DOWN
+        return torch.ops.aten.convolution_backward(gradient, x, w, None, *form, [False, True, False])[1].float()
+    return strided.weight_gradient(*((x, gradient) if transposed else (gradient, x)))
+
+
+def _strided_shape(x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool) -> torch.Tensor:
+    channels = weight.shape[1 if transposed else 0]
+    sides = [2 * side if transposed else side // 2 for side in x.shape[2:]]
+    return x.new_empty((len(x), channels, *sides)).contiguous(memory_format=torch.channels_last_3d)
+
+
+def _strided_shapes(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool
+) -> Pair:
+    forms = torch.empty_like(x), torch.empty_like(weight)
+    return forms[0].contiguous(memory_format=torch.channels_last_3d), forms[1]
+
+
+_strided = operator("strided_convolution", _strided_forward, _strided_backward, (_strided_shape, _strided_shapes))

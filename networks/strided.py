@@ -200,6 +200,11 @@ def _sum(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor, slope: floa
     fused.launch(kernels().sum_splits, -(-size // block), *arguments, BLOCK=block)
 
 
+def in_half(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weights in dtype and in the memory order that the kernels read."""
+    return weight.detach().to(dtype, memory_format=torch.channels_last_3d)
+
+
 # --- tiles: they depend on shapes alone ------------------------------------------------------------------------------
 
 

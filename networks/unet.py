@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from networks import activated, fused
+from networks.blocks import StridedLayer
 from networks.film import Film, Modulation, modulate
 from networks.fused import NEGATIVE_SLOPE, bias_activation, bias_activation_twice, bias_relu_cat
-from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, precise_dtype
+from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, autocast_dtype, precise_dtype
 from networks.norms import build_norm
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
@@ -96,17 +98,43 @@ class UNet(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last layer's input, and a copy of it in `precise_dtype` if a fused kernel could write one."""
         modulations = {} if self.film is None else self.film(conditions)
+        dtype = autocast_dtype(fields) or fields.dtype
+        halves = self._halves(fields, dtype) if self.fused and not modulations else {}
         skips = []
         x, precise = fields, None
         for scale in range(1, self.scales + 1):
             name = f"down{scale}"
-            x, skip = self._down(name, x, modulations.get(name))
+            x, skip = self._down(name, x, modulations.get(name), halves.get(name))
             skips.append(skip)
         skips.pop()
+        last_is_own = self._strided("last").backends(_shape(fields, 1), dtype, fields.device)["forward"] == "own"
         for scale in range(self.scales, 1, -1):
-            name, copy = f"up{scale}", precise_dtype(x) if scale == 2 else None
-            x, precise = self._up(name, x, modulations.get(name), skips.pop(), copy)
+            name = f"up{scale}"
+            if name in halves:
+                x = activated.up(self._strided(name), x, skips.pop(), halves[name], scale == 2 and last_is_own)
+            else:
+                copy = precise_dtype(x) if scale == 2 and not last_is_own else None
+                x, precise = self._up(name, x, modulations.get(name), skips.pop(), copy)
         return x, precise
+
+    def _halves(self, fields: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The weights, in dtype, of the layers that own kernels compute with their activations, by one operation."""
+        if not fused.fusible(fields):
+            return {}
+        places = [(f"down{scale}", scale - 1) for scale in range(1, self.scales + 1)]
+        places += [(f"up{scale}", scale) for scale in range(self.scales, 1, -1)]
+        layers = {name: self._strided(name) for name, _ in places}
+        shapes = {name: _shape(fields, halvings) for name, halvings in places}
+        found = {
+            name: layer.weight.detach()
+            for name, layer in layers.items()
+            if layer.backends(shapes[name], dtype, fields.device)["forward"] == "own"
+        }
+        form = torch.channels_last_3d
+        halves = [torch.empty_like(weight, dtype=dtype, memory_format=form) for weight in found.values()]
+        if found:
+            torch._foreach_copy_(halves, list(found.values()))
+        return dict(zip(found, halves, strict=True))
 
     def output(self, x: torch.Tensor, precise: torch.Tensor | None = None) -> torch.Tensor:
         """The network's result for `before_last`'s."""
@@ -114,8 +142,17 @@ class UNet(nn.Module):
             return bias_activation(*self._without_bias("last", x, None, precise=precise), "tanh")
         return torch.tanh(self.last(x))
 
-    def _down(self, name: str, x: torch.Tensor, film: Modulation | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _strided(self, name: str) -> StridedLayer:
+        layer = self.get_submodule(name)
+        assert isinstance(layer, StridedLayer)
+        return layer
+
+    def _down(
+        self, name: str, x: torch.Tensor, film: Modulation | None, half: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The activations for the next scale, and for the skip connection."""
+        if half is not None:
+            return activated.down(self._strided(name), x, half)
         if self.fused:
             return bias_activation_twice(*self._without_bias(name, x, film), "leaky_relu")
         x = F.leaky_relu(self._normalized(name, x, film), NEGATIVE_SLOPE)
@@ -141,3 +178,8 @@ class UNet(nn.Module):
         layer = self.get_submodule(name)
         assert isinstance(layer.bias, torch.Tensor)
         return modulate(layer(x, biased=False, **options), film, layer.bias), layer.bias
+
+
+def _shape(fields: torch.Tensor, scale: int) -> tuple[int, ...]:
+    """The shape of a grid after this many halvings; its channels do not count."""
+    return (len(fields), 1, *(side // 2**scale for side in fields.shape[2:]))

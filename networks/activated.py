@@ -1,0 +1,101 @@
+"""Strided convolutions with bias, activation and concatenation in one kernel, for GPUs that own kernels support.
+
+Their results are those of fused.py after the convolution, except that the sum with the bias is not rounded first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from networks import blocks, fused, strided
+from networks.blocks import StridedLayer
+from networks.layers import strided_weight_gradient
+from networks.space_to_depth import space_to_depth
+
+
+def down(layer: StridedLayer, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """leaky_relu(layer(x)), twice for two uses. w: the layer's weight in half precision."""
+    by_cudnn = layer.faster_in_cudnn("weight gradient", x.shape)
+    return _Down.apply(x, layer.weight, layer.bias, w, layer.has_few_channels(), by_cudnn)
+
+
+def up(layer: StridedLayer, x: torch.Tensor, skip: torch.Tensor, w: torch.Tensor, pads: bool) -> torch.Tensor:
+    """cat([relu(layer(x)), skip], 1), padded if `pads`. w: the layer's weight in half precision."""
+    by_cudnn = layer.faster_in_cudnn("weight gradient", x.shape)
+    return _Up.apply(x, layer.weight, layer.bias, skip, w, pads, by_cudnn)
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        w: torch.Tensor,
+        few: bool,
+        by_cudnn: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.few, ctx.by_cudnn, ctx.x_dtype = few, by_cudnn, x.dtype
+        if few:
+            x = space_to_depth(x, w.dtype)
+            y = blocks.blocks_to_rows(x, weight, bias, fused.NEGATIVE_SLOPE)
+        else:
+            y = strided.gather(x, w, bias, fused.NEGATIVE_SLOPE)
+        ctx.save_for_backward(x, weight, w, y)
+        ctx.bias_dtype = bias.dtype
+        ctx.set_materialize_grads(False)
+        return y, y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        x, weight, w, y = ctx.saved_tensors
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return (None,) * 6
+        gradient, bias_gradient = fused.activation_gradient(y, given, "leaky_relu", y.shape[1], pads=ctx.few)
+        x_gradient = None
+        if ctx.few:
+            weight_gradient = blocks.weight_gradient(gradient, x)
+            if ctx.needs_input_grad[0]:
+                x_gradient = blocks.rows_to_cells(gradient, weight, gradient.dtype).to(ctx.x_dtype)
+        else:
+            weight_gradient = strided_weight_gradient(gradient, x, w, False, ctx.by_cudnn)
+            if ctx.needs_input_grad[0]:
+                x_gradient = strided.scatter(gradient, w)
+        return x_gradient, weight_gradient.to(weight.dtype), bias_gradient.to(ctx.bias_dtype), None, None, None
+
+
+class _Up(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        skip: torch.Tensor,
+        w: torch.Tensor,
+        pads: bool,
+        by_cudnn: bool,
+    ) -> torch.Tensor:
+        y = strided.scatter(x, w, bias, 0.0, skip, pads)
+        ctx.save_for_backward(x, weight, w, y)
+        ctx.by_cudnn, ctx.bias_dtype = by_cudnn, bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, w, y = ctx.saved_tensors
+        channels = weight.shape[1]
+        skip_gradient = gradient[:, channels:]
+        # The weight gradient reads complete rows of padded grids if a cell is one block of channels.
+        pads = channels == strided.BLOCK
+        gradient, bias_gradient = fused.activation_gradient(y, [gradient], "relu", channels, pads)
+        x_gradient = strided.gather(gradient, w) if ctx.needs_input_grad[0] else None
+        weight_gradient = strided_weight_gradient(gradient, x, w, True, ctx.by_cudnn).to(weight.dtype)
+        return x_gradient, weight_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None, None, None

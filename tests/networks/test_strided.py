@@ -1,0 +1,191 @@
+"""Own kernels of strided convolutions: gather, scatter and weight_gradient, compared with torch in float64.
+
+They run in Triton's interpreter, with small tiles, and on a GPU if there is one; compiled for an H100.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import ON_GPU
+from fused_cases import CHANNELS_LAST, CONDITIONS, assert_trains_like, batch, trained, values, with_loss
+from torch.nn import functional as F
+from triton_compile import compile_launch
+from triton_interpreter import import_kernels_again
+
+from networks import fused, padded, strided
+from networks.layers import Conv3d, ConvTranspose3d
+
+# Samples, channels of the small and of the large grid, and the side of the small one; blocks have 16 channels.
+SHAPES: list[Any] = [(1, 16, 16, 4), (5, 16, 32, 1), (3, 32, 16, 2), (3, 48, 16, 1)]
+LARGE = [(3, 32, 32, 4), (1, 16, 16, 8), (1, 16, 16, 16)]
+SHAPES += [pytest.param(shape, marks=pytest.mark.slow) for shape in LARGE]
+# Layers of the U-Net at batch size 64, with a cell per side less than 64: name, Cs, Cl, D.
+LAYERS = [("down2", 128, 64, 16), ("up2", 256, 64, 16), ("down3", 256, 128, 8), ("up4", 1024, 256, 4)]
+LAYERS += [("down4", 512, 256, 4), ("up5", 1024, 512, 2), ("down6", 512, 512, 1)]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch, interpreter: list[str]) -> list[str]:
+    """The kernels run in the interpreter for multiples of 16 channels, also in float32; the names of those launched."""
+    monkeypatch.setattr(strided, "BLOCK", 16)
+    monkeypatch.setattr(strided, "PROCESSORS", 6)
+    monkeypatch.setattr(strided, "unavailable", lambda device: "")
+    return interpreter
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float = 1e-6) -> None:
+    assert got.shape == expected.shape
+    assert float((got.double() - expected).abs().max()) < error * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_pass_equals_torch_and_itself(small_blocks: list[str], shape: tuple[int, int, int, int]) -> None:
+    """With partial tiles, split sums, pairs of planes, padded grids, bias, activation and concatenation."""
+    samples, small, large, side = shape
+    s, x = values(samples, small, *[side] * 3, seed=0), values(samples, large, *[2 * side] * 3, seed=1)
+    w, skip = values(small, large, 4, 4, 4, seed=2) / 8, padded.padded(values(*x.shape, seed=3))
+    down_bias, up_bias = values(small, seed=4), values(large, seed=5)
+    exact = w.double().requires_grad_()
+    convolved = F.conv3d(x.double(), exact, None, 2, 1)
+    (weight_gradient,) = torch.autograd.grad(convolved, exact, s.double(), retain_graph=True)
+    activated = F.leaky_relu(convolved.detach() + down_bias.double().view(-1, 1, 1, 1), 0.01)
+    transposed = F.conv_transpose3d(s.double(), exact.detach(), None, 2, 1)
+    joined = torch.cat([F.relu(transposed + up_bias.double().view(-1, 1, 1, 1)), skip.double()], dim=1)
+    expected = [activated, transposed, joined, weight_gradient]
+    got, again = (
+        (
+            strided.gather(padded.padded(x), w, down_bias, 0.01),
+            strided.scatter(s, w),
+            strided.scatter(s, w, up_bias, 0.0, skip, pads=True),
+            strided.weight_gradient(s, x),
+        )
+        for _ in range(2)
+    )
+    assert set(small_blocks) >= {"gather", "scatter", "weight_gradient"}
+    for ours, repeated, theirs in zip(got, again, expected, strict=True):
+        assert_close(ours, theirs)
+        assert torch.equal(ours, repeated)
+    assert padded.is_padded(got[2])
+    assert torch.equal(padded.with_pads(got[2]), padded.with_pads(padded.padded(got[2].clone())))
+
+
+def test_sums_are_split_where_there_are_few_tiles(small_blocks: list[str]) -> None:
+    s = strided.gather(values(1, 32, 4, 4, 4), values(32, 32, 4, 4, 4))
+    assert small_blocks == ["gather", "sum_splits"]
+    strided.weight_gradient(values(20, 16, 8, 8, 8), values(20, 16, 16, 16, 16))
+    assert small_blocks[2:] == ["weight_gradient", "sum_splits"]
+    assert s.is_contiguous(memory_format=CHANNELS_LAST)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN
+def test_a_nan_reaches_the_same_values_as_in_torch(small_blocks: list[str]) -> None:
+    """So no value is read across a face of the grid, and ReLU passes NaN on."""
+    s, x, w = values(2, 16, 2, 2, 2), values(2, 16, 4, 4, 4, seed=1), values(16, 16, 4, 4, 4, seed=2)
+    s[1, 3, 1, 1, 1] = x[1, 0, 3, 3, 3] = x[0, 0, 0, 0, 0] = torch.nan
+    zero = torch.zeros(16)
+    for got, expected in (
+        (strided.scatter(s, w, zero, 0.0), F.relu(F.conv_transpose3d(s, w, None, 2, 1))),
+        (strided.gather(x, w, zero, 0.01), F.conv3d(x, w, None, 2, 1)),
+    ):
+        assert got.isnan().any()
+        assert torch.equal(got.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("kind", [Conv3d, ConvTranspose3d])
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        ("small_blocks", torch.float16),  # the interpreter computes bfloat16 products wrongly
+        pytest.param("on_device", torch.float16, marks=ON_GPU),
+        pytest.param("on_device", torch.bfloat16, marks=ON_GPU),
+    ],
+    ids=str,
+)
+def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype: torch.dtype, kind: Any) -> None:
+    """The operator: outputs and gradients have the errors of half precision, and the same bits in a second run."""
+    launched, device = request.getfixturevalue(place), torch.device("cuda" if place == "on_device" else "cpu")
+    if reason := strided.unavailable(device):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    width, side = (32, 4) if place == "small_blocks" else (128, 16)
+    layer = kind(width, width, 4, stride=2, padding=1).to(device, memory_format=CHANNELS_LAST)
+    layer.convolutions = "own"
+    x = values(2, width, *[side] * 3).to(dtype).float().to(device)
+
+    def results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        upstream = values(*y.shape, seed=1, device=str(device)).to(y.dtype)
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+
+    with torch.autocast(device.type, dtype):
+        got, again = (results(layer, x) for _ in range(2))
+    assert {"gather", "scatter", "weight_gradient"} <= set(launched)
+    assert got[0].dtype == dtype
+    assert got[2].dtype == torch.float32
+    assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
+    layer.convolutions = "cudnn"
+    for ours, exact in zip(got, results(layer.double(), x.double()), strict=True):
+        error = float((ours.double() - exact).norm() / exact.norm())
+        assert error < (6e-4 if dtype == torch.float16 else 5e-3), error
+
+
+def test_the_operator_has_fakes(small_blocks: list[str]) -> None:
+    from networks import layers
+
+    for transposed, side in ((False, 4), (True, 2)):
+        x, w = values(1, 16, *[side] * 3).requires_grad_(), values(16, 16, 4, 4, 4, seed=1).requires_grad_()
+        torch.library.opcheck(layers._strided, (x, w, transposed, False))
+
+
+@pytest.mark.parametrize("options", [{}, {"conditioned": True}], ids=["plain", "conditioned"])
+def test_a_network_trains_as_with_torch(
+    small_blocks: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """With bias, activation and concatenation in the convolutions' kernels, and grids that have pads."""
+    monkeypatch.setattr("networks.blocks.BLOCK", 16)
+    network = {"width": 16, "scales": 2, **options}
+    module, parts = with_loss(True, **network), batch(size=8)
+    parts += [CONDITIONS] if options else []
+    got = trained(module, parts, torch.float16)
+    assert {"gather", "scatter", "weight_gradient", "blocks_to_rows", "rows_to_blocks"} <= set(small_blocks)
+    assert ("bias_activation" in small_blocks) == bool(options) or small_blocks.count("bias_activation") == 1
+    assert_trains_like(got, with_loss(False, **network), parts, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "small", "large", "side"),
+    [case if case[0] in ("up2", "up5") else pytest.param(*case, marks=pytest.mark.slow) for case in LAYERS],
+)
+def test_compiled_kernels_fit_into_a_multiprocessor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, small: int, large: int, side: int
+) -> None:
+    """At most 227 KB, no spilled registers, no atomic operations, and products on Hopper's tensor cores."""
+    pytest.importorskip("triton")
+    import_kernels_again()
+    compiled = []
+
+    def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        result = compile_launch(tmp_path / str(len(compiled)), kernel, *arguments, **constants)
+        compiled.append((kernel.__name__, programs, result))
+
+    monkeypatch.setattr(fused, "launch", launch)
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    s, x, w = (
+        torch.empty(shape, **meta).contiguous(memory_format=CHANNELS_LAST)
+        for shape in ((64, small, *[side] * 3), (64, large, *[2 * side] * 3), (small, large, 4, 4, 4))
+    )
+    strided.gather(x, w, torch.empty(small, device="meta"), 0.01)
+    strided.scatter(s, w, torch.empty(large, device="meta"), 0.0, x, name == "up2")
+    strided.weight_gradient(s, x)
+    assert {each for each, *_ in compiled} >= {"gather", "scatter", "weight_gradient"}
+    for kernel, programs, result in compiled:
+        assert (result.stack, result.shared <= strided.SHARED_MEMORY) == (0, True), kernel
+        assert programs >= 32, kernel
+        assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", result.ptx)
+        assert kernel == "sum_splits" or "wgmma.mma_async" in result.ptx, kernel
