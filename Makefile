@@ -9,9 +9,10 @@
 #                  two); srun starts a private two-node Slurm, as root on Debian. Then trains RUNS=20 times with random
 #                  configs and random stops, and compares the results with uninterrupted runs: about 15 s per run
 # make bench-cpu   measures the speed of a training step with sets of options on this CPU: about 5 minutes
-# make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 the fastest options; 2 the tests that
-#                  need a GPU; 3 single options, comparisons and loaders. Uses python3 without an installation if make
-#                  install was not run. BENCH: other arguments of benchmarks/step.py, for example BENCH="--dry_run"
+# make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 each convolution, and the fastest
+#                  options; 2 the tests that need a GPU; 3 comparisons, single options and loaders. Uses python3
+#                  without an installation if make install was not run. BENCH: other arguments of benchmarks/step.py,
+#                  for example BENCH="--dry_run"
 # make docs        writes the tables of flags, config keys and results into README.md and docs/
 #
 # PYTHON  the interpreter for the virtual environment; if it has torch, the environment uses that torch

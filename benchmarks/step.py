@@ -1,17 +1,19 @@
 """Speed of a training step with sets of options, each in a process of its own, the most important first.
 
 python -m benchmarks.step                      the sets of a CPU: make bench-cpu
-python -m benchmarks.step --call 1             the fastest sets on a GPU, within 8 minutes: make bench-gpu CALL=1
+python -m benchmarks.step --call 1             each convolution, and the fastest sets on a GPU: make bench-gpu CALL=1
 python -m benchmarks.step --call 2             pytest -m gpu
-python -m benchmarks.step --call 3             single options, comparisons, and loaders
+python -m benchmarks.step --call 3             comparisons, single options, and loaders
+python -m benchmarks.step --call 1 --peer DIR  also the SC21 tutorial, of which DIR is a clone
 python -m benchmarks.step --call 1 --dry_run   on any machine: what the call would reach, at assumed costs
-python -m benchmarks.step --sets A G --profile     these sets, in alternating trials in one process
+python -m benchmarks.step --sets own cudnn --profile     these sets, in alternating trials in one process
 
 A set is measured as `train.py --enable_benchy` does: SYNTHETIC steps on one batch, FULL steps on real ones, in
 interleaved trials. --profile adds the kernels of a step by category. Each set also reports loss and gradient norm after
 the same number of steps on the same samples (random values, from which nothing can be learned): speeds are comparable
-only if these agree. A call writes its results after each part, to benchmarks/results/<gpu> on a GPU. It needs torch,
-numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data.
+only if these agree. The rate of matrix products is measured before anything else (cold) and beside each set (warm). A
+call takes 8 minutes at most. It writes its results after each part, to benchmarks/results/<gpu> on a GPU. It needs
+torch, numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import common, loaders, step_profile
+from benchmarks import common, layers, loaders, peer, step_profile
 from utils import config as configs
 from utils.config import Config
 from utils.data import Batch, get_loader
@@ -61,7 +63,9 @@ SIZES: dict[str, dict[str, Any]] = {  # --size: by default that of the device
 }
 
 # Assumed seconds, rather too many than too few: a part starts only if it should end in time.
-VOLUME, START, SEARCH, TRIALS, COMPILATION, LOADERS = 20.0, 10.0, 30.0, 10.0, 60.0, 90.0
+VOLUME, START, SEARCH, TRIALS, LOADERS, LAYERS = 20.0, 10.0, 30.0, 10.0, 90.0, 150.0
+# Instead of cuDNN's search, by the first word of a set's name: own kernels, which layers.py has compiled; a compiler.
+SECONDS = {"own": 15.0, "SOAP": 20.0, "G": 90.0, "compiled": 90.0}
 WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is stopped
 
 
@@ -76,50 +80,41 @@ class Options(NamedTuple):
 _FLOAT16 = {"num_data_workers": 8, "enable_amp": True, "precision": "float16"}
 _BFLOAT16 = {"data_loader_config": "resident", "enable_amp": True, "precision": "bfloat16"}
 _LAST = {**_BFLOAT16, "channels_last": True}
-_FUSED = {**_LAST, "fused_pointwise": True}
-_BLOCKS = {"network.space_to_depth": ["down1", "last"]}
-_A = {**_FUSED, **_BLOCKS}
+_OWN = {**_LAST, "fused_pointwise": True, "network.space_to_depth": ["down1", "last"], "fused_tail": "auto"}
+_CUDNN = {**_OWN, "convolutions": "cudnn"}
+_SOAP = {"optimizer.name": "soap", "optimizer.betas": [0.9, 0.95], "ema_decay": 0.999}
 
+PEER = "SC21"  # see peer.py
 SETS = {
-    "A": Options("bfloat16, channels last, space-to-depth, fused kernels, volume in GPU memory", _A),
-    "B": Options("A as a CUDA graph", _A, graph=True),
-    "C": Options("A compiled instead of fused kernels", {**_A, "fused_pointwise": False, "enable_jit": True}),
-    "tail": Options("B, one kernel after the last convolution", {**_A, "fused_tail": True}, graph=True),
-    "D": Options("A at batch 128", {**_A, "local_batch_size": 128}),
-    "E": Options("A at batch 256", {**_A, "local_batch_size": 256}),
-    "F": Options("A without space-to-depth", _FUSED),
+    "own": Options("bs64_opt with the volume in GPU memory, as a CUDA graph", _OWN, graph=True),
+    "cudnn": Options("own, with all convolutions by cuDNN", _CUDNN, graph=True),
+    "own eager": Options("own without the graph", _OWN),
+    "cudnn eager": Options("cudnn without the graph and without the fused tail", {**_CUDNN, "fused_tail": False}),
+    "SOAP": Options("own with SOAP and averaged weights, as bs64_fast", {**_OWN, **_SOAP}, graph=True),
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
-    "G": Options("the tutorial's best: float16, fused Adam, compiled, 8 threads", {**_FLOAT16, "enable_jit": True}),
-    "EMA": Options("A with averaged weights", {**_A, "ema_decay": 0.999}),
-    "limit 0": Options("A, cuDNN times all algorithms", {**_A, "cudnn_benchmark_limit": 0}),
-    "eager 16": Options("A at batch 16", {**_A, "local_batch_size": 16}),
-    "graph 16": Options("B at batch 16", {**_A, "local_batch_size": 16}, graph=True),
-    "float16": Options("fused Adam, 8 loader threads", _FLOAT16),
-    "DALI": Options("float16 with DALI", {**_FLOAT16, "data_loader_config": "dali-lowmem"}),
-    "apex": Options("float16 with apex's Adam", {**_FLOAT16, "optimizer.name": "apex_adam"}),
+    "G": Options("the tutorial's options at its best: float16, compiled, 8 threads", {**_FLOAT16, "enable_jit": True}),
+    PEER: Options("the tutorial's own network and loop, our loader", {**_FLOAT16, "data_loader_config": "resident"}),
     "TF32": Options("the tutorial's start, 2 loader threads"),
     "float32": Options("no TF32, 2 loader threads", {"tf32": False}),
     "bfloat16": Options("volume in memory", _BFLOAT16),
     "channels last": Options("bfloat16, channels last", _LAST),
-    "space-to-depth": Options("bfloat16, space-to-depth", {**_BFLOAT16, **_BLOCKS}),
     "compiled": Options("bfloat16, compiled", {**_BFLOAT16, "enable_jit": True}),
 }
+for _name, _size in (("own", 16), ("own eager", 16), ("cudnn", 16), ("own", 128), ("cudnn", 128)):
+    _changes = {**SETS[_name].changes, "local_batch_size": _size}
+    SETS[f"{_name} {_size}"] = SETS[_name]._replace(text=f"{_name} at batch {_size}", changes=_changes)
 # The sets of each call; those of a tuple are compared in alternating trials in one process.
-CPU_SETS: list[tuple[str, ...]] = [(name,) for name in ("float32", *list(SETS)[-4:])]
-FASTEST: list[tuple[str, ...]] = [(name,) for name in ("A", "B", "tail", "D", "C", "F", "E")]
-OTHERS: list[tuple[str, ...]] = [
-    ("G", "A"),
-    ("eager 16", "graph 16"),
-    *((name,) for name in ("EMA", "limit 0", "float16", "TF32")),
-    *((name,) for name in ("bfloat16", "channels last", "float32", "DALI", "apex")),
-]
+Sets = list[tuple[str, ...]]
+CPU_SETS: Sets = [("float32",), ("bfloat16",), ("channels last",), ("compiled",)]
+FASTEST: Sets = [("own", "cudnn"), ("own", PEER), ("own 128", "own 16", "own eager 16"), ("SOAP",)]
+FASTEST += [("own eager", "cudnn eager")]
+OTHERS: Sets = [("own", "G"), ("cudnn 128",), ("cudnn 16",), ("TF32",), *CPU_SETS[1:], CPU_SETS[0]]
 
 
 def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
     """The config of a set of options at these sizes."""
-    volumes = loaders.volumes(options.box, options.crop, npy=changes.get("data_loader_config") == "dali-lowmem")
     base = {
-        **loaders.volume_keys(*volumes),
+        **loaders.volume_keys(*loaders.volumes(options.box, options.crop)),
         "data_size": options.crop,
         "local_batch_size": options.batch,
         "network.width": options.width,
@@ -133,18 +128,19 @@ def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: t
 class Training:
     """A step with its loader, warmed up on the first samples of the first epoch."""
 
-    def __init__(self, options: argparse.Namespace, chosen: Options, world: World, stack: ExitStack) -> None:
-        self.config, self._device = config_of(options, chosen.changes, world.device), world.device
+    def __init__(self, options: argparse.Namespace, name: str, world: World, stack: ExitStack) -> None:
+        chosen, self._device = SETS[name], world.device
+        self.config = config_of(options, chosen.changes, world.device)
         set_backends(self.config, world.device)
         opened = stack.enter_context(get_loader(self.config.data_loader_config).build(self.config, world))
-        step_class = GraphStep if chosen.graph else EagerStep
-        self.step = build.step(self.config, world, build.model(self.config), step_class)
-        stack.callback(self.step.close)
+        own = build.step(self.config, world, build.model(self.config), GraphStep if chosen.graph else EagerStep)
+        stack.callback(own.close)
+        self.step: Any = own if name != PEER else peer.Step(options.peer, own.network, world.device)
         self._batches = stack.enter_context(closing(common.endless(opened.train)))
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
         self.flops = training_flops(self.step.network, self._fixed.inputs)
-        self.step.warm_up(*self._fixed)
+        self.first_seconds = common.seconds_of(lambda: self.step.warm_up(*self._fixed), self._device)
         if self.config.enable_jit and not self.step.compiled:
             raise UserError("the compiler failed: see its warning")
         # A graph's first steps are eager; then it is recorded once for each of the loader's buffers.
@@ -176,21 +172,21 @@ class Training:
 def measure(options: argparse.Namespace) -> None:
     """Measures the sets in alternating trials; writes step.json before the profiler runs, and after it."""
     world = common.this_machine()
+    cold = layers.matmul_rate(world.device)
     with ExitStack() as stack:
-        built = {name: Training(options, SETS[name], world, stack) for name in options.sets}
+        built = {name: Training(options, name, world, stack) for name in options.sets}
         measures: dict[str, Callable[[], float]] = {}
         for name, one in built.items():
             measures[f"{name}, SYNTHETIC"] = functools.partial(one.rate, one.synthetic)
             measures[f"{name}, FULL"] = functools.partial(one.rate, one.full)
         rates = common.interleaved(measures, options.trials, warmup=0)
         entries = [entry_of(name, one, rates, options.sets[0]) for name, one in built.items()]
-        result = {"unit": "samples/s", "ladder": entries}
-        path = common.save("step", options, result, markdown(entries))
-        if options.profile:
-            for entry, one in zip(entries, built.values(), strict=True):
+        result = {"unit": "samples/s", layers.COLD: cold, "ladder": entries}
+        common.save("step", options, result, markdown(entries, cold))
+        for entry, one in zip(entries, built.values(), strict=True):
+            if options.profile:
                 entry["profile"] = step_profile.measure(one.synthetic, world.device)
-            common.save("step", options, result, markdown(entries))
-    print(f"{markdown(entries)}\n\nwritten: {path}")
+    common.publish("step", options, result, markdown(entries, cold))
 
 
 def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], first: str) -> dict[str, Any]:
@@ -209,6 +205,7 @@ def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], fir
         "ratio to the first": common.summary([own / other for own, other in pairs]),
         "TFLOP/s": synthetic["median"] * one.flops / 1e12,
         "matmul TFLOP/s": statistics.median(timing.matmul_tflops(device, dtype, 0.5)),
+        "first step s": one.first_seconds,
         "steps per trial": one.steps,
         "loss of the warm-up steps": one.losses,
         "gradient norm of the warm-up steps": one.gradient_norms,
@@ -216,15 +213,16 @@ def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], fir
     }
 
 
-def markdown(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A line per set of options, and the kernels of those that were profiled."""
-    heads = ["set", "SYNTHETIC samples/s", "/ first", "FULL samples/s", "FULL / SYNTHETIC", "TFLOP/s", "% of matmul"]
+def markdown(entries: Sequence[Mapping[str, Any]], cold: float) -> str:
+    """A line per set of options, and the kernels of those that were profiled; `cold`: TFLOP/s of matrix products."""
+    heads = ["set", "SYNTHETIC samples/s", "/ first", "FULL samples/s", "FULL / SYNTHETIC", "TFLOP/s"]
+    heads += ["% of matmul, cold", "% of matmul, warm"]
     rows = []
     for entry in entries:
         cells = [f"{entry['name']}: {entry['options']}", common.ranged(entry["SYNTHETIC"])]
         cells += [f"{entry['SYNTHETIC']['median'] / entries[0]['SYNTHETIC']['median']:.3f}"]
         cells += [common.ranged(entry["FULL"]), f"{entry['FULL / SYNTHETIC']:.3f}", f"{entry['TFLOP/s']:.4g}"]
-        cells += [f"{100 * entry['TFLOP/s'] / entry['matmul TFLOP/s']:.1f}"]
+        cells += [f"{100 * entry['TFLOP/s'] / rate:.1f}" for rate in (cold, entry["matmul TFLOP/s"])]
         finals = [entry[f"{name} of the warm-up steps"][:LOSS_STEPS][-1] for name in ("loss", "gradient norm")]
         rows.append([*cells, ", ".join(f"{value:.4f}" for value in finals)])
     parts = [common.table([*heads, f"loss, gradient norm of step {LOSS_STEPS}"], rows)]
@@ -251,17 +249,21 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
         ]
         marked.sort(key=lambda path: -path.stat().st_size)  # no process is left with a long one at the end
         return [Part(path.name, [*pytest, str(path.relative_to(common.REPOSITORY))], 0) for path in marked]
-    parts = []
+    parts, output = [], f"--output={options.output / 'part'}"
     for names in {None: CPU_SETS, 1: FASTEST, 3: OTHERS}[options.call]:
-        compiled = COMPILATION * any(SETS[name].changes.get("enable_jit") for name in names)
-        words = ["-m", "benchmarks.step", "--sets", *names, f"--size={options.size}", "--profile"]
-        words += [f"--output={options.output / 'part'}"]
-        parts.append(Part(", ".join(names), words, START + (SEARCH + TRIALS) * len(names) + compiled))
+        if PEER in names and options.peer is None:
+            continue
+        words = ["-m", "benchmarks.step", "--sets", *names, f"--size={options.size}", "--profile", output]
+        words += [f"--peer={options.peer}"] * (PEER in names)
+        seconds = sum(SECONDS.get(name.split()[0], SEARCH) + TRIALS for name in names)
+        parts.append(Part(", ".join(names), words, START + seconds))
+    parts[0] = parts[0]._replace(seconds=parts[0].seconds + VOLUME)
+    if options.call == 1:
+        parts.insert(0, Part("layers", ["-m", "benchmarks.layers", f"--batch={options.batch}", output], LAYERS))
     if options.call == 3:
         words = ["-m", "benchmarks.loaders", f"--box={options.box}", f"--crop={options.crop}", "--starts=0"]
         words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={options.output}"]
         parts.insert(2, Part("loaders", words, LOADERS))
-    parts[0] = parts[0]._replace(seconds=parts[0].seconds + VOLUME)
     return parts
 
 
@@ -295,22 +297,24 @@ class Call:
             pool.shutdown(wait=False, cancel_futures=True)
             common.end_running(GRACE)
         shutil.rmtree(self._directory / "part", ignore_errors=True)
-        with suppress(ImportError):  # matplotlib is optional
-            if self.results["ladder"]:
-                draw(self.results["ladder"], self._directory / f"{self.name}.png")
 
     def _run_part(self, part: Part) -> None:
         left = self._deadline - time.perf_counter()
-        log, result = self._directory / f"{self.name}-{part.name}.log", self._directory / "part/step.json"
-        result.unlink(missing_ok=True)
+        log = self._directory / f"{self.name}-{part.name}.log"
         if part.seconds > left or left <= 0:
             reason = f"no time left: it needs about {part.seconds:.0f} s, {max(left, 0):.0f} s are left"
         else:
             sys.stderr.write(f"== {part.name}, {left:.0f} s left\n")
             reason = common.failure_of([sys.executable, *part.words], log, limit=left, grace=GRACE)
         with self._lock:
-            if result.exists():  # also that of a process that failed later, in the profiler
-                self.results["ladder"] += read_json(result)["ladder"]
+            for path in self._directory.glob("part/*.json"):  # also of a process that failed later, in the profiler
+                found = read_json(path)
+                self.results["ladder"] += found.pop("ladder", [])
+                self.results = {
+                    **{key: found[key] for key in (layers.COLD, layers.WARM, "layers") if key in found},
+                    **self.results,
+                }
+                path.unlink()
             if self._options.call == 2 and log.exists():
                 self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
             if reason:  # its log is kept
@@ -321,17 +325,10 @@ class Call:
 
     def page(self) -> str:
         """All results."""
-        made = [markdown(self.results["ladder"])] if self.results["ladder"] else []
-        if not made:
-            made = [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
+        made = [markdown(self.results["ladder"], self.results[layers.COLD])] if self.results["ladder"] else []
+        made += [layers.markdown(self.results)] if "layers" in self.results else []
+        made += [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
         return "\n\n".join([*made, *(f"- {name}: {reason}" for name, reason in self.results["failed"].items())])
-
-
-def draw(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """SYNTHETIC and FULL samples/s of each set."""
-    groups = {kind: [entry[kind] for entry in entries] for kind in ("SYNTHETIC", "FULL")}
-    with common.plot(path, (8, 1.5 + 0.36 * len(entries))) as panels:
-        common.bars(panels[0], [entry["name"] for entry in entries], groups, xlabel="samples/s, median and range")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -339,6 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.set_defaults(output=None)
     parser.add_argument("--call", type=int, choices=(1, 2, 3), help="a call for a GPU")
     parser.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help=", ".join(SETS))
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="a clone of the SC21 tutorial, to measure it, too")
     parser.add_argument("--profile", action="store_true", help="with --sets: also the kernels of a step")
     parser.add_argument("--size", choices=SIZES, help="of the network, its samples and trials (that for the device)")
     parser.add_argument("--dry_run", action="store_true", help="print what the call would reach, and measure nothing")
@@ -347,6 +345,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("--sets measures these sets alone; remove --call and --dry_run, or --sets")
     if options.profile and not options.sets:
         raise UserError("--profile has no effect without --sets; name the sets")
+    if options.peer is not None:
+        peer.tutorial(options.peer)  # refuses another directory before anything is measured
+        options.peer = options.peer.absolute()
+        options.sets = options.sets and [*dict.fromkeys([*options.sets, PEER])]
+    elif PEER in (options.sets or ()):
+        raise UserError(f"the set {PEER} needs --peer DIR, a clone of the tutorial")
     device = common.this_machine().device
     options.size = options.size or ("cuda" if options.call else device.type)
     vars(options).update(SIZES[options.size])

@@ -16,15 +16,17 @@ from benchmarks.common import seconds_of, table
 
 # The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
 PATTERNS: tuple[tuple[str, str], ...] = (
+    # networks/strided_kernels.py and networks/block_kernels.py. The loader's kernel `gather` is not part of a step.
+    ("convolutions", r"^(gather|scatter|(block_)?weight_gradient|sum_splits|rows_to_blocks|blocks_to_rows)(_\w+)?$"),
     ("communication", r"nccl|^c10d::|^gloo:"),
+    ("layout and casts", r"multi_tensor_apply_kernel.*\bCopy|^aten::_foreach_copy_"),
     ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\."),
     # From cuDNN, from .contiguous() and .to(), and from inductor if the kernel does nothing else.
     ("layout and casts", r"(?i:n(cd?hw|d?hwc)_?to_?n(cd?hw|d?hwc)|nd?hwcToFolded|foldedNd?hwc|AddPadding_?Kernel)"),
     ("layout and casts", r"(?i:convertTensor|tensorTransform|transpose\w*_kernel|transpose_readWrite)"),
     ("layout and casts", r"(direct|b?float\d\w*)_copy_kernel|^triton_poi_fused(_(_to_copy|clone))+_\d+$"),
     ("layout and casts", r"^aten::(copy_|_copy_from|clone|contiguous|to|_to_copy)$|mkldnn_reorder"),
-    # gather is this project's kernel that crops a volume on the GPU.
-    ("copies", r"^Mem(cpy|set)\b|^gather(_\w*)?$|vectorized_gather|scatter_gather|index_elementwise"),
+    ("copies", r"(?i:^mem(cpy|set))|vectorized_gather|scatter_gather|index_elementwise"),
     ("copies", r"(?i:index_?select)|^aten::(index|gather|take)$"),
     # Before the convolutions: inductor names a kernel after neighboring operators, including convolutions.
     ("pointwise", r"^triton_(poi|red|per|for|mix|split_scan)_|^cpp_fused"),
@@ -33,7 +35,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK|^aten::(add|b)?mm$"),
     ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
     # networks/kernels.py
-    ("pointwise", r"^(bias_activation|activation_backward|l1|l1_backward|tail_l1)$"),
+    ("pointwise", r"^(bias_activation|activation_backward|(\w+_)?l1(_\w+)?|tail(_\w+)?)$"),
     (
         "pointwise",
         r"^aten::(?!empty|as_strided|view|_unsafe_view|reshape|resize|slice|narrow|detach|t$|select|transpose|permute"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,13 +15,14 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import common, step, step_profile
-from benchmarks.cost import STORED
-from benchmarks.step import FASTEST, SETS, Part
+from benchmarks import common, layers, step, step_profile
+from benchmarks.step import FASTEST, PEER, SETS, Part
 from benchmarks.step_profile import breakdown, classify, kernels_of
+from networks.unet import UNet
 from utils import config as configs
 from utils.errors import UserError
 from utils.profiling import timing
+from utils.steps.flops import training_flops
 
 
 def test_sets_are_valid_configs_that_differ() -> None:
@@ -31,9 +33,9 @@ def test_sets_are_valid_configs_that_differ() -> None:
 @pytest.mark.parametrize(
     ("number", "reached"),
     [
-        (1, map(", ".join, FASTEST)),
+        (1, ["layers", *(", ".join(names) for names in FASTEST if PEER not in names)]),
         (2, ["test_gpu.py", "test_graph.py"]),
-        (3, ["G, A", "eager 16, graph 16", "loaders"]),
+        (3, ["own, G", "cudnn 128", "cudnn 16", "loaders"]),
     ],
 )
 def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: Any, number: int, reached: Any) -> None:
@@ -54,7 +56,7 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     entry = {"name": "B", "options": "text", "TFLOP/s": 1.0, "matmul TFLOP/s": 2.0, "FULL / SYNTHETIC": 1.0}
     entry |= {kind: {"median": 3.0, "min": 2.0, "max": 4.0} for kind in ("SYNTHETIC", "FULL")}
     entry |= {f"{name} of the warm-up steps": [1.0] for name in ("loss", "gradient norm")}
-    (tmp_path / "entry.json").write_text(json.dumps({"ladder": [entry]}))
+    (tmp_path / "entry.json").write_text(json.dumps({layers.COLD: 4.0, "ladder": [entry]}))
     copy = f"import os, shutil; os.makedirs('{tmp_path}/part', exist_ok=True); shutil.copy('{tmp_path}/entry.json', "
     copy += f"'{tmp_path}/part/step.json'); "
     parts = [
@@ -76,8 +78,7 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
     assert found["failed"]["long"].startswith("no time left")
     assert found["failed"]["hang"].startswith("stopped after ")
-    assert "| B: text | 3 (2 – 4) | 1.000 |" in capsys.readouterr().out
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert "| B: text | 3 (2 – 4) | 1.000 | 3 (2 – 4) | 1.000 | 1 | 25.0 | 50.0 |" in capsys.readouterr().out
 
 
 def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
     monkeypatch.setattr(step, "CPU_SETS", [("float32", "channels last")])
-    (part,) = step.parts_of(SimpleNamespace(call=None, size="tiny", output=tmp_path))  # type: ignore[arg-type]
+    (part,) = step.parts_of(SimpleNamespace(call=None, size="tiny", peer=None, output=tmp_path))  # type: ignore[arg-type]
     step.main(part.words[2:])
     first, second = json.loads((tmp_path / "part/step.json").read_text())["ladder"]
     for entry in (first, second):
@@ -137,23 +138,108 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
     assert "| float32: no TF32, 2 loader threads |" in (tmp_path / "part/step.md").read_text()
 
 
+def test_each_convolution_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All operations of a step are in the table, and it names the passes in which `auto` chooses the slower backend."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    layers.main(["--batch=2", "--crop=8", "--width=4", f"--output={tmp_path}"])
+    result = json.loads((tmp_path / "layers.json").read_text())
+    counted = [row for row in result["layers"] if (row["layer"], row["pass"]) != ("down1", "input gradient")]
+    flops = 2 * training_flops(UNet(width=4, scales=3), torch.empty(1, 4, 8, 8, 8))
+    assert sum(row["GFLOP"] for row in counted) == pytest.approx(flops / 1e9)
+    assert {(row["auto"], row["skipped"]) for row in result["layers"]} == {("cuDNN", "there is no CUDA device")}
+    result["layers"][0] |= {"auto": "own", "cuDNN ms": 1.0, "own ms": 1.1, "error": 0.0}
+    result["layers"][1] |= {"auto": "own", "cuDNN ms": 1.1, "own ms": 1.0, "error": 0.0}
+    slower = [line for line in layers.markdown(result).splitlines() if "slower" in line]
+    assert slower == ["- auto chooses the slower one: down1, forward"]
+
+
+TUTORIAL = """
+import torch
+from torch import nn
+
+@torch.jit.script
+def loss_func_opt_final(output, target, lambda_rho):
+    return torch.mean(torch.abs(output - target) + lambda_rho * torch.abs(torch.exp(output) - torch.exp(target)))
+
+class UNet(nn.Module):
+    def __init__(self, params):
+        super().__init__()
+        assert not params.full_scale
+        self.down = nn.ModuleList(nn.Conv3d(a, b, 4, 2, 1) for a, b in ((4, 4), (4, 8), (8, 16)))
+        ends = ((16, 8), (16, 4), (8, params.N_out_channels))
+        self.up = nn.ModuleList(nn.ConvTranspose3d(a, b, 4, 2, 1) for a, b in ends)
+
+    def forward(self, x):
+        skips = []
+        for layer in self.down:
+            skips.append(x := nn.functional.leaky_relu(layer(x)))
+        skips.pop()
+        for layer in self.up[:-1]:
+            x = torch.cat([torch.relu(layer(x)), skips.pop()], 1)
+        return torch.tanh(self.up[-1](x))
+"""
+
+
+def test_the_tutorial_is_measured_on_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its file, with the same names; it starts from the same weights. Other directories are refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    file = tmp_path / "tutorial/networks/UNet.py"
+    file.parent.mkdir(parents=True)
+    command = ["--sets", "float32", "--size=tiny", f"--peer={tmp_path / 'tutorial'}", f"--output={tmp_path}"]
+    for text in (None, "import torch.nothing", "class UNet:", "class UNet:\n    pass\n"):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(UserError, match="is not a clone of the SC21 tutorial"):
+            step.main(command)
+    file.write_text(TUTORIAL)
+    step.main(command)
+    ours, theirs = json.loads((tmp_path / "step.json").read_text())["ladder"]
+    assert theirs["name"] == PEER
+    assert theirs["SYNTHETIC"]["min"] > 0 < theirs["first step s"]
+    for name in ("loss", "gradient norm"):
+        values = [entry[f"{name} of the warm-up steps"] for entry in (ours, theirs)]
+        assert values[0] == pytest.approx(values[1], rel=0.02), "float16 alone differs"
+    options: Any = SimpleNamespace(call=1, peer=tmp_path / "tutorial", size="cuda", batch=64, output=tmp_path)
+    words = {part.name: part.words for part in step.parts_of(options)}
+    assert f"--peer={tmp_path / 'tutorial'}" in words[f"own, {PEER}"]
+    with pytest.raises(UserError, match="needs --peer"):
+        step.main(["--sets", PEER])
+
+
 NAMES = {
     "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64": "convolutions",
     "void cudnn::ops::scalePackedTensor_kernel<__nv_bfloat16, float>(long, __nv_bfloat16*, float)": "convolutions",
     "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(...)": "layout and casts",
     "triton_poi_fused__to_copy_clone_12": "layout and casts",
+    "void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float>>": "layout and casts",
+    "void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>": "optimizer",
     "triton_poi_fused__to_copy_convolution_leaky_relu_0": "pointwise",
     "aten::_fused_adam_": "optimizer",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy HtoD (Pinned -> Device)": "copies",
+    "memset8": "copies",
     "void dali::kernels::Unknown<float>(int)": "other",
-    **dict.fromkeys(STORED, "pointwise"),  # of this project
-    "gather": "copies",
 }
 
 
 def test_kernels_are_classified_by_name() -> None:
+    """Those of PyTorch and its libraries, and the pointwise ones of this project."""
     assert {name: classify(name) for name in NAMES} == NAMES
+    source = (common.REPOSITORY / "networks/kernels.py").read_text()
+    own = re.findall(r"^@triton\.jit.*\ndef (\w+)", source, re.MULTILINE)
+    assert {name: classify(name) for name in own} == {**dict.fromkeys(own, "pointwise"), "tanh": "other"}
+
+
+def test_gather_tma_is_not_counted_as_copies() -> None:
+    """All convolutions of this project are found by name, also with a suffix."""
+    sources = [(common.REPOSITORY / f"networks/{name}.py").read_text() for name in ("strided", "blocks")]
+    launched = {name for source in sources for name in re.findall(r"launch\(\s*kernels\(\)\.(\w+)", source)}
+    assert {"gather", "scatter", "weight_gradient", "rows_to_blocks", "blocks_to_rows"} <= launched
+    names = [*launched, *(f"{name}_tma" for name in launched)]
+    assert {name: classify(name) for name in names} == dict.fromkeys(names, "convolutions")
 
 
 def test_overlaps_of_kernels_count_once_and_all_adds_up_to_the_step() -> None:
@@ -166,8 +252,8 @@ def test_overlaps_of_kernels_count_once_and_all_adds_up_to_the_step() -> None:
     kernels = kernels_of(
         [
             event("sm90_xmma_fprop_implicit_gemm", 0, 4000),
-            event("gather", 3000, 5000),
-            event("gather", 6000, 7000),
+            event("Memcpy DtoD", 3000, 5000),
+            event("Memcpy DtoD", 6000, 7000),
             event("triton_poi_fused_relu_0", 7000, 8000),
             event("mystery", 9000, 9500),
             event("cudaLaunchKernel", 0, 9999, DeviceType.CPU),
@@ -180,7 +266,7 @@ def test_overlaps_of_kernels_count_once_and_all_adds_up_to_the_step() -> None:
     assert milliseconds == {"convolutions": 2.0, "pointwise": 0.5, "copies": 1.0, "other": 0.25, "gaps": 1.25}
     assert [(entry["name"], entry["ms"], entry["runs"]) for entry in result["top"][:2]] == [
         ("sm90_xmma_fprop_implicit_gemm", 2.0, 0.5),
-        ("gather", 1.5, 1.0),
+        ("Memcpy DtoD", 1.5, 1.0),
     ]
 
 

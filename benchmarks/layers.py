@@ -1,0 +1,120 @@
+"""Each strided convolution of the U-Net alone, in each pass, by own kernels and by cuDNN.
+
+python -m benchmarks.layers            at full size, on a GPU; also the first part of make bench-gpu CALL=1
+
+Medians of repeated calls on half-precision operands: cuDNN's after its search, with the cast of weight gradients to
+float32, and `down1` and `last` as dense convolutions over 2³ blocks. Copies that make blocks or pads are not included.
+% are of the rate of matrix products, cold (before anything else) and warm (at the end). Errors are relative.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from networks import blocks, padded, strided
+from networks.layers import DENSE, DOWN, UP
+from networks.space_to_depth import dense_weight, space_to_depth
+from networks.unet import UNet
+from utils.profiling import timing
+
+COLD, WARM, CUDNN, OWN = "matmul TFLOP/s at the start", "matmul TFLOP/s at the end", "cuDNN", "own"
+Call = Callable[[], torch.Tensor]
+convolution, backward = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
+
+
+def half(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32  # CPUs may emulate bfloat16
+
+
+def matmul_rate(device: torch.device) -> float:
+    """TFLOP/s of large matrix products."""
+    return statistics.median(timing.matmul_tflops(device, half(device), 0.5))
+
+
+def calls_of(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tuple[Call, Call, Call]]:  # noqa: E741
+    """Own kernel, cuDNN's, and what PyTorch computes without blocks; for gather, scatter and weight gradient.
+
+    s [N, Cs, D, D, D], l [N, Cl, 2D, 2D, 2D] and w [Cs, Cl, 4, 4, 4] as in strided.py.
+    """
+    weights, inputs = [False, True, False], [True, False, False]
+    plain: list[Call] = [lambda: convolution(l, w, None, *DOWN), lambda: convolution(s, w, None, *UP)]
+    plain += [lambda: backward(s, l, w, None, *DOWN, weights)[1].float()]
+    if w.shape[1] % strided.BLOCK == 0:
+        large = padded.padded(l) if w.shape[1] == strided.BLOCK else l  # as in a step
+        own: list[Call] = [lambda: strided.gather(large, w), lambda: strided.scatter(s, w)]
+        return list(zip([*own, lambda: strided.weight_gradient(s, large)], plain, plain, strict=True))
+    rows, b, dense = padded.padded(s), space_to_depth(l), strided.in_half(dense_weight(w), w.dtype)
+    cudnn: list[Call] = [lambda: backward(b, s, dense, None, *DENSE, inputs)[0]]
+    cudnn += [lambda: convolution(s, dense, None, *DENSE)]
+    cudnn += [lambda: backward(b, s, dense, None, *DENSE, weights)[1].float()]
+    own = [lambda: blocks.blocks_to_rows(b, w), lambda: blocks.rows_to_cells(rows, w, s.dtype)]
+    return list(zip([*own, lambda: blocks.weight_gradient(rows, b)], cudnn, plain, strict=True))
+
+
+def measure(name: str, layer: Any, batch: int, side: int, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each pass of a layer; `side`: D of the small grid."""
+    dtype, (small, large) = half(device), layer.weight.shape[:2]
+    s, l, w = (  # noqa: E741
+        torch.randn(shape, device=device).to(dtype, memory_format=torch.channels_last_3d)
+        for shape in ((batch, small, *[side] * 3), (batch, large, *[2 * side] * 3), (small, large, 4, 4, 4))
+    )
+    is_down, kinds, rows = name.startswith("down"), strided.PASSES, []
+    place = (l if is_down else s).shape, dtype, device
+    reason, chosen = strided.unavailable(device) or layer.obstacle(*place), layer.backends(*place)
+    if not is_down:  # the gather is the input gradient, and the scatter the forward pass
+        kinds = (kinds[1], kinds[0], kinds[2])
+    for kind, (own, cudnn, plain) in zip(kinds, calls_of(s, l, w), strict=True):
+        row = {"layer": name, "pass": kind, "GFLOP": 2e-9 * 64 * s.numel() * large, "auto": chosen[kind]}
+        row[f"{CUDNN} ms"] = 1e3 * statistics.median(timing.repeat(cudnn, device, 0.1))
+        row |= {"skipped": reason} if reason else {}
+        if not reason:
+            row[f"{OWN} ms"] = 1e3 * statistics.median(timing.repeat(own, device, 0.1))
+            expected, found = plain().float(), own().float()
+            row["error"] = float((found - expected).norm() / expected.norm())
+        rows.append(row)
+    return rows
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """A line per layer and pass; where `auto` chooses the slower backend, and why own kernels did not run."""
+    rates = {"cold": result[COLD], **({"warm": result[WARM]} if WARM in result else {})}
+    heads = ["layer", "pass", "GFLOP", "auto"]
+    heads += [f"{backend} {text}" for backend in (CUDNN, OWN) for text in ("ms", *(f"% {name}" for name in rates))]
+    rows, notes = [], list[str]()
+    for row in result["layers"]:
+        cells: list[str] = [row["layer"], row["pass"], f"{row['GFLOP']:.1f}", row["auto"]]
+        times = {backend: row.get(f"{backend} ms", float("nan")) for backend in (CUDNN, OWN)}
+        for taken in times.values():
+            cells += [f"{taken:.3f}", *(f"{100 * row['GFLOP'] / taken / rate:.1f}" for rate in rates.values())]
+        rows.append([*cells, f"{row['error']:.1e}" if "error" in row else "skipped"])
+        if times[row["auto"]] > 1.02 * min(times.values()):
+            notes.append(f"- auto chooses the slower one: {row['layer']}, {row['pass']}")
+        elif "skipped" in row:
+            notes.append(f"- own kernels are skipped: {row['skipped']}")
+    return "\n".join([common.table([*heads, "error"], rows, left=2), "", *dict.fromkeys(notes)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.Parser(__doc__, batch=64, crop=64, width=64)
+    parser.set_defaults(output=Path("runs/layers"))
+    options, device = parser.parse_args(argv), common.this_machine().device
+    result: dict[str, Any] = {COLD: matmul_rate(device), "layers": []}
+    torch.backends.cudnn.benchmark = True
+    scales = min(6, (options.crop & -options.crop).bit_length() - 1)
+    network = UNet(width=options.width, scales=scales, space_to_depth=("down1", "last")).to(device)
+    for name, layer in network.named_children():
+        side = options.crop >> (1 if name == "last" else int(name[-1]))
+        result["layers"] += measure(name, layer, options.batch, side, device)
+        common.save("layers", options, result, markdown(result))
+    result[WARM] = matmul_rate(device)
+    common.publish("layers", options, result, markdown(result))
+
+
+if __name__ == "__main__":
+    common.run(main)
