@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from networks.blocks import FewChannels, convolve
+from networks.blocks import StridedLayer, convolve
 from networks.layers import (
     DENSE,
     OutputConvTranspose3d,
@@ -41,7 +41,7 @@ from networks.layers import (
 )
 
 
-class SpaceToDepthConv3d(FewChannels, nn.Conv3d):
+class SpaceToDepthConv3d(StridedLayer, nn.Conv3d):
     """`nn.Conv3d` for few input channels; by the kernels of blocks.py where they can compute it."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
