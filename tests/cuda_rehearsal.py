@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from host_waits import WaitingTrace  # noqa: E402
+from step_trace import batch_of, fake_gpu, phases  # noqa: E402
 
 from benchmarks import common  # noqa: E402
-from benchmarks.cost import batch_of, fake_gpu, phases  # noqa: E402
-from benchmarks.step import SETS  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.distributed.launch import Launch  # noqa: E402
 from utils.distributed.world import World  # noqa: E402
@@ -37,7 +36,7 @@ GPU, LR = torch.device("cuda", 0), 1e-4
 OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in (*OPTIMIZED, "bs64_fast", "bs512_fast")},
-    "tail": ("bs64_opt", {**SETS["tail"].changes, "ema_decay": 0.999}),
+    "tail": ("bs64_opt", {"fused_tail": True, "ema_decay": 0.999}),
     "float32": ("base", {}),
     "bfloat16 without channels-last": ("base", {"enable_amp": True}),
 }
@@ -66,8 +65,7 @@ class Rehearsal(WaitingTrace):
         backend = torch._C._select_conv_backend(x, weight, bias, *geometry)
         if self._phase is not None:
             self.backends[f"{self._phase}: {backend.name} {str(x.dtype).removeprefix('torch.')}"] += 1
-        written = [each for each in (result if backward else [result]) if each is not None]
-        self._add(self.convolutions, name, args[: 3 if backward else 2], written)
+        self._check(name, [*args[: 3 if backward else 2], *(result if backward else [result])])
         return result
 
 
@@ -100,8 +98,7 @@ def rehearse_prediction() -> dict[str, Any]:
 
 
 def choices(trace: Rehearsal) -> dict[str, Any]:
-    operations = {row.name for row in trace.operations.values()}
-    kernels = sorted(name for name in operations if name.startswith(("Triton", "_fused")))
+    kernels = sorted({name for _, name in trace.written if name.startswith(("Triton", "_fused"))})
     return {"convolutions": dict(trace.backends), "not channels-last": list(trace.layouts), "kernels": kernels}
 
 

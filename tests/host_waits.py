@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from step_trace import Trace
 from torch.utils._pytree import tree_leaves
-
-from benchmarks.cost import Trace
 
 # Their implementations read a status that the device returns.
 CHECKED = ("_linalg_check_errors", "_linalg_eigh", "linalg_eigh", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_svd")

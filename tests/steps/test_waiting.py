@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 from host_waits import HostWaits, WaitingTrace
+from step_trace import CPU, batch_of, fake_gpu
 
-from benchmarks.cost import batch_of, fake_gpu
-from benchmarks.step import SETS
-from networks import LOSSES
+from networks import LOSSES, strided
 from utils import config as configs
 from utils.config import Config, yaml_files
 from utils.data.loaders.base import meta_batch
@@ -59,7 +58,8 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "float16": ("base", {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1}),
     "float16 with SOAP": ("bs64_fast", {"precision": "float16"}),
     "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1, **AVERAGE}),
-    "tail": ("bs64_opt", {**SETS["tail"].changes, **AVERAGE}),
+    "tail": ("bs64_opt", {"fused_tail": True, **AVERAGE}),
+    "own convolutions": ("bs64_opt", {"fused_tail": True, "network.width": strided.BLOCK}),
 }
 
 
@@ -75,9 +75,10 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
     """Two steps, the first of which creates the optimizer's state."""
     pytest.importorskip("triton")
     monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
+    monkeypatch.setattr(strided, "unavailable", lambda device: "")
     config, trace = CONFIGS[name].for_world(1), WaitingTrace()
     with fake_gpu(trace):
-        model, world = build.model(config), World(Launch("test"), torch.device("cpu"))
+        model, world = build.model(config), World(Launch("test"), CPU)
         if config.channels_last:
             model.network.to(memory_format=torch.channels_last_3d)
         optimizer = build_optimizer(config.optimizer, model.network.named_parameters(), 0.1, capturable=recorded)
