@@ -171,7 +171,7 @@ def activation_gradient(
         x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
     operands = [_by_cells(each[:, :channels]) for each in (y, given[0], given[-1])]
     # If no operand has pads, all are matrices [cells, channels].
-    side = y.shape[2] if pads or any(pitch != y.shape[2] for *_, pitch in operands) else 0
+    side = y.shape[4] if pads or any(pitch != y.shape[4] for *_, pitch in operands) else 0
     pitch = side + pads
     cells = len(y) * pitch**3 if side else y.numel() // y.shape[1]
     tile = _Tile.of(channels)
