@@ -208,6 +208,16 @@ def test_metadata_says_how_to_use_the_file(files: Path) -> None:
     assert finite_record({"epoch": 0, "final_loss": math.nan}) == {"epoch": 0, "final_loss": None}, "JSON has no NaN"
 
 
+def test_a_file_of_a_network_that_required_own_kernels_has_operators_of_pytorch_only(tmp_path: Path) -> None:
+    network = {"space_to_depth": ["down1", "last"]}
+    save(tmp_path / "run", config_of(convolutions="own", enable_amp=True, channels_last=True, network=network))
+    graph = torch.export.load(str(exported(tmp_path, "--units=channel"))).graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert {str(getattr(target, "namespace", "builtin")) for target in called} <= {"aten", "builtin"}
+    assert all(getattr(target, "namespace", "") or target.__module__ in ("_operator", "math") for target in called)
+    assert "convolution" in " ".join(map(str, called)) or "conv3d" in " ".join(map(str, called))
+
+
 def test_what_cannot_be_exported_is_a_one_line_error(
     files: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
             for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
                 assert part in printed
     assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
+    assert report("--set=device=cuda", "--set=convolutions=own")[::2] == (0, ""), "nothing is known of the GPU"
 
 
 class WrongSize(UNet):

@@ -20,6 +20,7 @@ from utils.data.files.attributes import CONDITION_UNITS, FLOOR
 from utils.errors import UserError
 from utils.files import atomic_write
 from utils.inference.trained_network import TrainedNetwork
+from utils.steps import convolutions
 
 METADATA = "metadata.json"
 FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong
@@ -44,6 +45,7 @@ class ExportedNetwork:
     def of(cls, trained: TrainedNetwork, units: str) -> ExportedNetwork:
         """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
         (inputs, targets), module, floor = trained.channels, trained.network, None
+        convolutions.select(module, "cudnn")  # the file has PyTorch's operators only
         if units == "physical":
             check_physical_units((*inputs, *targets), "give --units channel")
             floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data

@@ -101,6 +101,8 @@ class TrainedNetwork:
         # Options that change how a layer computes, but not what: a prediction needs none of them.
         plain = {
             "fused_pointwise": False,
+            # Neither windows nor the precision are those of the training.
+            "convolutions": "auto" if config.convolutions == "own" else config.convolutions,
             "network": config.network.model_copy(update={"space_to_depth": []}),
             "accumulation_steps": 1,
             "local_batch_size": ghost_batch(config.network.norm) or 1,

@@ -73,6 +73,8 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     together = World(Launch("preflight", world_size=ranks), torch.device("cuda") if lacks_gpu else device)
     step_class.check(config, together)
     build.check_norm(config, together)
+    if not lacks_gpu:
+        build.check_convolutions(config, device)
     evaluation_volume(config, alone)
     check_loggers(config.loggers, alone)
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
@@ -93,6 +95,8 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
         plot_learning_rate(config, options.config, Path(options.plot or directory / LEARNING_RATE))
     if lacks_gpu and get_loader(config.data_loader_config).reads == "hdf5":  # others may need its memory
         config = config.model_copy(update={"data_loader_config": "lowmem"})
+    if lacks_gpu:  # its CPU has no own kernels
+        config = config.model_copy(update={"convolutions": "auto"})
     _train_one_step(config, alone, start)
     check_all_values(config, get_loader(config.data_loader_config).reads)
 

@@ -21,7 +21,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
-from utils.steps import own_network
+from utils.steps import convolutions, own_network
 from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
 
@@ -37,6 +37,12 @@ SYMMETRIES = {
 
 def network(config: Config) -> nn.Module:
     """The config's network with torch's default weights; ValueError if its options contradict each other."""
+    built = _network(config)
+    convolutions.select(built, config.convolutions)
+    return built
+
+
+def _network(config: Config) -> nn.Module:
     norm = config.network.norm
     ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
     if ghost is not None and (batch < ghost or batch % ghost):
@@ -72,10 +78,13 @@ def network(config: Config) -> nn.Module:
 
 
 def network_without_values(config: Config) -> nn.Module:
-    """The config's network on torch's meta device: its shapes, without memory for its weights."""
+    """The config's network on torch's meta device: its shapes, without memory for its weights.
+
+    There, no own kernels compute convolutions, so `convolutions` own is not required.
+    """
     # Not every constructor works without values.
     with torch.device("cpu" if own_network.is_checked(config) else "meta"):
-        return network(config).to("meta")
+        return _network(config).to("meta")
 
 
 def loss(config: Config) -> nn.Module:
@@ -107,7 +116,7 @@ def check_output(config: Config) -> None:
     Needs no memory for a network of this project, and that of one sample for others.
     """
     if own_network.is_checked(config):
-        own_network.check_output(config, network(config), torch.device("cpu"))
+        own_network.check_output(config, _network(config), torch.device("cpu"))
         return
     inputs, targets, *conditions = meta_batch(config, config.local_batch_size or 1)
     loss(config)(network_without_values(config)(inputs, *conditions), targets)
@@ -122,12 +131,24 @@ def check_norm(config: Config, world: World) -> None:
         )
 
 
+def convolution_plan(config: Config, device: torch.device) -> dict[str, convolutions.Layer]:
+    """What computes the strided convolutions of the config's network on a device."""
+    return convolutions.plan(config, network_without_values(config), device)
+
+
+def check_convolutions(config: Config, device: torch.device) -> None:
+    """Raises UserError if the config requires own kernels, but they cannot compute a layer on this device."""
+    if config.convolutions == "own":
+        convolutions.check(config, network_without_values(config), device)
+
+
 def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[EagerStep] = EagerStep) -> EagerStep:
     """The step that trains `model`, with the same initial weights on every rank.
 
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
+    check_convolutions(config, world.device)
     start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)
     initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
@@ -135,7 +156,9 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
     if own_network.is_checked(config):
+        convolutions.select(module, "auto")  # without autocast, own kernels compute nothing
         own_network.check_output(config, module, world.device)
+        convolutions.select(module, config.convolutions)
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
         optimizer = build_optimizer(
@@ -150,6 +173,9 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
 def log_settings(config: Config, world: World) -> None:
     """Logs the backends, the augmentation, a long warm-up, and the options without effect in this run."""
     log_backends(config, world)
+    if world.device.type == "cuda":
+        for line in convolutions.describe(convolution_plan(config, world.device)):
+            log.info(line)
     if not config.is_classification:
         log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
     warn_of_long_warmup(config)

@@ -23,6 +23,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, recover, remove
 from utils.log import log_file
+from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
@@ -76,6 +77,8 @@ class Run:
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
+        with world.raise_together():
+            build.check_convolutions(request.config, world.device)
         data = common_data_record(request.config, world)
         with contextlib.ExitStack() as files:
             choice = None

@@ -1,0 +1,114 @@
+"""Which layers own kernels compute is known, logged and checked before the network runs; no kernel runs here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from log_lines import refusal
+from trainings import YAML
+
+import train
+from networks import strided
+from utils import config as configs
+from utils.config import Config
+from utils.errors import UserError
+from utils.steps import build, convolutions
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+NO_GPU = "there is no CUDA device"
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: Any) -> None:
+    """A GPU on which the kernels would run."""
+    monkeypatch.setattr(strided, "unavailable", lambda device: "" if device.type == "cuda" else NO_GPU)
+    monkeypatch.setattr(strided, "FASTER_IN_CUDNN", {("weight gradient", 4, 512, 256)})
+
+
+def config_of(name: str = "bs64_opt", **changes: Any) -> Config:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    return configs.load(YAML, name, keys).for_world(1)
+
+
+def described(**changes: Any) -> str:
+    (line,) = convolutions.describe(build.convolution_plan(config_of(**changes), GPU))
+    return line.removeprefix("Convolutions: ")
+
+
+def test_the_log_names_what_computes_each_layer_and_why() -> None:
+    all_layers = "down1 to down6, up6 to up2, last"
+    faster = "; cuDNN for the weight gradient of down4: it is faster"
+    assert described() == f"own kernels in {all_layers}{faster}"
+    assert described(convolutions="own") == f"own kernels in {all_layers}"
+    for changes, reason in (
+        ({"convolutions": "cudnn"}, "convolutions is cudnn"),
+        ({"enable_amp": False}, "enable_amp is false"),
+        ({"channels_last": False}, "channels_last is false"),
+    ):
+        assert described(**changes) == f"cuDNN in {all_layers}: {reason}"
+    assert described(data_size=96, network__scales=1) == "own kernels in down1, last"
+    sides = "; ".join(
+        f"cuDNN in down{scale}, up{scale}: a side of {96 // 2**scale} cells is not a power of two up to 64"
+        for scale in (2, 3)
+    )
+    assert described(data_size=96, network__scales=3) == f"own kernels in down1, last; {sides}"
+
+
+def test_classifiers_and_networks_without_such_layers_have_no_plan() -> None:
+    classifier = configs.load(YAML.replace("UNet", "classification"), "mnist_cnn").for_world(1)
+    for device in (CPU, GPU):
+        assert build.convolution_plan(classifier, device) == {}
+        build.check_convolutions(classifier.model_copy(update={"convolutions": "own"}), device)
+    assert convolutions.describe({}) == []
+
+
+def test_required_kernels_that_cannot_compute_a_layer_are_an_error_before_data_are_read() -> None:
+    for device, changes, says in (
+        (CPU, {}, rf"^convolutions is own, but own kernels cannot compute down1: {NO_GPU}; set convolutions=auto$"),
+        (GPU, {"enable_amp": False}, "cannot compute down1: enable_amp is false; set "),
+        (GPU, {"network__width": 48}, "cannot compute down1: 48 channels are not a multiple of 64; set "),
+        (
+            GPU,
+            {"evaluation__every_epochs": 1, "evaluation__window": 192},
+            "cannot compute down2 in windows of 192³ cells: a side of 48 cells is not a power of two",
+        ),
+    ):
+        config = config_of(convolutions="own", **changes)
+        with pytest.raises(UserError, match=says):
+            build.check_convolutions(config, device)
+        build.check_convolutions(config.model_copy(update={"convolutions": "auto"}), device)
+    build.check_convolutions(config_of(convolutions="own", evaluation__window=192), GPU)
+    build.check_convolutions(config_of(convolutions="own", evaluation__every_epochs=1), GPU)
+
+
+@pytest.mark.parametrize("more", [[], ["--enable_benchy"], ["--preflight"]])
+def test_a_run_that_requires_kernels_which_cannot_run_ends_with_one_line(
+    more: list[str], data_flags: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    """A training leaves no run directory."""
+    flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", "--set=convolutions=own", *more]
+    flags += ["--set=enable_amp=true", "--set=channels_last=true"]
+    line = f"convolutions is own, but own kernels cannot compute down1: {NO_GPU}; set convolutions=auto"
+    assert line in refusal(train.main, flags, capsys)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_layers_of_the_network_have_the_value_of_the_config() -> None:
+    for value in ("auto", "cudnn", "own"):
+        network = build.network(config_of("test", convolutions=value))
+        assert {layer.convolutions for layer in network.modules() if hasattr(layer, "backends")} == {value}
+        build.check_output(config_of("test", convolutions=value))
+
+
+def test_records_name_the_layers_that_differ() -> None:
+    plan = build.convolution_plan(config_of(network__scales=4, data_size=64), GPU)
+    now = convolutions.compact(plan, GPU)
+    assert {*now.values()} == {"own", "own, but cuDNN for the weight gradient"}
+    assert [*now] == ["down1", "down2", "down3", "down4", "up4", "up3", "up2", "last"]
+    assert {*convolutions.compact(plan, CPU).values()} == {"PyTorch"}
+    assert convolutions.changes(now, now) == convolutions.changes({}, now) == []
+    (line,) = convolutions.changes({**now, "down1": "cuDNN", "down2": "cuDNN", "up3": "PyTorch", "other": "own"}, now)
+    assert line.endswith(": down1, down2 cuDNN before, own now; up3 PyTorch before, own now")
