@@ -323,6 +323,30 @@ def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp
     assert all("earlier" not in earlier for earlier in record["earlier"])
 
 
+def test_a_run_that_resumes_with_other_kernels_says_so(first: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It names the layers. Records of earlier versions lack them."""
+    begin(first)
+    save(first, TEST, 8)
+    path = first / "provenance.json"
+    record = json.loads(path.read_text())
+    assert record["convolutions"] == dict.fromkeys(["down1", "down2", "up2", "last"], "PyTorch")
+    for changes, says in (
+        (
+            {"down1": "own", "up2": "own", "last": "cuDNN"},
+            "down1, up2 own before, PyTorch now; last cuDNN before, PyTo",
+        ),
+        ({}, ""),
+        (None, ""),
+    ):
+        earlier = {} if changes is None else {"convolutions": record["convolutions"] | changes}
+        path.write_text(json.dumps({key: record[key] for key in record if key != "convolutions"} | earlier))
+        caplog.clear()
+        begin(first, resume="auto")
+        lines = [line for line in caplog.messages if line.startswith("Convolutions are computed by others")]
+        assert len(lines) == bool(says)
+        assert all(says in line for line in lines)
+
+
 def test_a_kill_before_the_link_to_the_best_checkpoint_moves_loses_nothing(first: Path) -> None:
     """A fixed bug: the link stayed behind, and the best checkpoint was removed. Evaluations of later epochs go."""
     for step in (8, 16):

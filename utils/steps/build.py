@@ -82,8 +82,9 @@ def network_without_values(config: Config) -> nn.Module:
 
     There, no own kernels compute convolutions, so `convolutions` own is not required.
     """
-    # Not every constructor works without values.
-    with torch.device("cpu" if own_network.is_checked(config) else "meta"):
+    # Not every constructor works without values, and those on a CPU draw them.
+    device = torch.device("cpu" if own_network.is_checked(config) else "meta")
+    with torch.random.fork_rng(devices=[]), device:
         return _network(config).to("meta")
 
 

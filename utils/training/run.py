@@ -23,7 +23,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, recover, remove
 from utils.log import log_file
-from utils.steps import build
+from utils.steps import build, convolutions
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
@@ -186,16 +186,19 @@ class Run:
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:
-        """Writes both files; returns a line for each data file that differs from that of the run that resumes."""
+        """Writes both files; returns lines about data files and layers that changed since the run that resumes."""
         # Only the global batch: with another number of ranks the local one would change it.
         portable = self.request.config.model_copy(update={"local_batch_size": None})
         path, changes = self.directory / PROVENANCE, []
         record["data"] = self.data
+        device = self.world.device
+        record["convolutions"] = convolutions.compact(build.convolution_plan(self.request.config, device), device)
         if self.start.path is not None and path.exists():
             before = read_provenance(path)
             record["earlier"] = [*before.pop("earlier", []), before]
             record["origin"] = before.get("origin")
             changes = data_changes(before.get("data", {}), record["data"])
+            changes += convolutions.changes(before.get("convolutions", {}), record["convolutions"])
         # The config comes last: without it, the directory is still free for the command that a kill has ended.
         with atomic_write([path, self.directory / CONFIG]) as (record_file, config_file):
             config_file.write_text(configs.to_yaml(portable, self.request.name))
