@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_steps import world_on
 
+from networks import strided
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import NetworkConfig
@@ -34,6 +35,7 @@ def restored() -> Iterator[None]:
     before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit
     yield
     cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit = before
+    cudnn.benchmark = cudnn.deterministic = False
     torch.use_deterministic_algorithms(False)
 
 
@@ -75,6 +77,32 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypat
     for other, device in ((Config(), CUDA), (config, CPU)):
         set_backends(other, device)
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_cudnn_has_a_fixed_choice_beside_own_kernels_and_searches_elsewhere(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(strided, "unavailable", lambda device: "" if device.type == "cuda" else "no CUDA device")
+    fast: dict[str, Any] = {"enable_amp": True, "channels_last": True}
+    for changes, device, fixed in (
+        ({}, CUDA, True),
+        ({"convolutions": "own"}, CUDA, True),
+        ({"convolutions": "cudnn"}, CUDA, False),
+        ({"enable_amp": False}, CUDA, False),
+        ({"channels_last": False}, CUDA, False),
+        ({"network": {"name": "mine.Net"}}, CUDA, False),
+        ({}, CPU, False),
+    ):
+        config = Config(**{**fast, **changes})
+        set_backends(config, device)
+        assert (cudnn.deterministic, cudnn.benchmark) == (fixed, not fixed)
+        assert not torch.are_deterministic_algorithms_enabled()
+        if device == CUDA:
+            line = (
+                "search off; float32 convolutions: TF32; a fixed choice of deterministic algorithms beside own kernels"
+            )
+            assert logged(caplog, config)[0].endswith(line if fixed else "search on; float32 convolutions: TF32")
+    monkeypatch.setattr(strided, "unavailable", lambda device: "an older GPU")
+    set_backends(Config(**fast), CUDA)
+    assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
 
 
 def test_options_without_effect_are_logged() -> None:

@@ -131,7 +131,7 @@ class Config(NeutralKeys):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the initial weights and of the sample plan
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
     tf32: bool = True  # float32 convolutions on tensor cores, 10-bit mantissa; NVIDIA_TF32_OVERRIDE=0 overrides it
-    cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest
+    cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest; not with own kernels
     # Number of algorithms that it times; 0: all. A lower one does not save the time to build all of them.
     cudnn_benchmark_limit: Annotated[int, Field(ge=0, le=1000)] = 10
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
