@@ -222,11 +222,13 @@ def _power_of_two(columns: int) -> int:
 _to_rows = custom_op(
     "networks::blocks_to_rows", blocks_to_rows, mutates_args=(), schema="(Tensor blocks, Tensor weight) -> Tensor"
 )
-_to_rows.register_fake(_empty_rows)
+_to_rows.register_fake(fused.fake(blocks_to_rows, _empty_rows))
 convolve_transpose = custom_op("networks::rows_to_cells", rows_to_cells, mutates_args=())
-convolve_transpose.register_fake(_empty_cells)
+convolve_transpose.register_fake(fused.fake(rows_to_cells, _empty_cells))
 _weight_gradient = custom_op("networks::block_weight_gradient", weight_gradient, mutates_args=())
-_weight_gradient.register_fake(lambda rows, blocks: _empty_weights(rows, blocks)[0].permute(0, 4, 1, 2, 3))
+_weight_gradient.register_fake(
+    fused.fake(weight_gradient, lambda rows, blocks: _empty_weights(rows, blocks)[0].permute(0, 4, 1, 2, 3))
+)
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from networks.layers import autocast_dtype
+from networks.layers import autocast_dtype, without_autocast
 
 EMBEDDING = 64  # features of the conditions, shared by all layers; whole vectors, because SiLU rounds others by place
 
@@ -42,7 +42,7 @@ class Film(nn.Module):
 
     def forward(self, conditions: torch.Tensor) -> dict[str, Modulation]:
         if autocast_dtype(conditions) is not None:  # half precision would round the conditions
-            with torch.autocast(conditions.device.type, enabled=False):
+            with without_autocast(conditions):
                 return self._modulations(conditions)
         return self._modulations(conditions)
 

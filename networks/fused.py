@@ -11,8 +11,9 @@ once. Each sum over cells is split among a fixed number of programs, whose parti
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def fusible(*tensors: torch.Tensor) -> bool:
 
 
 def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda
+    return x.is_cuda or passes_as(x) is not None
 
 
 # --- autograd ------------------------------------------------------------------------------------------------------
@@ -274,6 +275,64 @@ def _by_cells(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     return x, x.shape[1], width
 
 
+class Launch(NamedTuple):
+    """A kernel, its arguments and its constants and options."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class DryRun(NamedTuple):
+    """Meta tensors pass as tensors on `device` under autocast to `dtype`; launches are noted instead of made."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+    launches: list[Launch]
+
+
+_dry_run: DryRun | None = None
+
+
+@contextlib.contextmanager
+def dry_run(device: torch.device, dtype: torch.dtype | None) -> Iterator[list[Launch]]:
+    """Context of a DryRun; yields its launches."""
+    global _dry_run
+    _dry_run = DryRun(device, dtype, [])
+    try:
+        yield _dry_run.launches
+    finally:
+        _dry_run = None
+
+
+def passes_as(x: torch.Tensor | torch.device) -> DryRun | None:
+    """The dry run in which the meta tensor, or device, passes as another one."""
+    device = x.device if isinstance(x, torch.Tensor) else x
+    return _dry_run if device.type == "meta" else None
+
+
+def fake(real: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake implementation of an operator: `shapes`, but `real` in a dry run."""
+    return lambda x, *others: (real if passes_as(x) else shapes)(x, *others)
+
+
+def signature(launch: Launch) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for: types, block shapes, multiples of 16, ones and constants."""
+    return launch.kernel, *map(_kind, launch.arguments), *sorted(launch.options.items())
+
+
+def _kind(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return (argument.base.dtype, *argument.block_shape) if hasattr(argument, "block_shape") else type(argument)
+
+
 def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = WARPS, **constants: Any) -> None:
     # Without multiply-add fusion the results equal the interpreter's. Triton 3.9 warns if the option is missing.
-    kernel[(programs,)](*arguments, **constants, num_warps=num_warps, enable_fp_fusion=False)
+    options = {**constants, "num_warps": num_warps, "enable_fp_fusion": False}
+    if _dry_run is not None:
+        _dry_run.launches.append(Launch(kernel, arguments, options))
+    else:
+        kernel[(programs,)](*arguments, **options)

@@ -9,8 +9,9 @@ from torch import nn
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from networks import strided
+from networks import fused, strided
 from networks.blocks import StridedLayer, convolve, convolve_transpose
+from networks.fused import passes_as
 
 # Stride, padding, dilation, transposed, output padding and groups of the convolutions here, as aten takes them.
 DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
@@ -89,7 +90,7 @@ def convolve_to_float32(
     """
     if precise_dtype(x) is None:
         return F.conv_transpose3d(x, weight, None, 2, 1) if transposed else F.conv3d(x, weight, None, 1, 1)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return _convolve(*coarse_and_precise(x, weight, precise), transposed)
 
 
@@ -106,12 +107,19 @@ def coarse_and_precise(
     return x.to(torch.bfloat16), weight.to(torch.bfloat16), precise, weight.detach().to(dtype)
 
 
+def without_autocast(x: torch.Tensor) -> Any:
+    """Context in which autocast leaves operations on x's device as they are."""
+    return torch.autocast("cuda" if passes_as(x) else x.device.type, enabled=False)
+
+
 def is_channels_last(x: torch.Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype in which autocast computes x's convolutions, None if it leaves x as it is."""
+    if trial := passes_as(x):
+        return trial.dtype
     # PyTorch raises an error for other devices, such as meta.
     known = x.device.type in ("cpu", "cuda")
     if x.dtype == torch.float64 or not known or not torch.is_autocast_enabled(x.device.type):
@@ -208,4 +216,9 @@ def _strided_shapes(
     return forms[0].contiguous(memory_format=torch.channels_last_3d), forms[1]
 
 
-_strided = operator("strided_convolution", _strided_forward, _strided_backward, (_strided_shape, _strided_shapes))
+_strided = operator(
+    "strided_convolution",
+    _strided_forward,
+    _strided_backward,
+    (fused.fake(_strided_forward, _strided_shape), fused.fake(_strided_backward, _strided_shapes)),
+)

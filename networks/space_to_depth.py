@@ -38,6 +38,7 @@ from networks.layers import (
     operator,
     precise_dtype,
     with_bias,
+    without_autocast,
 )
 
 
@@ -59,7 +60,7 @@ class DepthToSpaceConvTranspose3d(OutputConvTranspose3d):
         weight = dense_weight(self.weight)
         if precise_dtype(input) is None:
             return depth_to_space(F.conv3d(input, weight, padding=1))
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input):
             return _last(*coarse_and_precise(input, weight, precise))
 
 

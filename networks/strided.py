@@ -50,9 +50,14 @@ def kernels() -> Any:
     return module
 
 
-@functools.cache
 def unavailable(device: torch.device) -> str:
     """Why no kernel here can run on the device; empty if they can."""
+    trial = fused.passes_as(device)
+    return _unavailable(device if trial is None else trial.device)
+
+
+@functools.cache
+def _unavailable(device: torch.device) -> str:
     if device.type != "cuda":
         return "there is no CUDA device"
     if kernels() is None:

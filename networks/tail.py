@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from networks import blocks, fused, padded
-from networks.layers import DENSE, OutputConvTranspose3d, convolution_gradients, precise_dtype
+from networks.layers import DENSE, OutputConvTranspose3d, convolution_gradients, precise_dtype, without_autocast
 from networks.losses import L1Loss, NetworkWithLoss
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, dense_weight
 from networks.unet import UNet
@@ -40,7 +40,7 @@ class NetworkWithFusedTail(NetworkWithLoss):
         x, precise = self.network.before_last(inputs, *conditions)
         dtype, last = precise_dtype(x), self.network.last
         if dtype is not None and fused.fusible(targets):
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x):
                 if last.own(x, torch.bfloat16):
                     return _OwnTail.apply(x.to(torch.bfloat16), last.weight, last.bias, targets)
                 if isinstance(last, DepthToSpaceConvTranspose3d) and fused.fusible(x):

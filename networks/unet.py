@@ -107,7 +107,7 @@ class UNet(nn.Module):
             x, skip = self._down(name, x, modulations.get(name), halves.get(name))
             skips.append(skip)
         skips.pop()
-        last_is_own = self._strided("last").backends(_shape(fields, 1), dtype, fields.device)["forward"] == "own"
+        last_is_own = self._last_is_own(_shape(fields, 1), dtype, fields.device)
         for scale in range(self.scales, 1, -1):
             name = f"up{scale}"
             if name in halves:
@@ -141,6 +141,10 @@ class UNet(nn.Module):
         if self.fused:
             return bias_activation(*self._without_bias("last", x, None, precise=precise), "tanh")
         return torch.tanh(self.last(x))
+
+    def _last_is_own(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+        last = self.last  # a subclass may have another kind
+        return isinstance(last, StridedLayer) and last.backends(shape, dtype, device)["forward"] == "own"
 
     def _strided(self, name: str) -> StridedLayer:
         layer = self.get_submodule(name)

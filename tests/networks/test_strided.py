@@ -135,6 +135,28 @@ def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype
         assert error < (6e-4 if dtype == torch.float16 else 5e-3), error
 
 
+def test_a_dry_run_finds_the_kernels_of_a_step(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, for the same types, block shapes and constants, from tensors without data."""
+    monkeypatch.setattr("networks.blocks.BLOCK", 16)
+    made = []
+    launch = fused.launch
+
+    def note(kernel: Any, programs: int, *arguments: Any, num_warps: int = fused.WARPS, **constants: Any) -> None:
+        options = {**constants, "num_warps": num_warps, "enable_fp_fusion": False}
+        made.append(fused.signature(fused.Launch(kernel, arguments, options)))
+        launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
+
+    module, parts = with_loss(True, width=16, scales=2), batch(size=4)
+    with torch.device("meta"):
+        empty = with_loss(True, device="meta", width=16, scales=2)
+    with fused.dry_run(torch.device("cpu"), torch.float16) as found:
+        empty(*(torch.empty_like(part, device="meta") for part in parts)).backward()
+    assert not small_blocks[len(found) :]
+    monkeypatch.setattr(fused, "launch", note)
+    trained(module, parts, torch.float16)
+    assert {fused.signature(each) for each in found} == set(made)
+
+
 def test_the_operator_has_fakes(small_blocks: list[str]) -> None:
     from networks import layers
 

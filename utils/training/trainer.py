@@ -17,6 +17,7 @@ from utils.progress import Progress, format_duration
 from utils.steps.annotate import annotate
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
+from utils.steps.kernels import compile_kernels
 from utils.training import tags
 from utils.training.callbacks import Evaluation, Profiler
 from utils.training.checkpoint_writer import SaveTimer
@@ -104,6 +105,7 @@ class Trainer:
         state = self.state
         with closing(self.loaders.train.epoch(0)) as batches:
             batch = next(batches)
+            compile_kernels(self.config, self.world)
             train = WeightedMean(self.world)
             train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
             if self.world.device.type == "cuda":

@@ -1,0 +1,87 @@
+"""Compiles the Triton kernels of a training step before its first one, in parallel, on all ranks of a node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from networks import fused
+from utils.config import Config
+from utils.data.loaders.base import memory_format, meta_batch
+from utils.distributed.world import World
+from utils.steps import build
+
+log = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "TRITON_CACHE_DIR"
+
+
+def compile_kernels(config: Config, world: World) -> None:
+    """Compiles what `launches` finds; each rank of a node a part of it, into a cache that all of them read."""
+    if world.device.type != "cuda" or config.enable_jit or fused.kernels() is None:
+        return
+    started = time.perf_counter()
+    use_writable_cache()
+    try:
+        found = launches(config, world.device)
+    except Exception as error:  # a network of one's own may not support tensors without data
+        log.info("Triton compiles each kernel when it is first used: %s", str(error).split("\n")[0])
+        found = []
+    if found:
+        log.info("Compiling %d Triton kernels, or reading them from %s", len(found), cache_directory())
+    # The ranks of a node are numbered from 0; every rank knows the largest number.
+    ranks = 1 + max(world.gather_json(world.local_rank))
+    in_parallel(found[world.local_rank :: ranks])
+    world.barrier()
+    in_parallel(found)
+    if found:
+        log.info("Kernels ready after %.1f sec", time.perf_counter() - started)
+
+
+def launches(config: Config, device: torch.device) -> list[fused.Launch]:
+    """The launches of a step's forward and backward pass that need kernels of their own, from a pass without data."""
+    form = memory_format(config.channels_last)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device("meta"):
+        model = build.model(config)
+        for parameter in model.parameters():
+            if parameter.dim() == 5:
+                parameter.data = parameter.data.contiguous(memory_format=form)
+    samples = (config.local_batch_size or 1) // config.accumulation_steps
+    parts = meta_batch(config, samples)
+    batch = [part.contiguous(memory_format=form) if part.dim() == 5 else part for part in parts]
+    dtype = getattr(torch, config.precision) if config.enable_amp else None
+    with fused.dry_run(device, dtype) as found:
+        model.train()(*batch).backward()
+    return list({fused.signature(launch): launch for launch in found}.values())
+
+
+def in_parallel(found: list[fused.Launch]) -> None:
+    """Compiles the kernels, or reads them from Triton's cache."""
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool, AsyncCompileMode(pool):
+        for kernel, arguments, options in found:
+            kernel.warmup(*arguments, grid=(1,), **options)
+
+
+def use_writable_cache() -> None:
+    """Replaces a directory for Triton's cache that cannot be written by a temporary one."""
+    try:
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="triton_")
+        log.warning("%s; Triton's cache is %s", error, os.environ[CACHE_VARIABLE])
+
+
+def cache_directory() -> Path:
+    """Where Triton keeps compiled kernels."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
