@@ -27,6 +27,9 @@ PROCESSORS = 132  # multiprocessors of H100 and H200; other GPUs use the same ti
 SHARED_MEMORY = 227 * 1024  # bytes per program that the tiles may need
 # Passes, with D, Cs and Cl, in which cuDNN was faster: benchmarks/results/nvidia-h200/layers.md.
 FASTER_IN_CUDNN = {("weight gradient", 4, 512, 256)}
+# Programs that share a sum of gather, by D: small grids have few tiles. Their number is the same for all batch sizes,
+# so that a prediction has the same bits with all of them.
+GATHER_SPLITS = {1: 16, 2: 8}
 PASSES = ("forward", "input gradient", "weight gradient")
 
 
@@ -89,10 +92,10 @@ def gather(
 ) -> torch.Tensor:
     """S = leaky ReLU of slope `slope` of (the convolution of L + bias); slope 1 is the identity, 0 is ReLU."""
     (samples, large), side, small = l.shape[:2], l.shape[2] // 2, len(w)
-    tile, splits = _gather_tile(samples * side**3, small, (8 if side == 1 else 64) * (large // BLOCK))
+    tile = _gather_tile(samples * side**3, small)
     s = torch.empty((samples, small, *[side] * 3), dtype=l.dtype, device=l.device, memory_format=torch.channels_last_3d)
     steps = (8 if side == 1 else 64) * (large // tile.depth)
-    per_split = -(-steps // splits)
+    per_split = -(-steps // max(1, min(GATHER_SPLITS.get(side, 1), steps // 4)))
     splits = -(-steps // per_split)
     boxes, _, rows, _ = _box(side, tile.rows)
     l = _laid_out(l)  # noqa: E741
@@ -213,15 +216,12 @@ def in_half(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # --- tiles: they depend on shapes alone ------------------------------------------------------------------------------
 
 
-def _gather_tile(cells: int, small: int, steps: int) -> tuple[Tile, int]:
-    """The tile, and the number of programs that share the sum of a tile if there are few of them."""
+def _gather_tile(cells: int, small: int) -> Tile:
     columns = _largest(2 * BLOCK, small)
     for rows in (4 * BLOCK, 2 * BLOCK):
         if -(-cells // rows) * (small // columns) >= PROCESSORS * 2 // 3:
-            return Tile(rows, columns, BLOCK), 1
-    rows = 2 * BLOCK if cells > BLOCK else BLOCK
-    tiles = -(-cells // rows) * (small // columns)
-    return Tile(rows, columns, BLOCK), max(1, min(PROCESSORS // tiles, steps // 4))
+            return Tile(rows, columns, BLOCK)
+    return Tile(2 * BLOCK if cells > BLOCK else BLOCK, columns, BLOCK)
 
 
 def _scatter_tile(cells: int, channels: int, classes: int) -> Tile:

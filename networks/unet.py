@@ -186,4 +186,4 @@ class UNet(nn.Module):
 
 def _shape(fields: torch.Tensor, scale: int) -> tuple[int, ...]:
     """The shape of a grid after this many halvings; its channels do not count."""
-    return (len(fields), 1, *(side // 2**scale for side in fields.shape[2:]))
+    return (fields.shape[0], 1, *(side // 2**scale for side in fields.shape[2:]))

@@ -60,9 +60,12 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_convolutions_run_in_cudnn_on_channels_last_tensors_and_every_fused_kernel_is_chosen(
     rehearsed: dict[str, Any],
 ) -> None:
-    """In half precision. Only SOAP's bases, which are of the weights' sides in a fixed order, leave the layout."""
+    """In half precision; the stand-in for a GPU has too little shared memory for own convolutions.
+
+    Only SOAP's bases, which are of the weights' sides in a fixed order, leave the layout.
+    """
     steps = rehearsed["steps"]
-    for name in (*OPTIMIZED, *FAST, "tail"):
+    for name in (*OPTIMIZED, *FAST, "no tail"):
         convolutions = steps[name]["convolutions"]
         assert sum(convolutions.values()) == 24
         for text in convolutions:
@@ -71,7 +74,7 @@ def test_convolutions_run_in_cudnn_on_channels_last_tensors_and_every_fused_kern
             assert dtype in ("bfloat16", "float16")
         others = steps[name]["not channels-last"]
         assert [line for line in others if name not in FAST or not line.startswith("optimizer, ")] == []
-        loss = {"Triton tail_l1"} if name == "tail" else {"Triton l1", "Triton l1_backward"}
+        loss = {"Triton l1", "Triton l1_backward"} if name == "no tail" else {"Triton tail_l1"}
         assert set(steps[name]["kernels"]) == POINTWISE | loss
     exact = steps["float32"]["convolutions"]
     assert all("Cudnn" in text and text.endswith("float32") for text in exact)

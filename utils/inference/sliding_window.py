@@ -211,6 +211,7 @@ def forward_pass(network: torch.nn.Module, precision: str, device: torch.device)
     # cuDNN's search would choose other algorithms for other batch sizes, and so make results depend on them.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    form = torch.channels_last_3d if device.type == "cuda" else torch.preserve_format
     if device.type == "cuda":
         # Convolutions follow the weights' format. Some versions of cuDNN fail in the other one: see steps/backends.py.
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
@@ -218,7 +219,7 @@ def forward_pass(network: torch.nn.Module, precision: str, device: torch.device)
     @torch.inference_mode()
     def predict(windows: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
-            return network(windows, *conditions)
+            return network(windows.contiguous(memory_format=form), *conditions)
 
     return predict
 

@@ -202,6 +202,8 @@ class EagerStep:
     def predict(self, inputs: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         """The network's outputs in evaluation mode."""
         self.network.eval()
+        if self._config.channels_last and self._device.type == "cuda":
+            inputs = inputs.contiguous(memory_format=torch.channels_last_3d)  # own kernels need it
         with self._autocast():
             return self.network(inputs, *conditions)
 

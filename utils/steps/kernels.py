@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -24,7 +25,7 @@ CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 def compile_kernels(config: Config, world: World) -> None:
     """Compiles what `launches` finds; each rank of a node a part of it, into a cache that all of them read."""
-    if world.device.type != "cuda" or config.enable_jit or fused.kernels() is None:
+    if world.device.type != "cuda" or config.enable_jit or config.is_classification or fused.kernels() is None:
         return
     started = time.perf_counter()
     use_writable_cache()
@@ -63,11 +64,18 @@ def launches(config: Config, device: torch.device) -> list[fused.Launch]:
 
 def in_parallel(found: list[fused.Launch]) -> None:
     """Compiles the kernels, or reads them from Triton's cache."""
-    from triton.runtime._async_compile import AsyncCompileMode
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool, AsyncCompileMode(pool):
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool, _asynchronous(pool):
         for kernel, arguments, options in found:
             kernel.warmup(*arguments, grid=(1,), **options)
+
+
+def _asynchronous(pool: ThreadPoolExecutor) -> contextlib.AbstractContextManager[object]:
+    """Context in which Triton compiles in the pool's threads, if this version of it can."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:
+        return contextlib.nullcontext()
+    return AsyncCompileMode(pool)
 
 
 def use_writable_cache() -> None:
