@@ -92,6 +92,7 @@ def test_cudnn_has_a_fixed_choice_beside_own_kernels_and_searches_elsewhere(monk
         ({}, CPU, False),
     ):
         config = Config(**{**fast, **changes})
+        cudnn.deterministic = False
         set_backends(config, device)
         assert (cudnn.deterministic, cudnn.benchmark) == (fixed, not fixed)
         assert not torch.are_deterministic_algorithms_enabled()
@@ -101,6 +102,7 @@ def test_cudnn_has_a_fixed_choice_beside_own_kernels_and_searches_elsewhere(monk
             )
             assert logged(caplog, config)[0].endswith(line if fixed else "search on; float32 convolutions: TF32")
     monkeypatch.setattr(strided, "unavailable", lambda device: "an older GPU")
+    cudnn.deterministic = False
     set_backends(Config(**fast), CUDA)
     assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
 

@@ -26,7 +26,7 @@ def set_backends(config: Config, device: torch.device) -> None:
     """
     deterministic, fixed = config.deterministic and device.type == "cuda", uses_own_kernels(config, device)
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not (config.deterministic or fixed)
-    torch.backends.cudnn.deterministic = fixed
+    torch.backends.cudnn.deterministic = fixed or torch.backends.cudnn.deterministic
     torch.backends.cudnn.benchmark_limit = config.cudnn_benchmark_limit
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.use_deterministic_algorithms(deterministic)
@@ -51,7 +51,7 @@ def log_backends(config: Config, world: World) -> None:
     precision = "TF32" if config.tf32 and not overridden else "IEEE"
     why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
     algorithms = "; deterministic algorithms" if config.deterministic else ""
-    if torch.backends.cudnn.deterministic and not config.deterministic:
+    if uses_own_kernels(config, world.device) and not config.deterministic:
         algorithms = "; a fixed choice of deterministic algorithms beside own kernels"
     version, search = torch.backends.cudnn.version(), "on" if torch.backends.cudnn.benchmark else "off"
     log.info("cuDNN %s, search %s; float32 convolutions: %s%s%s", version, search, precision, why, algorithms)
