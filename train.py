@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
         config = resolve_config(config, world)
         step_class.check(config, world)
         set_backends(config, world.device)
+        with world.raise_together():
+            build.check_convolutions(config, world.device)
         if config.enable_benchy:
             benchmark.run(options, config, world, step_class)
         else:

@@ -159,12 +159,12 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ((2, 4, 6, 6, 8), (2, 4, 5, 5, 5)):
         assert "cube" in layer.obstacle(other, half, cpu)
     assert "too large" in layer.obstacle((2, 4, *[1024] * 3), half, cpu)
-    for channels, reason in (((4, 96), "96 channels are not"), ((9, 64), "9 channels are more than 8")):
+    for channels, reason in (((4, 96), "96 channels are not"), ((9, 64), "64 and 9 channels are not both multiples")):
         layer = SpaceToDepthConv3d(*channels, 4, stride=2, padding=1)
         assert reason in layer.obstacle(shape, half, cpu)
     assert layer.backends(shape, half, cpu)["input gradient"] == "cuDNN"
     layer.convolutions = "own"
-    with pytest.raises(RuntimeError, match="9 channels are more"):
+    with pytest.raises(RuntimeError, match="9 channels are not both"):
         layer(torch.zeros(shape, dtype=half))
 
 

@@ -13,8 +13,9 @@ from networks import fused, tail
 
 FORWARD = {"y": "*bf16", "copy": "*fp16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16"}
 FORWARD |= {"cells": "i32", "y_stride": "i32"}
-BACKWARD = {"x_gradient": "*bf16", "partial": "*fp32", "y": "*bf16", "y_stride": "i32", "cells": "i32"}
-BACKWARD |= {"first": "*bf16", "first_stride": "i32", "second": "*bf16", "second_stride": "i32"}
+BACKWARD = {"x_gradient": "*bf16", "partial": "*fp32", "cells": "i32"}
+for operand in ("y", "first", "second"):
+    BACKWARD |= {operand: "*bf16", f"{operand}_stride": "i32", f"{operand}_pitch": "i32"}
 LOSS = {"partial": "*fp32", "outputs": "*fp32", "targets": "*fp32", "count": "i32"}
 LOSS_BACKWARD = {"outputs_gradient": "*bf16", "outputs": "*bf16", "targets": "*fp32"}
 LOSS_BACKWARD |= {"gradient": "*fp32", "count": "i64"}
@@ -33,13 +34,14 @@ def in_float32(types: dict[str, str]) -> dict[str, str]:
         ("bias_activation", FORWARD, 64, {"ACTIVATION": "relu", "SKIP_CHANNELS": 64, "COPIED": True}),
         ("bias_activation", in_float32(FORWARD), 5, {"ACTIVATION": "tanh", "SKIP_CHANNELS": 0, "COPIED": False}),
         ("activation_backward", BACKWARD, 512, {"ACTIVATION": "leaky_relu", "TWICE": True}),
+        ("activation_backward", BACKWARD, 64, {"ACTIVATION": "relu", "TWICE": False, "SIDE": 64, "PITCH": 65}),
         # Triton 3.6 needed 230 registers for tiles as large as those of the other layers.
         ("activation_backward", in_float32(BACKWARD), 5, {"ACTIVATION": "tanh", "TWICE": False}),
         ("l1", LOSS, 1, {}),
         ("l1_backward", LOSS_BACKWARD, 1, {}),
         ("tail_l1", TAIL, 5, {"DEPTH": 33, "ROWS": 33, "COLUMNS": 33, "TILE": tail.TILE}),
     ],
-    ids=["concatenation", "tanh", "skip add", "tanh backward", "l1", "l1 backward", "tail"],
+    ids=["concatenation", "tanh", "skip add", "padded", "tanh backward", "l1", "l1 backward", "tail"],
 )
 def test_registers(
     name: str, types: dict[str, str], channels: int, constants: dict[str, Any], architecture: int, tmp_path: Path
@@ -50,14 +52,14 @@ def test_registers(
     """
     tile = fused._Tile.of(channels)
     defaults = {"CHANNELS": channels, "WIDTH": channels, "LANES": tile.lanes, "ROWS": tile.rows, "TILE": fused.TILE}
-    constants = {**defaults, "NEGATIVE_SLOPE": fused.NEGATIVE_SLOPE, **constants}
+    constants = {**defaults, "NEGATIVE_SLOPE": fused.NEGATIVE_SLOPE, "SIDE": 0, "PITCH": 0, **constants}
     result = compile_kernel(
         getattr(fused.kernels(), name),
         types,
         constants,
         tmp_path,
         architecture,
-        unaligned=("y_stride", "first_stride", "second_stride") if channels == 5 else (),
+        unaligned=tuple(name for name in types if name.endswith("pitch") or (channels == 5 and "stride" in name)),
         num_warps=fused.WARPS,
         enable_fp_fusion=False,
     )

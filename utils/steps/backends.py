@@ -7,7 +7,6 @@ import os
 
 import torch
 
-from networks import strided
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import LocalError
@@ -22,11 +21,9 @@ def set_backends(config: Config, device: torch.device) -> None:
 
     cuDNN's search suits shapes that never change; it decides by time, so results may differ from run to run. For TF32
     it uses PyTorch's older switches: its compiler still reads them, and refuses to once the newer ones are written.
-    Beside own kernels, cuDNN does not search: what is left to it is fixed, and results repeat bit for bit.
     """
-    deterministic, fixed = config.deterministic and device.type == "cuda", uses_own_kernels(config, device)
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not (config.deterministic or fixed)
-    torch.backends.cudnn.deterministic = fixed or torch.backends.cudnn.deterministic
+    deterministic = config.deterministic and device.type == "cuda"
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     torch.backends.cudnn.benchmark_limit = config.cudnn_benchmark_limit
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.use_deterministic_algorithms(deterministic)
@@ -37,10 +34,9 @@ def set_backends(config: Config, device: torch.device) -> None:
         raise LocalError(f"deterministic needs {CUBLAS_VARIABLE} {' or '.join(CUBLAS_VALUES)}, not {value}; unset it")
 
 
-def uses_own_kernels(config: Config, device: torch.device) -> bool:
-    """True if own kernels compute convolutions of the U-Net; a user's network may have none of its layers."""
-    can = config.convolutions != "cudnn" and config.enable_amp and config.channels_last
-    return can and config.network.name == "unet" and not strided.unavailable(device)
+def fix_algorithms() -> None:
+    """cuDNN does not search, and uses deterministic algorithms; for what is left to it beside own kernels."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
 
 
 def log_backends(config: Config, world: World) -> None:
@@ -51,8 +47,8 @@ def log_backends(config: Config, world: World) -> None:
     precision = "TF32" if config.tf32 and not overridden else "IEEE"
     why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
     algorithms = "; deterministic algorithms" if config.deterministic else ""
-    if uses_own_kernels(config, world.device) and not config.deterministic:
-        algorithms = "; a fixed choice of deterministic algorithms beside own kernels"
+    if torch.backends.cudnn.deterministic and not config.deterministic:
+        algorithms = "; a fixed choice of deterministic algorithms"
     version, search = torch.backends.cudnn.version(), "on" if torch.backends.cudnn.benchmark else "off"
     log.info("cuDNN %s, search %s; float32 convolutions: %s%s%s", version, search, precision, why, algorithms)
     if config.enable_amp and not config.channels_last and not config.is_classification and has_faulty_conv3d(version):

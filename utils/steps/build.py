@@ -22,7 +22,7 @@ from utils.errors import UserError, value_errors_for_users
 from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
-from utils.steps.backends import log_backends
+from utils.steps.backends import fix_algorithms, log_backends
 from utils.steps.eager import EagerStep
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ def convolution_plan(config: Config, device: torch.device) -> dict[str, convolut
 def check_convolutions(config: Config, device: torch.device) -> None:
     """Raises UserError if the config requires own kernels, but they cannot compute a layer on this device."""
     if config.convolutions == "own":
-        convolutions.check(config, network_without_values(config), device)
+        with value_errors_for_users():
+            convolutions.check(config, network_without_values(config), device)
 
 
 def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[EagerStep] = EagerStep) -> EagerStep:
@@ -149,7 +150,8 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
-    check_convolutions(config, world.device)
+    if world.device.type == "cuda" and convolutions.any_own(convolution_plan(config, world.device)):
+        fix_algorithms()
     start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)
     initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)

@@ -70,8 +70,6 @@ def _shapes(config: Config, network: nn.Module, layers: Mapping[str, Any]) -> di
 
 def check(config: Config, network: nn.Module, device: torch.device) -> None:
     """Raises UserError if own kernels are required, but cannot compute a layer; arguments as in `plan`."""
-    if config.convolutions != "own":
-        return
     window = config.evaluation.window if config.evaluation.every_epochs else None
     for side in dict.fromkeys((config.data_size, window or config.data_size)):
         for name, layer in plan(config.model_copy(update={"data_size": side}), network, device).items():
@@ -81,6 +79,11 @@ def check(config: Config, network: nn.Module, device: torch.device) -> None:
                     f"convolutions is own, but own kernels cannot compute {name}{where}: {layer.obstacle}; set "
                     f"convolutions=auto"
                 )
+
+
+def any_own(layers: Mapping[str, Layer]) -> bool:
+    """True if own kernels compute a pass of a layer."""
+    return any("own" in layer.backends.values() for layer in layers.values())
 
 
 def compact(layers: Mapping[str, Layer], device: torch.device) -> dict[str, str]:

@@ -77,8 +77,6 @@ class Run:
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
-        with world.raise_together():
-            build.check_convolutions(request.config, world.device)
         data = common_data_record(request.config, world)
         with contextlib.ExitStack() as files:
             choice = None
