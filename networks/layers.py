@@ -21,35 +21,38 @@ UP = [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, 1
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Conv3d(StridedLayer, nn.Conv3d):
-    """`nn.Conv3d`, by own kernels where they can compute it. With biased=False the caller adds the bias."""
+class _Layer(StridedLayer):
+    """A convolution by own kernels where they can compute it. With biased=False the caller adds the bias."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         bias, dtype = self.bias if biased else None, autocast_dtype(input) or input.dtype
         if not self.own(input, dtype):
-            return self._conv_forward(input, self.weight, bias)
-        if self.has_few_channels():
-            return with_bias(convolve(input, self.weight, dtype), bias)
-        by_cudnn = self.faster_in_cudnn("weight gradient", input.shape)
-        return with_bias(_strided(input.to(dtype), self.weight, False, by_cudnn), bias)
+            return self._without_kernels(input, bias)
+        if not self.has_few_channels():
+            by_cudnn = self.faster_in_cudnn("weight gradient", input.shape)
+            result = _strided(input.to(dtype), self.weight, self.transposed, by_cudnn)
+        elif self.transposed:
+            result = convolve_transpose(input.to(dtype), self.weight, dtype)
+        else:
+            result = convolve(input, self.weight, dtype)
+        return with_bias(result, bias)
+
+    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
 
 
-class ConvTranspose3d(StridedLayer, nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d` with stride 2 and padding 1, by own kernels where they can compute it.
+class Conv3d(_Layer, nn.Conv3d):
+    """`nn.Conv3d`, by own kernels where they can compute it. With biased=False the caller adds the bias."""
 
-    With biased=False the caller adds the bias.
-    """
+    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._conv_forward(input, self.weight, bias)
 
-    def forward(  # type: ignore[override] # no output_size
-        self, input: torch.Tensor, biased: bool = True
-    ) -> torch.Tensor:
-        bias, dtype = self.bias if biased else None, autocast_dtype(input) or input.dtype
-        if not self.own(input, dtype):
-            return F.conv_transpose3d(input, self.weight, bias, 2, 1)
-        if self.has_few_channels():
-            return with_bias(convolve_transpose(input.to(dtype), self.weight, dtype), bias)
-        by_cudnn = self.faster_in_cudnn("weight gradient", input.shape)
-        return with_bias(_strided(input.to(dtype), self.weight, True, by_cudnn), bias)
+
+class ConvTranspose3d(_Layer, nn.ConvTranspose3d):  # type: ignore[misc] # no output_size
+    """`nn.ConvTranspose3d` with stride 2 and padding 1, by own kernels where they can compute it."""
+
+    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.conv_transpose3d(input, self.weight, bias, 2, 1)
 
 
 class OutputConvTranspose3d(StridedLayer, nn.ConvTranspose3d):

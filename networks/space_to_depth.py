@@ -22,13 +22,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from networks.blocks import StridedLayer, convolve
 from networks.layers import (
     DENSE,
+    Conv3d,
     OutputConvTranspose3d,
     Pair,
     autocast_dtype,
@@ -37,19 +36,15 @@ from networks.layers import (
     is_channels_last,
     operator,
     precise_dtype,
-    with_bias,
     without_autocast,
 )
 
 
-class SpaceToDepthConv3d(StridedLayer, nn.Conv3d):
-    """`nn.Conv3d` for few input channels; by the kernels of blocks.py where they can compute it."""
+class SpaceToDepthConv3d(Conv3d):
+    """`Conv3d` for few input channels."""
 
-    def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
-        bias, dtype = self.bias if biased else None, autocast_dtype(input)
-        if self.own(input, dtype or input.dtype):
-            return with_bias(convolve(input, self.weight, dtype), bias)
-        blocks = space_to_depth(input, dtype)  # autocast would convert them after the copy
+    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        blocks = space_to_depth(input, autocast_dtype(input))  # autocast would convert them after the copy
         return F.conv3d(blocks, _move_to_channels(self.weight), bias)
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import networks
-from networks import fused, strided
+from networks import blocks, fused, strided, tail
 
 
 @contextlib.contextmanager
@@ -30,6 +30,30 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
                 setattr(owner, name, names[name])
             elif name not in names and isinstance(owner, type):  # not submodules that were imported
                 delattr(owner, name)
+
+
+@contextlib.contextmanager
+def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run in the interpreter, as for CUDA tensors, with several tiles and few programs."""
+    with interpreted(monkeypatch) as language:
+        # `sum` is written in Triton itself and was built for the compiler when triton was imported.
+        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+        monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
+        for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
+            monkeypatch.setattr(fused, name, value)
+        monkeypatch.setattr(tail, "TILE", 256)
+        for name, value in (("CHUNK", 16), ("PROCESSORS", 3)):
+            monkeypatch.setattr(blocks, name, value)
+        import_kernels_again()
+        yield
+    import_kernels_again()
+
+
+def use_own_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of `small_kernels`: own kernels compute strided convolutions of multiples of 16 channels."""
+    for name, value in (("BLOCK", 16), ("PROCESSORS", 6), ("unavailable", lambda device: "")):
+        monkeypatch.setattr(strided, name, value)
+    monkeypatch.setattr(blocks, "BLOCK", 16)
 
 
 def import_kernels_again() -> None:

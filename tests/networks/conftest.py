@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from triton_interpreter import import_kernels_again, interpreted
+from triton_interpreter import import_kernels_again, small_kernels
 
-from networks import blocks, fused, tail
+from networks import fused
 
 
 @pytest.fixture
@@ -29,18 +29,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
     """Kernels run in Triton's interpreter, as for CUDA tensors, with several tiles and few programs; their names."""
-    with interpreted(monkeypatch) as language:
-        # `sum` is written in Triton itself and was built for the compiler when triton was imported.
-        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
-        monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
-        for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
-            monkeypatch.setattr(fused, name, value)
-        monkeypatch.setattr(tail, "TILE", 256)
-        for name, value in (("CHUNK", 16), ("PROCESSORS", 3)):
-            monkeypatch.setattr(blocks, name, value)
-        import_kernels_again()
+    with small_kernels(monkeypatch):
         yield launched
-    import_kernels_again()
 
 
 @pytest.fixture

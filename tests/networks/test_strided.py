@@ -15,7 +15,7 @@ from devices import ON_GPU
 from fused_cases import CHANNELS_LAST, CONDITIONS, assert_trains_like, batch, trained, values, with_loss
 from torch.nn import functional as F
 from triton_compile import compile_launch
-from triton_interpreter import import_kernels_again
+from triton_interpreter import import_kernels_again, use_own_convolutions
 
 from networks import fused, padded, strided
 from networks.layers import Conv3d, ConvTranspose3d
@@ -32,9 +32,7 @@ LAYERS += [("down4", 512, 256, 4), ("up5", 1024, 512, 2), ("down6", 512, 512, 1)
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch, interpreter: list[str]) -> list[str]:
     """The kernels run in the interpreter for multiples of 16 channels, also in float32; the names of those launched."""
-    monkeypatch.setattr(strided, "BLOCK", 16)
-    monkeypatch.setattr(strided, "PROCESSORS", 6)
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
+    use_own_convolutions(monkeypatch)
     return interpreter
 
 
@@ -137,7 +135,6 @@ def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype
 
 def test_a_dry_run_finds_the_kernels_of_a_step(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, for the same types, block shapes and constants, from tensors without data."""
-    monkeypatch.setattr("networks.blocks.BLOCK", 16)
     made = []
     launch = fused.launch
 
@@ -170,7 +167,6 @@ def test_a_network_trains_as_with_torch(
     small_blocks: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """With bias, activation and concatenation in the convolutions' kernels, and grids that have pads."""
-    monkeypatch.setattr("networks.blocks.BLOCK", 16)
     network = {"width": 16, "scales": 2, **options}
     module, parts = with_loss(True, **network), batch(size=8)
     parts += [CONDITIONS] if options else []

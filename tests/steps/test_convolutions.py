@@ -33,28 +33,33 @@ def config_of(name: str = "bs64_opt", **changes: Any) -> Config:
     return configs.load(YAML, name, keys).for_world(1)
 
 
+DOWN, UP = ", ".join(f"down{scale}" for scale in range(1, 7)), ", ".join(f"up{scale}" for scale in range(6, 1, -1))
+
+
 def described(**changes: Any) -> str:
     (line,) = convolutions.describe(build.convolution_plan(config_of(**changes), GPU))
     return line.removeprefix("Convolutions: ")
 
 
 def test_the_log_names_what_computes_each_layer_and_why() -> None:
-    all_layers = "down1 to down6, up6 to up2, last"
-    faster = "; cuDNN for the weight gradient of down4: it is faster"
-    assert described() == f"own kernels in {all_layers}{faster}"
-    assert described(convolutions="own") == f"own kernels in {all_layers}"
+    all_layers = f"{DOWN}, {UP}, last"
+    assert described() == (
+        f"{all_layers.replace('down4, ', '')} by own kernels; "
+        "down4 by own kernels, cuDNN for the weight gradient (it is faster)"
+    )
+    assert described(convolutions="own") == f"{all_layers} by own kernels"
     for changes, reason in (
         ({"convolutions": "cudnn"}, "convolutions is cudnn"),
         ({"enable_amp": False}, "enable_amp is false"),
         ({"channels_last": False}, "channels_last is false"),
     ):
-        assert described(**changes) == f"cuDNN in {all_layers}: {reason}"
-    assert described(data_size=96, network__scales=1) == "own kernels in down1, last"
+        assert described(**changes) == f"{all_layers} by cuDNN ({reason})"
+    assert described(data_size=96, network__scales=1) == "down1, last by own kernels"
     sides = "; ".join(
-        f"cuDNN in down{scale}, up{scale}: a side of {96 // 2**scale} cells is not a power of two up to 64"
+        f"down{scale}, up{scale} by cuDNN (a side of {96 // 2**scale} cells is not a power of two up to 64)"
         for scale in (2, 3)
     )
-    assert described(data_size=96, network__scales=3) == f"own kernels in down1, last; {sides}"
+    assert described(data_size=96, network__scales=3) == f"down1, last by own kernels; {sides}"
 
 
 def test_classifiers_and_networks_without_such_layers_have_no_plan() -> None:
@@ -104,11 +109,11 @@ def test_layers_of_the_network_have_the_value_of_the_config() -> None:
 
 
 def test_records_name_the_layers_that_differ() -> None:
-    plan = build.convolution_plan(config_of(network__scales=4, data_size=64), GPU)
-    now = convolutions.compact(plan, GPU)
-    assert {*now.values()} == {"own", "own, but cuDNN for the weight gradient"}
+    now = build.convolution_plan(config_of(network__scales=4, data_size=64), GPU)
     assert [*now] == ["down1", "down2", "down3", "down4", "up4", "up3", "up2", "last"]
-    assert {*convolutions.compact(plan, CPU).values()} == {"PyTorch"}
+    before = build.convolution_plan(config_of(network__scales=4, data_size=64), CPU)
+    assert {*before.values()} == {f"PyTorch ({NO_GPU})"}
     assert convolutions.changes(now, now) == convolutions.changes({}, now) == []
-    (line,) = convolutions.changes({**now, "down1": "cuDNN", "down2": "cuDNN", "up3": "PyTorch", "other": "own"}, now)
-    assert line.endswith(": down1, down2 cuDNN before, own now; up3 PyTorch before, own now")
+    assert convolutions.changes({**before, "last": "PyTorch (of another reason)"}, before) == []
+    (line,) = convolutions.changes({**now, "down1": "cuDNN (why)", "up3": "PyTorch (why)", "other": "own kernels"}, now)
+    assert line.endswith(": down1 cuDNN before, own kernels now; up3 PyTorch before, own kernels now")

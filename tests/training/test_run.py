@@ -329,13 +329,15 @@ def test_a_run_that_resumes_with_other_kernels_says_so(first: Path, caplog: pyte
     save(first, TEST, 8)
     path = first / "provenance.json"
     record = json.loads(path.read_text())
-    assert record["convolutions"] == dict.fromkeys(["down1", "down2", "up2", "last"], "PyTorch")
+    assert record["convolutions"] == dict.fromkeys(
+        ["down1", "down2", "up2", "last"], "PyTorch (there is no CUDA device)"
+    )
     for changes, says in (
         (
-            {"down1": "own", "up2": "own", "last": "cuDNN"},
-            "down1, up2 own before, PyTorch now; last cuDNN before, PyTo",
+            {"down1": "own kernels", "up2": "own kernels", "last": "cuDNN (why)"},
+            "down1, up2 own kernels before, PyTorch now; last cuDNN before, PyTo",
         ),
-        ({}, ""),
+        ({"last": "PyTorch (for another reason)"}, ""),
         (None, ""),
     ):
         earlier = {} if changes is None else {"convolutions": record["convolutions"] | changes}

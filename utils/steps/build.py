@@ -132,7 +132,7 @@ def check_norm(config: Config, world: World) -> None:
         )
 
 
-def convolution_plan(config: Config, device: torch.device) -> dict[str, convolutions.Layer]:
+def convolution_plan(config: Config, device: torch.device) -> convolutions.Plan:
     """What computes the strided convolutions of the config's network on a device."""
     return convolutions.plan(config, network_without_values(config), device)
 
@@ -150,7 +150,7 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
-    if world.device.type == "cuda" and convolutions.any_own(convolution_plan(config, world.device)):
+    if any(what.startswith(convolutions.OWN) for what in convolution_plan(config, world.device).values()):
         fix_algorithms()
     start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)

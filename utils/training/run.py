@@ -189,8 +189,7 @@ class Run:
         portable = self.request.config.model_copy(update={"local_batch_size": None})
         path, changes = self.directory / PROVENANCE, []
         record["data"] = self.data
-        device = self.world.device
-        record["convolutions"] = convolutions.compact(build.convolution_plan(self.request.config, device), device)
+        record["convolutions"] = build.convolution_plan(self.request.config, self.world.device)
         if self.start.path is not None and path.exists():
             before = read_provenance(path)
             record["earlier"] = [*before.pop("earlier", []), before]

@@ -1,0 +1,54 @@
+"""Training steps whose convolutions are own kernels, in Triton's interpreter, equal those with PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import run_ranks
+from small_steps import ALONE, flat_parameters, make_step
+from triton_interpreter import small_kernels, use_own_convolutions
+
+from networks import build_network, initialize
+from utils.distributed.world import World
+from utils.steps.convolutions import select
+
+BATCH, LR = 4, 0.1
+OPTIONS: list[dict[str, Any]] = [{}, {"ddp": "manual", "accumulation_steps": 2}]
+
+
+def train(world: World, convolutions: str, dtype: str = "float16", **options: Any) -> tuple[float, np.ndarray]:
+    """The loss of one step, each rank on its part of the batch, and the change of the parameters."""
+    network = build_network("unet", 8, width=16, scales=2, fused=True, space_to_depth=["down1", "last"])
+    initialize(network, torch.Generator().manual_seed(0), scale=0.1)
+    select(network.to(memory_format=torch.channels_last_3d), convolutions)
+    half = {"enable_amp": True, "channels_last": True, "precision": dtype} if dtype != "float32" else {}
+    step = make_step(world=world, network=network, bucket_cap_mb=0.01, **half, **options)
+    generator, before = torch.Generator().manual_seed(1), flat_parameters(step).clone()
+    inputs, targets = (torch.rand(BATCH, channels, 8, 8, 8, generator=generator) - 0.5 for channels in (4, 5))
+    parts = [x[world.rank :: world.size].contiguous(memory_format=torch.channels_last_3d) for x in (inputs, targets)]
+    loss = float(step(*parts, LR))
+    return loss, (flat_parameters(step) - before).numpy()
+
+
+def train_all(world: World) -> list[tuple[float, np.ndarray]]:
+    with pytest.MonkeyPatch.context() as patch, small_kernels(patch):
+        use_own_convolutions(patch)
+        return [train(world, "own", **options) for options in OPTIONS]
+
+
+def distance(first: np.ndarray, second: np.ndarray) -> float:
+    return float(np.linalg.norm(first - second) / np.linalg.norm(second))
+
+
+def test_a_step_with_own_kernels_equals_the_plain_one() -> None:
+    """Alone, with micro-batches, and on two ranks with either exchange, whose ranks end with the same bits."""
+    exact_loss, exact = train(ALONE, "cudnn", "float32")
+    error = distance(train(ALONE, "cudnn")[1], exact)
+    for (loss, change), *ranks in zip(train_all(ALONE), *run_ranks(train_all, 2), strict=True):
+        (first_loss, first), (second_loss, second) = ranks
+        assert np.array_equal(first, second)
+        assert [loss, (first_loss + second_loss) / 2] == pytest.approx([exact_loss] * 2, rel=1e-4)
+        assert max(distance(change, exact), distance(first, exact)) < 2 * error
