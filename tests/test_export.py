@@ -177,12 +177,16 @@ def test_channel_units_need_no_transform_and_conditions_are_an_argument(tmp_path
 
 @pytest.fixture
 def own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same for a network that was trained with own kernels, on a device that has them."""
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
+    """The same for a network that was trained with own kernels, on a device that has them.
+
+    On one that has none the network is computed without them.
+    """
     keys: dict[str, Any] = {"convolutions": "own", "enable_amp": True, "channels_last": True}
     network = {"space_to_depth": ["down1", "last"]}
     simulation = simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, None)
     save(tmp_path / "run", config_of(**keys, network=network), simulation=simulation)
+    TrainedNetwork.load(tmp_path / "run", torch.device("cpu")).network(torch.zeros(1, 4, 8, 8, 8))
+    monkeypatch.setattr(strided, "unavailable", lambda device: "")
     exported(tmp_path)
     module = ExportedNetwork.of(TrainedNetwork.load(tmp_path / "run", torch.device("cpu")), "physical").module
     assert {layer.convolutions for layer in module.modules() if hasattr(layer, "backends")} == {"cudnn"}
