@@ -18,6 +18,7 @@ from reference_samples import VECTORS, cubes, cut, loader_of, write_signed_zeros
 from trainings import assert_same_training, last, metrics
 
 import train
+from networks import strided
 from utils.data import Loader
 from utils.data.convert_to_npy import convert
 from utils.data.files.hdf5 import Volume, open_volume
@@ -268,6 +269,20 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
         else:
             torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
     assert whole.training["scaler"] == parts.training["scaler"]
+
+
+@pytest.mark.parametrize("kind", [EagerStep, GraphStep])
+def test_a_run_with_own_kernels_repeats_bit_for_bit(tmp_path, flags, monkeypatch, kind) -> None:
+    """Without `deterministic`, and although cuDNN may search elsewhere."""
+    if reason := strided.unavailable(torch.device("cuda")):
+        pytest.skip(reason)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    flags += [*TAIL, "--set=cudnn_benchmark=true", "--set=network.width=64", "--num_epochs=3"]
+    runs = [tmp_path / name / RUN for name in ("first", "again")]
+    for run in runs:
+        train.main([*flags, f"--set=expdir={run.parent.parent.parent}"], step_class=kind)
+    assert "down1, down2, up2, last by own kernels" in (runs[0] / "out.log").read_text()
+    assert_same_training(*runs, steps=24)
 
 
 @pytest.mark.parametrize("ddp", ["torch", "manual"])

@@ -79,7 +79,7 @@ def activated(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Ten
         ("leaky_relu", 5, "float32"),
         ("leaky_relu", 64, "half"),
         ("relu", 70, "float32"),
-        ("relu", 1, "half"),
+        ("relu", 2, "half"),
         ("tanh", 70, "half"),
     ],
 )
@@ -97,6 +97,15 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
     assert torch.equal(x, before), "the output of the convolution must not change"
     assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
     assert_as_accurate(fused, lambda x, bias: (activated(x, bias, activation),) * 2, [x, bias], upstream)
+
+
+def test_one_channel_needs_no_kernel_and_repeats_bit_for_bit(kernels: Kernels) -> None:
+    x, bias = kernels.values(1, "half"), values(1, seed=1, device=kernels.device)
+    upstream = [kernels.values(1, "half", seed) for seed in (2, 3)]
+    function = functools.partial(pointwise.bias_activation_twice, activation="relu")
+    first, again = (results(function, [x, bias], upstream) for _ in range(2))
+    assert kernels.launched == []
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +132,9 @@ def test_gradients_may_have_any_strides_and_grids_of_one_cell(interpreter: list[
 def test_extreme_values_give_the_same_as_in_torch(interpreter: list[str], activation: Any) -> None:
     """Also NaN and infinities. tanh is accurate everywhere."""
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-12, 2, 400), torch.tensor([0.625, 1e30])])
-    x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40])]).view(1, 1, 1, 1, -1)
-    inputs, upstream = [x, torch.zeros(1)], [torch.ones_like(x)]
+    x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40])]).view(1, -1, 1, 1, 2)
+    x = x.transpose(1, 4).contiguous(memory_format=CHANNELS_LAST)
+    inputs, upstream = [x, torch.zeros(2)], [torch.ones_like(x)]
     got = results(functools.partial(pointwise.bias_activation, activation=activation), inputs, upstream)
     expected = results(functools.partial(activated, activation=activation), inputs, upstream, torch.float64)
     assert interpreter == BOTH
@@ -135,7 +145,7 @@ def test_extreme_values_give_the_same_as_in_torch(interpreter: list[str], activa
 
 @pytest.mark.parametrize(
     ("channels", "precision"),
-    [((32, 32), "half"), ((1, 1), "float32"), ((5, 3), "half"), ((3, 70), "float32")],
+    [((32, 32), "half"), ((2, 1), "float32"), ((5, 3), "half"), ((3, 70), "float32")],
     ids=str,
 )
 def test_concatenation(kernels: Kernels, channels: tuple[int, int], precision: str) -> None:
