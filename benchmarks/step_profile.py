@@ -16,7 +16,7 @@ from benchmarks.common import seconds_of, table
 
 # The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
 PATTERNS: tuple[tuple[str, str], ...] = (
-    # networks/strided_kernels.py and networks/block_kernels.py. The loader's kernel `gather` is not part of a step.
+    # networks/strided_kernels.py and networks/block_kernels.py.
     ("convolutions", r"^(gather|scatter|(block_)?weight_gradient|sum_splits|rows_to_blocks|blocks_to_rows)(_\w+)?$"),
     ("communication", r"nccl|^c10d::|^gloo:"),
     ("layout and casts", r"multi_tensor_apply_kernel.*\bCopy|^aten::_foreach_copy_"),

@@ -138,7 +138,7 @@ def _kernel() -> Any:
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["first", "step"])
-    def gather(  # type: ignore[no-untyped-def]
+    def cut_crops(  # type: ignore[no-untyped-def]
         out,
         field,
         plan,
@@ -180,4 +180,4 @@ def _kernel() -> Any:
         place = out + sample * sample_stride + lane * channel_stride + tl.multiple_of(cell, (DIVISOR, DIVISOR, DIVISOR))
         tl.store(tl.max_contiguous(place, (1, 2, LANES)), values.to(out.dtype.element_ty), mask=inside)
 
-    return gather
+    return cut_crops
