@@ -26,6 +26,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
   properties->major = 9;
   properties->totalGlobalMem = (size_t)80 << 30;
   properties->multiProcessorCount = 132;
+  properties->sharedMemPerBlockOptin = 227 << 10;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
   properties->maxThreadsPerMultiProcessor = 2048;

@@ -36,7 +36,9 @@ GPU, LR = torch.device("cuda", 0), 1e-4
 OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in (*OPTIMIZED, "bs64_fast", "bs512_fast")},
-    "no tail": ("bs64_opt", {"fused_tail": False, "ema_decay": 0.999}),
+    "cuDNN": ("bs64_opt", {"convolutions": "cudnn"}),
+    "cuDNN, no tail": ("bs64_opt", {"convolutions": "cudnn", "fused_tail": False, "ema_decay": 0.999}),
+    "width 20": ("bs64_opt", {"network.width": 20}),
     "float32": ("base", {}),
     "bfloat16 without channels-last": ("base", {"enable_amp": True}),
 }
@@ -85,9 +87,9 @@ def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     return choices(trace)
 
 
-def rehearse_prediction() -> dict[str, Any]:
+def rehearse_prediction(convolutions: str) -> dict[str, Any]:
     """A batch of windows, as predict.py computes it."""
-    config = configs.load(common.YAML, "base", {"local_batch_size": 32, "device": "cuda"})
+    config = configs.load(common.YAML, "base", {"local_batch_size": 32, "device": "cuda", "convolutions": convolutions})
     trace = Rehearsal()
     with fake_gpu(trace, GPU):
         predict = forward_pass(build.network(config).to(GPU), "bfloat16", GPU)
@@ -103,5 +105,6 @@ def choices(trace: Rehearsal) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = {name: rehearse(*step) for name, step in STEPS.items()} | {"prediction": rehearse_prediction()}
+    found = {name: rehearse(*step) for name, step in STEPS.items()}
+    found |= {f"prediction, {name}": rehearse_prediction(name) for name in ("auto", "cudnn")}
     print(json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "steps": found}, indent=1))

@@ -111,6 +111,9 @@ class Trace(TorchDispatchMode):
             # The mode is entered again for the operations of which a custom operator consists.
             with self, torch.no_grad():
                 return OPDEFS[name]._init_fn(*args, **kwargs)
+        if name in ("conv3d", "conv_transpose3d"):  # in inference mode they arrive whole
+            with self:
+                return func.decompose(*args, **kwargs)
         # PyTorch's fused optimizers have no implementation for tensors without data, and only change their operands.
         result = None if name.startswith("_fused_") else func(*args, **kwargs)
         if name in ("convolution", "convolution_backward"):

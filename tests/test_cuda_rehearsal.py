@@ -36,7 +36,8 @@ for folder in site.getsitepackages():
 """
 OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 FAST = ("bs64_fast", "bs512_fast")
-POINTWISE = {"Triton activation_backward", "Triton bias_activation", "_fused_adam_"}
+OWN = [f"Triton {name}" for name in ("gather", "scatter", "weight_gradient", "sum_splits")]
+OWN += [f"Triton {name}" for name in ("rows_to_blocks", "blocks_to_rows", "block_weight_gradient")]
 
 
 @pytest.fixture(scope="module")
@@ -57,34 +58,48 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_convolutions_run_in_cudnn_on_channels_last_tensors_and_every_fused_kernel_is_chosen(
+def test_own_kernels_compute_the_convolutions_of_the_fastest_configs(rehearsed: dict[str, Any]) -> None:
+    """All but one pass, in which cuDNN is faster. Only what SOAP computes leaves the layout."""
+    for name in (*OPTIMIZED, *FAST):
+        step = rehearsed["steps"][name]
+        assert step["convolutions"] == {"backward: Cudnn bfloat16": 1}
+        assert {"_fused_adam_", "Triton activation_backward", *OWN} == set(step["kernels"])
+        assert [
+            text for text in step["not channels-last"] if name not in FAST or not text.startswith("optimizer")
+        ] == []
+
+
+def test_cudnn_computes_convolutions_on_channels_last_tensors_and_every_fused_kernel_is_chosen(
     rehearsed: dict[str, Any],
 ) -> None:
-    """In half precision; the stand-in for a GPU has too little shared memory for own convolutions.
-
-    Only SOAP's bases, which are of the weights' sides in a fixed order, leave the layout.
-    """
+    """In half precision, where own kernels are not to be used or cannot be."""
     steps = rehearsed["steps"]
-    for name in (*OPTIMIZED, *FAST, "no tail"):
+    for name, loss in (
+        ("cuDNN", ["tail_l1"]),
+        ("cuDNN, no tail", ["l1", "l1_backward"]),
+        ("width 20", ["tail_l1"]),
+    ):
         convolutions = steps[name]["convolutions"]
         assert sum(convolutions.values()) == 24
         for text in convolutions:
             _, backend, dtype = text.split()
             assert backend in ("Cudnn", "CudnnTranspose")
             assert dtype in ("bfloat16", "float16")
-        others = steps[name]["not channels-last"]
-        assert [line for line in others if name not in FAST or not line.startswith("optimizer, ")] == []
-        loss = {"Triton l1", "Triton l1_backward"} if name == "no tail" else {"Triton tail_l1"}
-        assert set(steps[name]["kernels"]) == POINTWISE | loss
+        assert steps[name]["not channels-last"] == []
+        fused = ["activation_backward", "bias_activation", *loss]
+        assert set(steps[name]["kernels"]) == {"_fused_adam_", *(f"Triton {kernel}" for kernel in fused)}
     exact = steps["float32"]["convolutions"]
     assert all("Cudnn" in text and text.endswith("float32") for text in exact)
 
 
 def test_a_prediction_avoids_cudnns_faulty_convolutions(rehearsed: dict[str, Any]) -> None:
     """PyTorch 2.9 replaces contiguous ones by a slow path. The first convolution converts the windows."""
-    prediction = rehearsed["steps"]["prediction"]
-    assert all("Cudnn" in text for text in prediction["convolutions"])
-    assert all("[32, 4, 64, 64, 64]" in line for line in prediction["not channels-last"])
+    for name, kernels in (("auto", OWN[:2]), ("cudnn", [])):
+        prediction = rehearsed["steps"][f"prediction, {name}"]
+        assert sum(prediction["convolutions"].values()) == (0 if kernels else 12)
+        assert all("Cudnn" in text for text in prediction["convolutions"])
+        assert {*kernels} <= {*prediction["kernels"]}
+        assert all("[32, 4, 64, 64, 64]" in line for line in prediction["not channels-last"])
     contiguous = rehearsed["steps"]["bfloat16 without channels-last"]["convolutions"]
     if rehearsed["torch"].startswith("2.9."):
         assert has_faulty_conv3d(rehearsed["cudnn"])
