@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import HostWaits, WaitingTrace
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.config import Config
 from utils.config.sections import NetworkConfig, OptimizerConfig
@@ -92,15 +94,52 @@ def test_a_state_with_other_bases_is_refused() -> None:
     load_state(build(SmallNetwork(), precondition_frequency=7), saved_state(saved))
 
 
-def test_the_host_reads_the_number_of_updates_once_per_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A skipped update postpones the renewal: the host then reads again in the next step."""
-    reads, plain = [], Soap._read_updates
-    monkeypatch.setattr(Soap, "_read_updates", lambda self: (reads.append(number), plain(self)))
+def test_bases_are_renewed_by_steps_that_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first update on; a skipped update counts as a step. A resumed run continues the count."""
+    renewed: list[tuple[int, bool]] = []
+    monkeypatch.setattr(Soap, "_renew_bases", lambda self, first: renewed.append((number, first)))
     network = SmallNetwork()
     optimizer = build(network, precondition_frequency=4)
-    for number in range(14):
-        train(network, optimizer, range(number, number + 1), NO if number == 6 else YES)
-    assert reads == [0, 4, 8, 9, 13]
+    for number in range(12):
+        train(network, optimizer, range(number, number + 1), NO if number in (0, 1, 4) else YES)
+        if number == 7:
+            saved = copy.deepcopy(saved_state(optimizer))
+            optimizer = build(network, precondition_frequency=4)
+            load_state(optimizer, saved)
+    assert renewed == [(2, True), (6, False), (10, False)]
+
+
+def test_a_renewal_does_not_wait_for_the_device() -> None:
+    network = SmallNetwork()
+    optimizer = build(network)
+    train(network, optimizer, range(1))
+    with WaitingTrace():
+        optimizer.renew()
+        optimizer._renew_bases(first=False)
+        with pytest.raises(HostWaits):
+            optimizer._renew_bases(first=True)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_products_along_each_side_are_those_of_the_definition_without_copies(form: torch.memory_format) -> None:
+    weight = torch.randn(6, 5, 2, 2, 2, dtype=torch.float64).contiguous(memory_format=form)
+    x = weight.view(6, 5, 8)
+    bases = {number: torch.randn(size, size, dtype=torch.float64) for number, size in enumerate(x.shape)}
+    rotated = soap.rotate(x, bases)
+    torch.testing.assert_close(rotated, torch.einsum("abc,ai,bj,ck->ijk", x, *bases.values()))
+    assert rotated.stride() == x.stride()
+    for number, equation in enumerate(("abc,ibc->ai", "abc,aic->bi", "abc,abi->ci")):
+        torch.testing.assert_close(soap.outer_product(x, number), torch.einsum(equation, x, x))
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies.extend([func] if func._schema.name in ("aten::clone", "aten::copy_", "aten::_to_copy") else [])
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        soap.rotate(x, bases)
+    assert copies == []
 
 
 def test_the_state_has_the_size_that_the_preflight_states() -> None:

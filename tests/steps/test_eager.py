@@ -32,7 +32,7 @@ from utils.steps.eager import EagerStep
 
 # Of these, each optimizer uses what it has.
 SETTINGS = {
-    name: {"name": name, "momentum": 0.9, "weight_decay": 0.1, "precondition_frequency": 2} for name in OPTIMIZERS
+    name: {"name": name, "momentum": 0.9, "weight_decay": 0.1, "precondition_frequency": 1} for name in OPTIMIZERS
 }
 MODES: list[dict[str, Any]] = [
     {},

@@ -216,7 +216,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch) ->
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *(({"name": name, "precondition_frequency": 4}, {}) for name in OPTIMIZERS),
+        *(({"name": name, "precondition_frequency": 1}, {}) for name in OPTIMIZERS),
         ("adam", {"ema_decay": 0.9}),
         ("sgd", {"enable_amp": True, "accumulation_steps": 2, "clip_grad_norm": 0.1}),
     ],

@@ -51,10 +51,11 @@ class Soap(AdamByWeight):
     back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of
     normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
-    The bases are renewed outside of CUDA graphs. For that the host reads the number of updates made, skipped ones
-    excluded, every `precondition_frequency` steps. Each rank follows the statistics of some bases, renews these, and
-    receives the others. On a GPU, matrix products are in TF32 if `tf32` is set and the process allows it, else in
-    float32.
+    The bases are renewed outside of CUDA graphs. The host reads from the device whether the first update was made,
+    whose exact decomposition waits for the device anyway, and then counts steps: after a skipped update the next
+    renewal comes one update early, and a skipped update has no renewal. Each rank follows the statistics of some bases,
+    renews these, and receives the others. On a GPU, matrix products are in TF32 if `tf32` is set and the process allows
+    it, else in float32.
     """
 
     IS_WEIGHTS = "matrices"
@@ -70,8 +71,7 @@ class Soap(AdamByWeight):
             for weight, sides in self._sides.items()
         }
         self._rank, self._ranks = 0, 1
-        self._made = 0  # updates, when the host last read their number
-        self._wait = 1  # calls after which the bases may have to be renewed
+        self._skipped: torch.Tensor | None = None  # 1 on the device if the last update was
 
     # --- the algorithm ---
 
@@ -88,40 +88,39 @@ class Soap(AdamByWeight):
         counts = [state["step"] for state in states]
         skip = torch.zeros_like(counts[0]) if found_inf is None else found_inf
         idle = torch.maximum(skip, (counts[0] == 0).to(skip.dtype))  # the first update only starts the statistics
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [_laid_out(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
         if group["matrices"]:
-            gradients = [gradient.reshape(-1) for gradient in gradients]
-        sides = [self._sides.get(parameter, ()) for parameter in parameters]
+            gradients = [
+                gradient.reshape(self._sides[parameter])
+                for gradient, parameter in zip(gradients, parameters, strict=True)
+            ]
         bases = [self._matrices(parameter, "basis") for parameter in parameters]
-        rotated = list(map(rotate, gradients, sides, bases))
+        rotated = list(map(rotate, gradients, bases))
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
         directions = adam_directions(rotated, moments, group, idle)
         inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
-        _descend(group, parameters, list(map(rotate, directions, sides, inverse)), idle)
+        _descend(group, parameters, list(map(rotate, directions, inverse)), idle)
         if group["matrices"]:
+            self._skipped = torch.zeros_like(skip) if self._skipped is None else self._skipped
+            self._skipped.copy_(skip)
             mine = [self._matrices(parameter, "statistics", self._rank) for parameter in parameters]
-            _update_statistics(mine, gradients, sides, 1 - group["betas"][1], skip)
+            _update_statistics(mine, gradients, 1 - group["betas"][1], skip)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
     @torch.no_grad()
     def renew(self) -> None:
         """Renews the bases if it is time to: completes a step with what a CUDA graph cannot hold."""
-        self._wait -= 1
-        if self._wait > 0:
-            return
-        before = self._made
-        self._read_updates()
-        if self._made > before and (self._made - 1) % self._frequency == 0:
-            with self._precision():
-                self._renew_bases()
-
-    def _read_updates(self) -> None:
-        """Reads the number of updates from the device."""
         weights = self._weights()
-        self._made = int(weights[0][1]["step"]) if weights else 0
-        self._wait = self._frequency - (self._made - 1) % self._frequency if self._made else 1
+        # In the group, where it is saved: the steps from the first update on.
+        steps = self.param_groups[0].get("steps", 0)
+        if steps == 0 and (not weights or int(weights[0][1]["step"]) == 0):
+            return
+        self.param_groups[0]["steps"] = steps + 1
+        if steps % self._frequency == 0:
+            with self._precision():
+                self._renew_bases(first=steps == 0)
 
-    def _renew_bases(self) -> None:
+    def _renew_bases(self, first: bool) -> None:
         weights = self._weights()
         renewed: dict[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for weight, state in weights:
@@ -132,13 +131,13 @@ class Soap(AdamByWeight):
                     order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
                     renewed[weight][number] = torch.empty_like(basis), order
                 else:
-                    first = self._made == 1
                     renewed[weight][number] = eigenbasis(statistics) if first else next_basis(statistics, basis)
         # After all of them are computed, which the ranks do at the same time.
         for weight, state in weights:
             for number, tensors in renewed[weight].items():
                 self._broadcast(self._owners[weight][number], *tensors)
-            _change_bases(state, self._sides[weight], renewed[weight])
+            assert self._skipped is not None
+            _change_bases(state, renewed[weight], self._skipped)
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
@@ -173,11 +172,14 @@ class Soap(AdamByWeight):
         """ValueError if the saved run viewed the weights as other matrices."""
         super().load_state_dict(state_dict)
         for weight, state in self._weights():
-            expected = {name: value.shape for name, value in self._new_state(weight).items()}
-            if expected != {name: value.shape for name, value in state.items()}:
+            new = self._new_state(weight)
+            if {name: value.shape for name, value in new.items()} != {
+                name: value.shape for name, value in state.items()
+            }:
                 names = "optimizer.merge_dims or optimizer.max_precondition_dim"
                 raise ValueError(f"its {names} is not this run's (see its config.yaml)")
-        self._read_updates()
+            # Moments have the weight's memory format, which may be another one than the saved run's.
+            state.update({name: value.copy_(state[name]) for name, value in new.items()})
 
     def collect_state(self) -> None:
         """Completes the state of each rank with what the others keep for it. Every rank calls it, before a save."""
@@ -193,8 +195,7 @@ class Soap(AdamByWeight):
     def _new_state(self, parameter: torch.Tensor) -> State:
         state = super()._new_state(parameter)
         if parameter in self._sides:
-            # Moments have one dimension, because they follow the order of the sides in every memory format.
-            state |= {name: parameter.new_zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {name: state[name].reshape(self._sides[parameter]) for name in ("exp_avg", "exp_avg_sq")}
         for number in self._owners.get(parameter, ()):
             size = self._sides[parameter][number]
             state |= {f"{name}_{number}": parameter.new_zeros(size, size) for name in ("statistics", "basis")}
@@ -213,15 +214,26 @@ class Soap(AdamByWeight):
 # --- the steps of an update ------------------------------------------------------------------------------------------
 
 
-def rotate(flat: torch.Tensor, sides: Sides, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Multiplies the tensor with these sides, along each side i in `bases`, by the transpose of bases[i]."""
-    if not bases:
-        return flat
-    for number, size in enumerate(sides):
-        # Each side in turn becomes the last one, so that after all of them the order is the first one again.
-        turned = flat.view(size, -1).mT
-        flat = (turned @ bases[number] if number in bases else turned).reshape(-1)
-    return flat
+def rotate(x: torch.Tensor, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Multiplies x along each side i in `bases` by the transpose of bases[i]; the result has the strides of x."""
+    for number, basis in bases.items():
+        order = _memory_order(x)
+        unfolded = _unfolded(x, number)
+        before, _, after = unfolded.shape
+        product = unfolded[..., 0] @ basis if after == 1 else torch.bmm(basis.mT.expand(before, -1, -1), unfolded)
+        x = product.view([x.shape[side] for side in order]).permute([order.index(side) for side in range(x.dim())])
+    return x
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    return sorted(range(x.dim()), key=x.stride, reverse=True)
+
+
+def _unfolded(x: torch.Tensor, number: int) -> torch.Tensor:
+    """x as [before, size, after]: the side `number` between those before and after it in memory. No copy is made."""
+    order = _memory_order(x)
+    place = order.index(number)
+    return x.permute(order).reshape(math.prod(x.shape[side] for side in order[:place]), x.shape[number], -1)
 
 
 def _descend(group: Group, weights: list[torch.Tensor], directions: list[torch.Tensor], skip: torch.Tensor) -> None:
@@ -235,35 +247,36 @@ def _descend(group: Group, weights: list[torch.Tensor], directions: list[torch.T
 
 def _laid_out(direction: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The direction in the weight's shape and strides: only with equal strides one kernel updates many tensors."""
-    step = direction.view(weight.shape)
+    step = direction.reshape(weight.shape)
     return step if step.stride() == weight.stride() else torch.empty_like(weight).copy_(step)
 
 
 def _update_statistics(
     statistics: list[dict[int, torch.Tensor]],
     gradients: list[torch.Tensor],
-    sides: list[Sides],
     weight: float,
     skip: torch.Tensor,
 ) -> None:
     old = [matrix for matrices in statistics for matrix in matrices.values()]
     products = [
-        outer_product(gradient, sizes, number)
-        for matrices, gradient, sizes in zip(statistics, gradients, sides, strict=True)
+        outer_product(gradient, number)
+        for matrices, gradient in zip(statistics, gradients, strict=True)
         for number in matrices
     ]
     if old:
         for before, after in zip(old, torch._foreach_lerp(old, products, weight), strict=True):
-            torch.where(skip > 0, before, after, out=before)
+            _replace(before, after, skip)
 
 
-def outer_product(flat: torch.Tensor, sides: Sides, number: int) -> torch.Tensor:
-    """G Gᵀ of the tensor with these sides, unfolded to a matrix G whose rows are along the side `number`."""
-    if number == len(sides) - 1:
-        matrix = flat.view(-1, sides[number]).mT
-    else:
-        matrix = flat.view(math.prod(sides[:number]), sides[number], -1).transpose(0, 1).reshape(sides[number], -1)
-    return matrix @ matrix.mT
+def outer_product(x: torch.Tensor, number: int) -> torch.Tensor:
+    """G Gᵀ of x, unfolded to a matrix G whose rows are along the side `number`."""
+    unfolded = _unfolded(x, number)
+    before, size, after = unfolded.shape
+    if after == 1:
+        return unfolded[..., 0].mT @ unfolded[..., 0]
+    if before > 1 and size > after:  # one product for each of `before` would be larger than x
+        unfolded = unfolded.transpose(0, 1).reshape(1, size, -1)
+    return torch.bmm(unfolded, unfolded.mT).sum(0)
 
 
 # --- the steps of a renewal ------------------------------------------------------------------------------------------
@@ -282,12 +295,17 @@ def next_basis(statistics: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Ten
     return torch.linalg.qr(product[:, order])[0].contiguous(), order
 
 
-def _change_bases(state: State, sides: Sides, renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _change_bases(state: State, renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]], skip: torch.Tensor) -> None:
     """Replaces the bases. The first moment is rotated; the second one, a mean of squares, is reordered."""
     turns = {number: state[f"basis_{number}"].mT @ basis for number, (basis, _) in renewed.items()}
-    state["exp_avg"].copy_(rotate(state["exp_avg"], sides, turns))
-    squares = state["exp_avg_sq"].view(sides)
+    _replace(state["exp_avg"], rotate(state["exp_avg"], turns), skip)
+    squares = state["exp_avg_sq"]
     for number, (basis, order) in renewed.items():
         squares = squares.index_select(number, order)
-        state[f"basis_{number}"].copy_(basis)
-    state["exp_avg_sq"].copy_(squares.reshape(-1))
+        _replace(state[f"basis_{number}"], basis, skip)
+    _replace(state["exp_avg_sq"], squares, skip)
+
+
+def _replace(old: torch.Tensor, new: torch.Tensor, skip: torch.Tensor) -> None:
+    """Writes new to old, unless `skip` is 1."""
+    torch.where(skip > 0, old, new, out=old)
