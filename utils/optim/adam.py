@@ -76,9 +76,10 @@ def adam_directions(
     states: Sequence[State],
     group: Group,
     found_inf: torch.Tensor | None,
+    lr: LearningRate = 1.0,
 ) -> list[torch.Tensor]:
-    """Updates Adam's moments; returns m̂ / (√v̂ + ε), in one kernel. If `found_inf` is 1, changes none and returns 0."""
-    # torch's fused kernel, from 0 with learning rate −1, gives the direction; after found_inf, 0.
+    """Updates Adam's moments; returns lr · m̂ / (√v̂ + ε), in one kernel. 0 if `found_inf` is 1, and no change."""
+    # torch's fused kernel, from 0 with learning rate −lr, gives the direction; after found_inf, 0.
     directions = [torch.empty_like(gradient) for gradient in gradients]
     torch._foreach_zero_(directions)
     adam(
@@ -93,7 +94,7 @@ def adam_directions(
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=-1.0,
+        lr=-lr,
         weight_decay=0.0,
         eps=group["eps"],
         maximize=False,

@@ -97,7 +97,7 @@ class Soap(AdamByWeight):
         bases = [self._matrices(parameter, "basis") for parameter in parameters]
         rotated = list(map(rotate, gradients, bases))
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
-        directions = adam_directions(rotated, moments, group, idle)
+        directions = adam_directions(rotated, moments, group, idle, group["lr"])
         inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
         _descend(group, parameters, list(map(rotate, directions, inverse)), idle)
         if group["matrices"]:
@@ -237,11 +237,10 @@ def _unfolded(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _descend(group: Group, weights: list[torch.Tensor], directions: list[torch.Tensor], skip: torch.Tensor) -> None:
-    """x ← x − lr · (direction + λ x); overwrites the directions. Changes no bit if `skip` is 1."""
+    """x ← x − direction − lr · λ x, for directions that have the factor lr. Changes no bit if `skip` is 1."""
     steps = [_laid_out(direction, weight) for direction, weight in zip(directions, weights, strict=True)]
     if group["weight_decay"]:
-        torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
-    torch._foreach_mul_(steps, (skip == 0) * group["lr"])
+        torch._foreach_add_(steps, torch._foreach_mul(weights, (skip == 0) * (group["lr"] * group["weight_decay"])))
     torch._foreach_sub_(weights, steps)
 
 
