@@ -65,6 +65,7 @@ class Condition:
     ranks: int = 1
     changes: Mapping[str, Any] = field(default_factory=dict)
     boxes: Sequence[str] = ()
+    script: Sequence[str] = ("train.py",)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Training:
         """Trains; UserError with the reason if that fails."""
         flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
         flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
-        command = [*common.launcher(self.condition.ranks), "train.py", *flags]
+        command = [*common.launcher(self.condition.ranks), *self.condition.script, *flags]
         common.call(f"the run {self.condition.name}, seed {self.seed},", command, self._log, limit=LIMIT)
 
     def result(self) -> dict[str, Any]:
