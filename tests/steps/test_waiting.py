@@ -1,7 +1,7 @@
 """No training step makes the host wait for the device: it would idle in each step, and a CUDA graph cannot record it.
 
 On tensors without data that pass as CUDA tensors, so that the step takes the paths of a GPU. One exception is allowed:
-SOAP reads its number of updates when it renews its bases, outside of CUDA graphs.
+SOAP's first decomposition; tests/optim/test_soap.py tests later ones.
 """
 
 from __future__ import annotations

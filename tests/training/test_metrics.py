@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import statistics
 import time
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.world import World
+from utils.profiling import timing
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, WeightedMean
 from utils.training.noise_scale import NoiseScale
 
@@ -52,7 +55,8 @@ def times_of_rank(world: World) -> tuple[float, int, str]:
     timer = StepTimer(next(network.parameters()), world.device)
     recorder = LossRecorder(3, world, timer)
     for _ in range(3):
-        timer.start(0.05 * (world.rank == 1))
+        with timer.waiting():
+            time.sleep(0.05 * (world.rank == 1))
         time.sleep(0.3 if world.rank == 1 else 0.1)
         loss = network(torch.ones(1, 4)).sum()
         loss.backward()
@@ -70,7 +74,102 @@ def test_the_slowest_rank_is_the_one_that_the_others_wait_for() -> None:
     ((ratio, rank, text),) = {*run_ranks(times_of_rank, 3)}  # equal on every rank
     assert rank == 1
     assert ratio > 1.1, text
-    assert "(0.05 s of it waiting for data)" in text
+    assert 0.05 <= float(re.findall(r"\((\S+) s of it waiting for data\)", text)[0]) < 0.3
+
+
+class Timeline:
+    """The clock of a host, and the time at which the stream of a GPU has done what was enqueued."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def enqueue(self, seconds: float, ready: float = 0.0) -> None:
+        """Work of the device that cannot begin before `ready`."""
+        self.device = max(self.device, self.host, ready) + seconds
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        return TimelineEvent(self)
+
+
+class TimelineEvent:
+    """An event of the GPU; it has only what StepTimer uses."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def record(self) -> None:
+        self.time = max(self._timeline.device, self._timeline.host)
+
+    def query(self) -> bool:
+        return self.time <= self._timeline.host
+
+    def elapsed_time(self, end: TimelineEvent) -> float:
+        assert self.query(), "PyTorch raises for events that the device has not reached"
+        assert end.query(), "PyTorch raises for events that the device has not reached"
+        return 1000 * (end.time - self.time)
+
+
+@pytest.mark.parametrize(
+    ("step", "host_wait", "ready", "share"),
+    [
+        pytest.param(1.0, "batch", 0.0, 2 / 3, id="the host waits for a slow loader"),
+        pytest.param(1.0, "", 3.0, 2 / 3, id="the device waits for a slow copy"),
+        pytest.param(5.0, "buffer", 0.0, 0.0, id="the host waits for a buffer that a slow step reads"),
+        pytest.param(5.0, "batch", 0.0, 0.0, id="a slow step hides a loader that is faster"),
+    ],
+)
+def test_the_wait_for_data_is_the_time_in_which_the_device_has_nothing_to_do(
+    step: float, host_wait: str, ready: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixed bug: the wait for a free buffer counted, 95 % of the time of a run that the device limited."""
+    timeline, period, steps = Timeline(), 3.0, 200
+    monkeypatch.setattr(torch.cuda, "Event", timeline.event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weight = torch.nn.Parameter(torch.ones(()))
+    timer = StepTimer(weight, torch.device("cuda"))
+    for number in range(steps):
+        with timer.waiting():
+            if host_wait == "batch":  # one every `period` seconds
+                timeline.host = max(timeline.host, period * (number + 1))
+            elif host_wait == "buffer":  # that of the step before the last
+                timeline.host = max(timeline.host, timeline.device - step)
+            timeline.enqueue(0.0, ready * (number + 1))
+        timeline.enqueue(step)
+        weight.square().backward()
+        timeline.host += 0.1
+        if number % 7 == 0:
+            timer.read()
+            timeline.host = max(timeline.host, timeline.device)  # reading the losses waits for the device
+    timeline.host = max(timeline.host, timeline.device)
+    timer.read()
+    assert timer.waited / max(timeline.host, timeline.device) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("loader", "step", "share"), [(0.03, 0.01, 2 / 3), (0.001, 0.02, 0.0)])
+def test_the_wait_for_data_on_a_gpu(loader: float, step: float, share: float) -> None:
+    """Of a loader that sleeps and a step that keeps the device busy, both known in seconds."""
+    weight = torch.nn.Parameter(torch.ones((), device="cuda"))
+    timer, matrix = StepTimer(weight, torch.device("cuda")), torch.randn(2048, 2048, device="cuda")
+    calls = max(1, round(step / median_seconds(lambda: matrix @ matrix)))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(50):
+        with timer.waiting():
+            time.sleep(loader)
+        for _ in range(calls):
+            matrix @ matrix
+        weight.square().backward()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    timer.read()
+    assert timer.waited / seconds == pytest.approx(share, abs=0.15)
+
+
+def median_seconds(call: Any) -> float:
+    return statistics.median(timing.repeat(call, torch.device("cuda"), 0.2))
 
 
 SIZE, NOISE, STEPS = 200, 3.0, 250

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -226,6 +226,28 @@ def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch:
     assert [state.seconds for state in trainer.records.states] == [second, second + 5.5]
     assert (result.steps, result.seconds, result.samples_per_second) == (15, second + 5.5, 2.0)
     assert "Time taken for epoch 2 is 5.000 sec, avg 2.00 samples/sec" in trainer.records.lines
+
+
+def test_the_wait_for_data_is_the_share_of_the_time_that_a_cpu_spends_in_the_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    for module in (trainers, metrics, checkpoint_writer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(trainers, "Stopwatch", lambda: metrics.Stopwatch(started=now[0]))
+    step = ScriptedStep(after=lambda _: now.__setitem__(0, now[0] + 1.0))
+    trainer = make(step)
+    epoch = trainer.loaders.train.epoch
+
+    def slow(number: int, first: int = 0) -> Iterator[Batch]:
+        for part in epoch(number, first):
+            now[0] += 3.0
+            yield part
+
+    trainer.loaders.train.epoch = slow
+    trainer.fit()
+    shares = trainer.records.curve("Step/data wait fraction")
+    assert [*shares.values()] == [0.75] * 9
 
 
 @pytest.mark.parametrize(

@@ -31,26 +31,32 @@ class StepRecord(NamedTuple):
 
 
 class StepTimer:
-    """The seconds per step that this rank itself needs: its wait for data, and its computation.
+    """The seconds per step that this rank itself needs: the device's wait for data, and its computation.
 
-    The computation begins with the data and ends when the gradient of `parameter` is ready. For the first parameter of
-    a network that is the end of the backward pass, before this rank waits for the gradients of others. On a GPU, events
-    measure it without waiting for the device. A CUDA graph has no such event: its steps are not measured.
+    The device waits if it has nothing to do because the batch is not ready: on a GPU from the end of the step before,
+    or from the request for the batch if that is later, until the batch is there; on a CPU during the request. A wait of
+    the host alone, such as that for memory which the device still reads, does not count. The computation ends when the
+    gradient of `parameter` is ready. For the first parameter of a network that is the end of the backward pass, before
+    this rank waits for the gradients of others. A CUDA graph has no such event: its computation is not measured.
+
+    On a GPU, events measure all this, and nothing waits for them.
     """
 
     def __init__(self, parameter: torch.Tensor, device: torch.device) -> None:
-        self._device, self._waited, self._steps = device, 0.0, 0
-        self._spans: list[list[Any]] = []  # start and end of the computation of each step, None until it is known
+        self._device, self.waited = device, 0.0  # seconds for data in all steps that were read
+        self._steps: list[list[Any]] = []  # request and start of each step, and the end of its computation, if known
         parameter.register_post_accumulate_grad_hook(self._end)
 
-    def start(self, waited: float) -> None:
-        """Call it at the start of each step; it has waited that many seconds for its data."""
-        self._waited, self._steps = self._waited + waited, self._steps + 1
-        self._spans.append([self._now(), None])
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of the request for a step's batch, before its computation."""
+        requested = self._now()
+        yield
+        self._steps.append([requested, self._now(), None])
 
     def _end(self, _: torch.Tensor) -> None:
-        if self._spans and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._spans[-1][1] = self._now()  # of the last micro-batch
+        if self._steps and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._steps[-1][2] = self._now()  # of the last micro-batch
 
     def _now(self) -> Any:
         if self._device.type != "cuda":
@@ -59,17 +65,20 @@ class StepTimer:
         event.record()
         return event
 
+    def _seconds(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start
+
     def read(self) -> tuple[float, float]:
         """Mean seconds of computation and of waiting since the last call; the former is NaN if no step is complete."""
-        spans = [(start, end) for start, end in self._spans if end is not None]
+        steps, self._steps = self._steps, []
         if self._device.type == "cuda":  # of the others, the device has not reached the end yet
-            complete = [start.elapsed_time(end) / 1000 for start, end in spans if end.query()]
-            self._spans = [[start, end] for start, end in spans if not end.query()]
-        else:
-            complete, self._spans = [end - start for start, end in spans], []
-        waited = self._waited / max(1, self._steps)
-        self._waited, self._steps = 0.0, 0
-        return sum(complete) / len(complete) if complete else math.nan, waited
+            reached = [all(event is None or event.query() for event in step) for step in steps]
+            self._steps = [step for step, is_past in zip(steps, reached, strict=True) if not is_past]
+            steps = [step for step, is_past in zip(steps, reached, strict=True) if is_past]
+        waits = [self._seconds(requested, start) for requested, start, _ in steps]
+        computed = [self._seconds(start, end) for _, start, end in steps if end is not None]
+        self.waited += sum(waits)
+        return sum(computed) / len(computed) if computed else math.nan, sum(waits) / max(1, len(waits))
 
 
 class SlowestRank(NamedTuple):
@@ -143,10 +152,9 @@ def _slowest(seconds: torch.Tensor) -> SlowestRank | None:
 
 @dataclass
 class Stopwatch:
-    """Wall time, the time in it that was spent waiting for data, and the steps made in it."""
+    """Wall time, and the steps made in it."""
 
     started: float = field(default_factory=time.perf_counter)
-    waited: float = 0.0
     steps: int = 0
 
     def seconds(self) -> float:
@@ -157,16 +165,6 @@ class Stopwatch:
         seconds = self.seconds()
         self.started += seconds
         return seconds
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Adds the time in the block to the waiting time."""
-        started = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - started
-
-    def wait_fraction(self) -> float:
-        return self.waited / max(self.seconds(), 1e-9)
 
 
 class WeightedMean:

@@ -56,6 +56,7 @@ class Trainer:
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
         self._timer = StepTimer(step.optimizer.param_groups[0]["params"][0], self.world.device)
         self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), self.world, self._timer)
+        self._waited = 0.0  # the timer's seconds until the last logged step
         self._slowest: SlowestRank | None = None  # of the last logging interval
         self._coordinator = StopCoordinator(self.world)
         self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
@@ -155,10 +156,8 @@ class Trainer:
         self.profiler.before_step(state.step)
         lr = self.schedule(state.step)
         heartbeat.progress("data", state.step + 1)
-        waited = interval.waited
-        with annotate("data"), interval.waiting():
+        with annotate("data"), self._timer.waiting():
             inputs, targets, *conditions = next(batches)
-        self._timer.start(interval.waited - waited)
         heartbeat.progress("step", state.step + 1)
         with annotate("step"):
             loss = self.step(inputs, targets, lr, *conditions)
@@ -249,6 +248,7 @@ class Trainer:
         """Reads the steps of a logging interval, the only read of the device in it, and logs them."""
         self._read_steps()
         state = self.state
+        waited, self._waited = self._timer.waited - self._waited, self._timer.waited
         records, state.unlogged = [StepRecord(*record) for record in state.unlogged], []
         losses = [record.loss for record in records if record.updated]
         state.losses += losses
@@ -263,7 +263,7 @@ class Trainer:
             tags.STEP_LOSS: _mean(losses),
             tags.STEP_GRADIENT_NORM: records[-1].gradient_norm,
             tags.STEP_SAMPLES_PER_SECOND: speed,
-            tags.STEP_DATA_WAIT: interval.wait_fraction(),
+            tags.STEP_DATA_WAIT: min(1.0, waited / max(interval.seconds(), 1e-9)),
             tags.STEP_LEARNING_RATE: lr,
         }
         teraflops, slowest = "", self._recorder.slowest
