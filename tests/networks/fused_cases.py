@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 
-from networks import build_loss, build_network, initialize
+from networks import activated, build_loss, build_network, initialize, unet
 from networks.losses import NetworkWithLoss
 
 CHANNELS_LAST = torch.channels_last_3d
@@ -73,20 +76,57 @@ def batch(device: str = "cpu", size: int = 16) -> list[torch.Tensor]:
     return [inputs, 2 * targets.sign()]
 
 
-def trained(module: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """The loss and the gradients of all parameters, scaled as by a gradient scaler; `dtype` is that of autocast."""
-    with torch.autocast(batch[0].device.type, dtype=dtype, enabled=dtype is not None):
+class Trained(NamedTuple):
+    """The loss and the gradients of all parameters; the positive activations, in the order of the forward pass."""
+
+    values: list[torch.Tensor]
+    positive: list[torch.Tensor]
+
+
+def trained(module: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Trained:
+    """One pass, its gradients scaled as by a gradient scaler; `dtype` is that of autocast."""
+    network: Any = module.network
+    positive = []
+
+    def recording(method: Any) -> Any:
+        def call(layer: Any, *arguments: Any) -> Any:
+            results = method(layer, *arguments)
+            layer = network.get_submodule(layer) if isinstance(layer, str) else layer
+            y = results[0] if isinstance(results, tuple) else results
+            positive.append(y[:, : layer.out_channels].detach() > 0)
+            return results
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((network, "_down"), (network, "_up"), (activated, "up")):
+            stack.enter_context(mock.patch.object(owner, name, recording(getattr(owner, name))))
+        stack.enter_context(torch.autocast(batch[0].device.type, dtype=dtype, enabled=dtype is not None))
         loss = module(*batch)
-    return [loss.detach(), *torch.autograd.grad(1024 * loss, list(module.parameters()))]
+    return Trained([loss.detach(), *torch.autograd.grad(1024 * loss, list(module.parameters()))], positive)
+
+
+def exact(plain: nn.Module, batch: Sequence[torch.Tensor], like: Trained) -> list[torch.Tensor]:
+    """The values of `trained` in float64, with the same activations positive: rounding may move one across zero.
+
+    Changes the module to float64.
+    """
+    masks = iter(like.positive)
+
+    def leaky_relu(x: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
+        return torch.where(next(masks), x, slope * x)
+
+    with mock.patch.object(unet, "F", SimpleNamespace(relu=leaky_relu, leaky_relu=leaky_relu)):
+        return trained(plain.double(), [part.double() for part in batch], None).values
 
 
 def assert_trains_like(
-    got: list[torch.Tensor], plain: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None
+    got: Trained, plain: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None
 ) -> None:
     """No result of `trained` has a larger error than that of the plain module plus SLACK; changes that to float64."""
     usual = trained(plain, batch, dtype)
-    exact = trained(plain.double(), [part.double() for part in batch], None)
-    for ours, theirs, reference in zip(got, usual, exact, strict=True):
+    references = [exact(plain, batch, result) for result in (got, usual)]
+    for ours, theirs, *expected in zip(got.values, usual.values, *references, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
-        assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(reference.norm())
+        error, size = (float((x.double() - y).norm()) for x, y in zip((ours, theirs), expected, strict=True))
+        assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(expected[0].norm())

@@ -272,7 +272,7 @@ def test_a_fused_network_trains_like_the_plain_one(
         assert kernels.launched == launches
     elif on_cpu:
         assert kernels.launched == []
-    assert len(got) == 1 + len(list(plain.parameters()))
+    assert len(got.values) == 1 + len(list(plain.parameters()))
     assert_trains_like(got, plain, parts, dtype)
 
 
