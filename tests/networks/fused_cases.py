@@ -123,10 +123,13 @@ def exact(plain: nn.Module, batch: Sequence[torch.Tensor], like: Trained) -> lis
 def assert_trains_like(
     got: Trained, plain: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None
 ) -> None:
-    """No result of `trained` has a larger error than that of the plain module plus SLACK; changes that to float64."""
+    """No result of `trained` has a larger error than the plain module's plus a rounding step; changes that to float64.
+
+    Modulated layers round more often: their sums over cells are rounded twice.
+    """
     usual = trained(plain, batch, dtype)
     references = [exact(plain, batch, result) for result in (got, usual)]
     for ours, theirs, *expected in zip(got.values, usual.values, *references, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         error, size = (float((x.double() - y).norm()) for x, y in zip((ours, theirs), expected, strict=True))
-        assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(expected[0].norm())
+        assert error <= 1.2 * size + 2 * SLACK[dtype or torch.float32] * float(expected[0].norm())

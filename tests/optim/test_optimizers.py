@@ -121,7 +121,7 @@ def test_skipped_updates_and_a_restart_leave_no_trace(kind: str, device: str, tm
 )
 @DEVICES
 def test_adams_follow_torchs_plain_ones_over_fifty_gradients(name: str, kind: Any, device: str) -> None:
-    """With skipped updates in between; NAdam bit for bit."""
+    """With skipped updates in between; NAdam bit for bit, others within a rounding of the parameter in each step."""
     own = by_name(name, weight_decay=0.1)(start(device))
     settings = {"capturable": device == "cuda"} if name == "nadam" else {"foreach": False, "fused": False}
     plain = kind(start(device), lr=LR, weight_decay=0.1, **settings)
@@ -132,7 +132,8 @@ def test_adams_follow_torchs_plain_ones_over_fifty_gradients(name: str, kind: An
         for optimizer in (own, plain):
             take(optimizer, number)
     for one, other, first in zip(*map(parameters_of, (own, plain)), start(device), strict=True):
-        assert float((one - other).detach().abs().max()) <= (0 if name == "nadam" else 1e-6)
+        limit = 0.0 if name == "nadam" else 50 * torch.finfo(one.dtype).eps * float(other.abs().max())
+        assert float((one - other).detach().abs().max()) <= limit
         assert one.grad is None or float((one - first).detach().abs().max()) > 5 * LR
 
 

@@ -331,8 +331,8 @@ with one_line_errors():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_an_operation_that_waits_for_the_device_gives_one_error_line() -> None:
     """In a subprocess: a failed recording leaves PyTorch's allocator and generators in an invalid state."""
-    paths = os.pathsep.join([str(TOP), str(TOP / "tests"), str(TOP / "tests/steps")])
-    command, environment = [sys.executable, "-c", WAITING], {**os.environ, "PYTHONPATH": paths}
+    paths = [str(TOP), str(TOP / "tests"), str(TOP / "tests/steps"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command, environment = [sys.executable, "-c", WAITING], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True)
     assert result.stderr.splitlines()[-1].startswith("error: cannot record the step as a CUDA graph: ")
     assert result.returncode == 2
