@@ -40,6 +40,165 @@ RUN = "test/1GPU/00"
 both_layouts = pytest.mark.parametrize("channels_last", [False, True])
 
 
+@pytest.fixture
+def flags(tmp_path: Path, volume_file, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Flags that give config 'test' its data; convolutions are deterministic."""
+    monkeypatch.chdir(TOP)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
+    settings = {"train_path": train_path, "val_path": val_path, "cudnn_benchmark": "false"}
+    settings |= {"report_baselines": "false", "report_pictures": "false"}
+    yield ["--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
+    torch.use_deterministic_algorithms(False)
+
+
+def recorded(run: Path, *names: str) -> list[float]:
+    """The values of these curves, in the order of their steps."""
+    return [record[name] for record in metrics(run) for name in names if name in record]
+
+
+@pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
+def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags, switches) -> None:
+    train.main([*flags, "--set=device=cpu", f"--set=expdir={tmp_path}"])
+    train.main([*flags, "--set=device=cuda", f"--set=expdir={tmp_path}", *switches])
+    host, device = (recorded(tmp_path / run, "Loss/valid") for run in ("test/1ranks/00", RUN))
+    assert device == pytest.approx(host, rel=0.02)
+
+
+FUSED = ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]
+TAIL = [*FUSED, "--set=network.space_to_depth=[down1,last]", "--set=fused_tail=true"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "switches"),
+    [("resident", []), ("lowmem", []), ("resident", FUSED), ("lowmem", TAIL)],
+    ids=["resident", "lowmem", "fused", "tail"],
+)
+def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, loader, switches) -> None:
+    """Over three epochs of eight steps."""
+    flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
+    for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
+        train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=step)
+    plain, graphs = (recorded(tmp_path / name / RUN, "Loss/valid", "Step/loss") for name in ("plain", "graphs"))
+    assert "CUDA graph 1 recorded" in (tmp_path / "graphs" / RUN / "out.log").read_text()
+    assert len(graphs) == 4 + 24
+    assert graphs == pytest.approx(plain, rel=0.02 if switches else 1e-3)
+
+
+def test_a_checkpoints_copy_is_consistent_and_in_pinned_memory() -> None:
+    """It includes kernels queued before it and none queued after it. The next copy reuses its memory."""
+    busy = torch.randn(4096, 4096, device="cuda")
+    weights = torch.zeros(64, 64, device="cuda")
+    odd = torch.zeros(2, 4, 3, 3, 3, device="cuda").to(memory_format=torch.channels_last_3d)
+    host, places = HostCopy(), []
+    for number in (1.0, 2.0):
+        for _ in range(50):
+            busy = busy @ busy / 4096
+        weights.fill_(number)
+        copied = host.take({"network": {"weights": weights, "odd": odd}, "optimizer": {"step": weights[0, 0]}})
+        weights.fill_(-1.0)
+        host.wait()
+        assert torch.equal(copied["network"]["weights"], torch.full((64, 64), number))
+        assert float(copied["optimizer"]["step"]) == number
+        for tensor in copied["network"].values():
+            assert tensor.device.type == "cpu"
+            assert tensor.is_pinned()
+        assert copied["network"]["odd"].stride() == odd.stride()
+        places.append(copied["network"]["weights"].data_ptr())
+    assert places[0] == places[1]
+    weights[3, 3] = float("nan")
+    assert host.take({"network": {"weights": weights}}) is None
+
+
+def interrupted(kind: type[EagerStep], after: int, signals: Signals) -> type[EagerStep]:
+    """A step of this kind; a signal arrives during the call of number `after`."""
+
+    class InterruptedStep(kind):
+        calls = 0
+
+        def __call__(self, *batch: Any) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == after:
+                signals.received = "SIGTERM"
+            return super().__call__(*batch)
+
+    return InterruptedStep
+
+
+DETERMINISTIC = ["--set=deterministic=true", "--set=cudnn_benchmark=true"]
+# Also in what is not trained: baselines, and the sums of the evaluations.
+EVALUATED = [*DETERMINISTIC, "--set=report_baselines=true", "--set=evaluation.every_epochs=2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader", "switches"),
+    [
+        (GraphStep, "resident", EVALUATED),
+        (GraphStep, "lowmem", []),
+        (EagerStep, "lowmem", DETERMINISTIC),
+        (EagerStep, "resident", [*DETERMINISTIC, *FUSED]),
+        (EagerStep, "resident", ["--enable_amp", "--set=precision=float16", "--set=channels_last=true"]),
+        (EagerStep, "lowmem", ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=3"]),
+    ],
+)
+def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
+    tmp_path, flags, monkeypatch, kind, switches, loader
+) -> None:
+    """Bit for bit with eager steps, and with graphs if `deterministic` is set; otherwise approximately with graphs.
+
+    A resumed run with graphs starts with eager steps.
+    """
+    deterministic = "--set=deterministic=true" in switches
+    if deterministic:
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # the key alone is to suffice
+    flags += ["--num_epochs=3", f"--data_loader_config={loader}", *switches]
+    for name, parts in (("whole", [0]), ("parts", [5, WARMUP_STEPS + 2, 0])):
+        for after in parts:
+            signals = Signals()
+            monkeypatch.setattr(train, "StopSignals", lambda name, signals=signals: signals)
+            with pytest.raises(SystemExit, match="75") if after else contextlib.nullcontext():
+                train.main([*flags, f"--set=expdir={tmp_path / name}"], interrupted(kind, after, signals))
+    runs = [tmp_path / name / RUN for name in ("whole", "parts")]
+    whole, parts = map(last, runs)
+    assert whole.state.step == parts.state.step == 24
+    if deterministic:
+        assert_same_training(*runs, steps=24)
+    for name, value in whole.weights["network"].items():
+        other = parts.weights["network"][name]
+        if kind is EagerStep:
+            assert torch.equal(value, other), name
+        else:
+            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
+    assert whole.training["scaler"] == parts.training["scaler"]
+
+
+@pytest.mark.parametrize("kind", [EagerStep, GraphStep])
+def test_a_run_with_own_kernels_repeats_bit_for_bit(tmp_path, flags, monkeypatch, kind) -> None:
+    """Without `deterministic`, and although cuDNN may search elsewhere."""
+    if reason := strided.unavailable(torch.device("cuda")):
+        pytest.skip(reason)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    flags += [*TAIL, "--set=cudnn_benchmark=true", "--set=network.width=64", "--num_epochs=3"]
+    runs = [tmp_path / name / RUN for name in ("first", "again")]
+    for run in runs:
+        train.main([*flags, f"--set=expdir={run.parent.parent.parent}"], step_class=kind)
+    assert "down1, down2, up2, last by own kernels" in (runs[0] / "out.log").read_text()
+    assert_same_training(*runs, steps=24)
+
+
+@pytest.mark.parametrize("ddp", ["torch", "manual"])
+def test_two_ranks_share_a_gpu(tmp_path, ddp) -> None:
+    """Gloo exchanges their gradients; NCCL would refuse to."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    flags = ["--config=digits_bn", "--set=num_epochs=2", f"--set=ddp={ddp}", f"--set=expdir={tmp_path}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    result = subprocess.run([*launch, *flags], cwd=TOP, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "ranks share a GPU, which NCCL refuses" in result.stderr
+    assert recorded(tmp_path / "digits_bn" / "2GPU" / "00", "Accuracy/valid")[-1] > 0.8
+
+
 def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -> None:
     """Asserts that the batches of two epochs are bit for bit those of a loader on the host; closes both loaders.
 
@@ -134,165 +293,3 @@ def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
     out = torch.empty((1, *corner.shape), device="cuda")
     TritonGather([field], crop, VECTORS, "full")(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
     assert torch.equal(out[0].cpu(), torch.from_numpy(cut(corner.float().cpu().numpy(), np.zeros(3, int), crop, 29)))
-
-
-@pytest.fixture
-def flags(tmp_path: Path, volume_file, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Flags that give config 'test' its data; convolutions are deterministic."""
-    monkeypatch.chdir(TOP)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
-    settings = {"train_path": train_path, "val_path": val_path, "report_baselines": "false", "cudnn_benchmark": "false"}
-    yield ["--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
-    torch.use_deterministic_algorithms(False)
-
-
-def recorded(run: Path, *names: str) -> list[float]:
-    """The values of these curves, in the order of their steps."""
-    return [record[name] for record in metrics(run) for name in names if name in record]
-
-
-@pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
-def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags, switches) -> None:
-    train.main([*flags, "--set=device=cpu", f"--set=expdir={tmp_path}"])
-    train.main([*flags, "--set=device=cuda", f"--set=expdir={tmp_path}", *switches])
-    host, device = (recorded(tmp_path / run, "Loss/valid") for run in ("test/1ranks/00", RUN))
-    assert device == pytest.approx(host, rel=0.02)
-
-
-FUSED = ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]
-TAIL = [*FUSED, "--set=network.space_to_depth=[down1,last]", "--set=fused_tail=true"]
-
-
-@pytest.mark.parametrize(
-    ("loader", "switches"),
-    [("resident", []), ("lowmem", []), ("resident", FUSED), ("lowmem", TAIL)],
-    ids=["resident", "lowmem", "fused", "tail"],
-)
-def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, loader, switches) -> None:
-    """Over three epochs of eight steps."""
-    flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
-    for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
-        train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=step)
-    plain, graphs = (recorded(tmp_path / name / RUN, "Loss/valid", "Step/loss") for name in ("plain", "graphs"))
-    assert "CUDA graph 1 recorded" in (tmp_path / "graphs" / RUN / "out.log").read_text()
-    assert len(graphs) == 4 + 24
-    assert graphs == pytest.approx(plain, rel=0.02 if switches else 1e-3)
-
-
-def test_a_checkpoints_copy_is_consistent_and_in_pinned_memory() -> None:
-    """It includes kernels queued before it and none queued after it. The next copy reuses its memory."""
-    busy = torch.randn(4096, 4096, device="cuda")
-    weights = torch.zeros(64, 64, device="cuda")
-    odd = torch.zeros(2, 4, 3, 3, 3, device="cuda").to(memory_format=torch.channels_last_3d)
-    host, places = HostCopy(), []
-    for number in (1.0, 2.0):
-        for _ in range(50):
-            busy = busy @ busy / 4096
-        weights.fill_(number)
-        copied = host.take({"network": {"weights": weights, "odd": odd}, "optimizer": {"step": weights[0, 0]}})
-        weights.fill_(-1.0)
-        host.wait()
-        assert torch.equal(copied["network"]["weights"], torch.full((64, 64), number))
-        assert float(copied["optimizer"]["step"]) == number
-        for tensor in copied["network"].values():
-            assert tensor.device.type == "cpu"
-            assert tensor.is_pinned()
-        assert copied["network"]["odd"].stride() == odd.stride()
-        places.append(copied["network"]["weights"].data_ptr())
-    assert places[0] == places[1]
-    weights[3, 3] = float("nan")
-    assert host.take({"network": {"weights": weights}}) is None
-
-
-def interrupted(kind: type[EagerStep], after: int, signals: Signals) -> type[EagerStep]:
-    """A step of this kind; a signal arrives during the call of number `after`."""
-
-    class InterruptedStep(kind):
-        calls = 0
-
-        def __call__(self, *batch: Any) -> torch.Tensor:
-            self.calls += 1
-            if self.calls == after:
-                signals.received = "SIGTERM"
-            return super().__call__(*batch)
-
-    return InterruptedStep
-
-
-# Also in what is not trained: baselines, and the sums of the evaluations.
-DETERMINISTIC = [
-    f"--set={key}"
-    for key in ("deterministic=true", "cudnn_benchmark=true", "report_baselines=true", "evaluation.every_epochs=2")
-]
-
-
-@pytest.mark.parametrize("loader", ["resident", "lowmem"])
-@pytest.mark.parametrize(
-    ("kind", "switches"),
-    [
-        (EagerStep, []),
-        (EagerStep, ["--enable_amp", "--set=precision=float16", "--set=channels_last=true"]),
-        (EagerStep, ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9"]),
-        (GraphStep, []),
-        (EagerStep, DETERMINISTIC),
-        (EagerStep, [*DETERMINISTIC, *FUSED]),
-        (GraphStep, DETERMINISTIC),
-    ],
-)
-def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
-    tmp_path, flags, monkeypatch, kind, switches, loader
-) -> None:
-    """Bit for bit with eager steps, and with graphs if `deterministic` is set; otherwise approximately with graphs.
-
-    A resumed run with graphs starts with eager steps.
-    """
-    deterministic = "--set=deterministic=true" in switches
-    if deterministic:
-        monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # the key alone is to suffice
-    flags += ["--num_epochs=3", f"--data_loader_config={loader}", *switches]
-    for name, parts in (("whole", [0]), ("parts", [5, WARMUP_STEPS + 2, 0])):
-        for after in parts:
-            signals = Signals()
-            monkeypatch.setattr(train, "StopSignals", lambda name, signals=signals: signals)
-            with pytest.raises(SystemExit, match="75") if after else contextlib.nullcontext():
-                train.main([*flags, f"--set=expdir={tmp_path / name}"], interrupted(kind, after, signals))
-    runs = [tmp_path / name / RUN for name in ("whole", "parts")]
-    whole, parts = map(last, runs)
-    assert whole.state.step == parts.state.step == 24
-    if deterministic:
-        assert_same_training(*runs, steps=24)
-    for name, value in whole.weights["network"].items():
-        other = parts.weights["network"][name]
-        if kind is EagerStep:
-            assert torch.equal(value, other), name
-        else:
-            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
-    assert whole.training["scaler"] == parts.training["scaler"]
-
-
-@pytest.mark.parametrize("kind", [EagerStep, GraphStep])
-def test_a_run_with_own_kernels_repeats_bit_for_bit(tmp_path, flags, monkeypatch, kind) -> None:
-    """Without `deterministic`, and although cuDNN may search elsewhere."""
-    if reason := strided.unavailable(torch.device("cuda")):
-        pytest.skip(reason)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    flags += [*TAIL, "--set=cudnn_benchmark=true", "--set=network.width=64", "--num_epochs=3"]
-    runs = [tmp_path / name / RUN for name in ("first", "again")]
-    for run in runs:
-        train.main([*flags, f"--set=expdir={run.parent.parent.parent}"], step_class=kind)
-    assert "down1, down2, up2, last by own kernels" in (runs[0] / "out.log").read_text()
-    assert_same_training(*runs, steps=24)
-
-
-@pytest.mark.parametrize("ddp", ["torch", "manual"])
-def test_two_ranks_share_a_gpu(tmp_path, ddp) -> None:
-    """Gloo exchanges their gradients; NCCL would refuse to."""
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    flags = ["--config=digits_bn", "--set=num_epochs=2", f"--set=ddp={ddp}", f"--set=expdir={tmp_path}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    result = subprocess.run([*launch, *flags], cwd=TOP, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert "ranks share a GPU, which NCCL refuses" in result.stderr
-    assert recorded(tmp_path / "digits_bn" / "2GPU" / "00", "Accuracy/valid")[-1] > 0.8
