@@ -21,6 +21,7 @@ from networks import blocks, padded, strided
 from networks.layers import DENSE, DOWN, UP
 from networks.space_to_depth import dense_weight, space_to_depth
 from networks.unet import UNet
+from utils.errors import UserError
 from utils.profiling import timing
 
 COLD, WARM, CUDNN, OWN = "matmul TFLOP/s at the start", "matmul TFLOP/s at the end", "cuDNN", "own"
@@ -104,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__, batch=64, crop=64, width=64)
     parser.set_defaults(output=Path("runs/layers"))
     options, device = parser.parse_args(argv), common.this_machine().device
+    if options.crop % 2:
+        raise UserError(f"--crop {options.crop} is odd; a U-Net halves it")
     result: dict[str, Any] = {COLD: matmul_rate(device), "layers": []}
     torch.backends.cudnn.benchmark = True
     scales = min(6, (options.crop & -options.crop).bit_length() - 1)

@@ -54,7 +54,7 @@ def kernels() -> Any:
 
 
 def unavailable(device: torch.device) -> str:
-    """Why no kernel here can run on the device; empty if they can."""
+    """Why no kernel here can run on the device; empty if they can, or if this machine has no GPU to ask."""
     trial = fused.passes_as(device)
     return _unavailable(device if trial is None else trial.device)
 
@@ -63,6 +63,8 @@ def unavailable(device: torch.device) -> str:
 def _unavailable(device: torch.device) -> str:
     if device.type != "cuda":
         return "there is no CUDA device"
+    if not torch.cuda.is_available():
+        return ""
     if kernels() is None:
         return "Triton is not installed"
     properties = torch.cuda.get_device_properties(device)

@@ -169,7 +169,9 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
             for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
                 assert part in printed
     assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
-    assert report("--set=device=cuda", "--set=convolutions=own")[::2] == (0, ""), "nothing is known of the GPU"
+    own = ["--set=device=cuda", "--set=convolutions=own", "--set=network.width=64", "--set=channels_last=true"]
+    assert report(*own, "--set=enable_amp=true")[::2] == (0, ""), "nothing is known of the GPU"
+    assert "own kernels cannot compute down1: enable_amp is false; set" in report(*own)[2]
 
 
 class WrongSize(UNet):

@@ -66,7 +66,8 @@ def test_classifiers_and_networks_without_such_layers_have_no_plan() -> None:
     classifier = configs.load(YAML.replace("UNet", "classification"), "mnist_cnn").for_world(1)
     for device in (CPU, GPU):
         assert build.convolution_plan(classifier, device) == {}
-        build.check_convolutions(classifier.model_copy(update={"convolutions": "own"}), device)
+        with pytest.raises(UserError, match="own, but mnist_cnn has no layers for own kernels; set convolutions=auto"):
+            build.check_convolutions(classifier.model_copy(update={"convolutions": "own"}), device)
     assert convolutions.describe({}) == []
 
 
@@ -116,4 +117,4 @@ def test_records_name_the_layers_that_differ() -> None:
     assert convolutions.changes(now, now) == convolutions.changes({}, now) == []
     assert convolutions.changes({**before, "last": "PyTorch (of another reason)"}, before) == []
     (line,) = convolutions.changes({**now, "down1": "cuDNN (why)", "up3": "PyTorch (why)", "other": "own kernels"}, now)
-    assert line.endswith(": down1 cuDNN before, own kernels now; up3 PyTorch before, own kernels now")
+    assert line.endswith(": down1 by cuDNN before, by own kernels now; up3 by PyTorch before, by own kernels now")

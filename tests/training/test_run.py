@@ -335,7 +335,7 @@ def test_a_run_that_resumes_with_other_kernels_says_so(first: Path, caplog: pyte
     for changes, says in (
         (
             {"down1": "own kernels", "up2": "own kernels", "last": "cuDNN (why)"},
-            "down1, up2 own kernels before, PyTorch now; last cuDNN before, PyTo",
+            "down1, up2 by own kernels before, by PyTorch now; last by cuDNN before, by PyTo",
         ),
         ({"last": "PyTorch (for another reason)"}, ""),
         (None, ""),
@@ -344,9 +344,24 @@ def test_a_run_that_resumes_with_other_kernels_says_so(first: Path, caplog: pyte
         path.write_text(json.dumps({key: record[key] for key in record if key != "convolutions"} | earlier))
         caplog.clear()
         begin(first, resume="auto")
-        lines = [line for line in caplog.messages if line.startswith("Convolutions are computed by others")]
+        lines = [line for line in caplog.messages if line.startswith("Other kernels compute")]
         assert len(lines) == bool(says)
         assert all(says in line for line in lines)
+
+
+def test_a_run_that_resumes_another_one_compares_its_kernels_and_data(first: Path, caplog: Any) -> None:
+    """And keeps its own origin."""
+    begin(first)
+    save(first, TEST, 8)
+    path, other = first / "provenance.json", first.parent / "other" / "00"
+    record = json.loads(path.read_text())
+    record["convolutions"]["last"], record["origin"] = "cuDNN", "weights"
+    path.write_text(json.dumps(record))
+    begin(other, resume=str(first))
+    assert any("last by cuDNN before, by PyTorch now" in line for line in caplog.messages)
+    written = json.loads((other / "provenance.json").read_text())
+    assert "earlier" not in written
+    assert written["origin"] != "weights"
 
 
 def test_a_kill_before_the_link_to_the_best_checkpoint_moves_loses_nothing(first: Path) -> None:

@@ -73,8 +73,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     together = World(Launch("preflight", world_size=ranks), torch.device("cuda") if lacks_gpu else device)
     step_class.check(config, together)
     build.check_norm(config, together)
-    if not lacks_gpu:
-        build.check_convolutions(config, device)
+    build.check_convolutions(config, together.device)
     evaluation_volume(config, alone)
     check_loggers(config.loggers, alone)
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)

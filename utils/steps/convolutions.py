@@ -66,7 +66,11 @@ def _shapes(config: Config, network: nn.Module, layers: Mapping[str, Any]) -> di
 
 
 def check(config: Config, network: nn.Module, device: torch.device) -> None:
-    """Raises UserError if own kernels cannot compute a layer; arguments as in `plan`."""
+    """Raises UserError if own kernels cannot compute a layer, or there is none; arguments as in `plan`."""
+    if not _strided(network):
+        raise UserError(
+            f"convolutions is own, but {config.network.name} has no layers for own kernels; set convolutions=auto"
+        )
     window = config.evaluation.window if config.evaluation.every_epochs else None
     for side in dict.fromkeys((config.data_size, window or config.data_size)):
         for name, what in plan(config.model_copy(update={"data_size": side}), network, device).items():
@@ -82,10 +86,10 @@ def changes(before: Plan, now: Plan) -> list[str]:
     """A line if two plans differ, except in reasons."""
     known = {name: [plan[name].split(" (")[0] for plan in (before, now)] for name in now if name in before}
     differ = {
-        name: f"{earlier} before, {current} now" for name, (earlier, current) in known.items() if earlier != current
+        name: f"{earlier} before, by {current} now" for name, (earlier, current) in known.items() if earlier != current
     }
-    what = "Convolutions are computed by others than in the run that resumes, so results differ within rounding"
-    return [f"{what}: {_grouped(differ, ' ')}"] if differ else []
+    what = "Other kernels compute convolutions than before, so results differ within rounding"
+    return [f"{what}: {_grouped(differ, ' by ')}"] if differ else []
 
 
 def describe(layers: Plan) -> list[str]:

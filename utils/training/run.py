@@ -190,10 +190,12 @@ class Run:
         path, changes = self.directory / PROVENANCE, []
         record["data"] = self.data
         record["convolutions"] = build.convolution_plan(self.request.config, self.world.device)
-        if self.start.path is not None and path.exists():
-            before = read_provenance(path)
-            record["earlier"] = [*before.pop("earlier", []), before]
-            record["origin"] = before.get("origin")
+        source = None if self.start.path is None else self.start.path.resolve().parent.parent / PROVENANCE
+        if source is not None and source.exists():
+            before = read_provenance(source)
+            if source == path.resolve():  # otherwise another run resumes here
+                record["earlier"] = [*before.pop("earlier", []), before]
+                record["origin"] = before.get("origin")
             changes = data_changes(before.get("data", {}), record["data"])
             changes += convolutions.changes(before.get("convolutions", {}), record["convolutions"])
         # The config comes last: without it, the directory is still free for the command that a kill has ended.
