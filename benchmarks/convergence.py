@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, powers = [], []
     for mesh in meshes:
         started, cpu = time.monotonic(), time.process_time()
-        gas = simulate_fields(mesh, of_waves(modes, mesh.grid))[1]
+        gas = simulate_fields(mesh, torch.from_numpy(of_waves(modes.numpy(), mesh.grid)))[1]
         row = {"grid": mesh.grid, "cell (Mpc/h)": mesh.cell, "seconds": time.monotonic() - started}
         row |= {"CPU seconds": time.process_time() - cpu, "peak GB": common.peak_bytes() / 1e9}
         row["T0 (K)"], row["gamma"] = relation(gas)

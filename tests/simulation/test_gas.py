@@ -82,9 +82,10 @@ def test_zeldovichs_pancake(axis: int) -> None:
     k, amplitude = 2 * np.pi / n, 0.72 / clock.times[-1]
     displaced = np.zeros((3, n, n, n), np.float32)
     displaced[axis] = (-np.sin(k * np.arange(n)) / k * amplitude).reshape(shape)
-    particles = Particles(displaced * np.float32(clock.times[0]), displaced)
+    velocity = torch.from_numpy(displaced)
+    particles = Particles(velocity * float(clock.times[0]), velocity)
     contrast = np.broadcast_to(amplitude * clock.times[0] * np.cos(k * np.arange(n)).reshape(shape), (n, n, n))
-    gas = physics.start(contrast.astype(np.float32), particles, clock, 2, "cpu")
+    gas = physics.start(torch.from_numpy(contrast.astype(np.float32)), particles, clock, 2)
     entropy = float(gas.state[4].double().sum())
     evolution.evolve(particles, clock, 2, None, gas, physics)
     lagrange = np.arange(-n, 2 * n, 0.01)

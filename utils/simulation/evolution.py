@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,15 +54,15 @@ class GasPhysics:
         """T / mu in K, [n, n, n]."""
         return gas.pressure_per_density().mul_(KELVIN * self.velocity_unit(redshift) ** 2)
 
-    def start(self, contrast: np.ndarray, particles: Particles, clock: GrowthClock, threads: int, device: str) -> Gas:
+    def start(self, contrast: Tensor, particles: Particles, clock: GrowthClock, threads: int) -> Gas:
         """Gas with the density contrast [n, n, n] and velocity of linear theory, and uniform entropy."""
-        state = torch.empty(5, *contrast.shape)
-        torch.clamp(torch.from_numpy(1 + contrast), min=LOWEST_DENSITY, out=state[0])
+        state = torch.empty(5, *contrast.shape, device=contrast.device)
+        torch.clamp(1 + contrast, min=LOWEST_DENSITY, out=state[0])
         state[0] /= state[0].mean(dtype=torch.float64)
-        torch.mul(torch.from_numpy(particles.velocity), clock.rate(clock.times[0]), out=state[1:4])
+        torch.mul(particles.velocity, clock.rate(clock.times[0]), out=state[1:4])
         state[1:4] *= state[0]
         state[4] = state[0] * (INITIAL_KELVIN / NEUTRAL_WEIGHT / KELVIN / self.velocity_unit(0.0) ** 2)
-        return Gas(state.to(device), threads)
+        return Gas(state, threads)
 
     def exchange_heat(self, gas: Gas, start_redshift: float, end_redshift: float) -> None:
         """Heats and cools the gas from `start_redshift` to `end_redshift`, at constant density."""
@@ -77,13 +76,13 @@ class GasPhysics:
         factor = torch.maximum(factor, lowest.div_(theta).clamp_(max=1))
         gas.state[4] *= factor
 
-    def fields(self, gas: Gas, redshift: float) -> np.ndarray:
+    def fields(self, gas: Gas, redshift: float) -> Tensor:
         """Density in units of the mean, peculiar velocity in km/s, temperature in K: [5, n, n, n]."""
         assert self.heat is not None
         fields = gas.state.clone()
         fields[1:4] *= self.velocity_unit(redshift) / gas.density
         fields[4] = self.heat.temperature(gas.density, self.theta(gas, redshift), redshift)
-        return fields.cpu().numpy()
+        return fields
 
 
 @one_thread()
@@ -110,9 +109,8 @@ def evolve(
         if gas is None or physics is None:
             force, _ = accelerations(dark, None, 0.0, threads)
         else:
-            density = gas.density.cpu().numpy()
-            force, gas_force = accelerations(dark, density, physics.fraction, threads)
-            gas.kick(torch.from_numpy(gas_force).to(gas.state.device), gain * clock.rate(end))
+            force, gas_force = accelerations(dark, gas.density, physics.fraction, threads)
+            gas.kick(gas_force, gain * clock.rate(end))
         kick_and_drift(particles, force, kept, gain, drift, threads)
         if gas is not None and physics is not None and not last:
             gas.advance(drift / clock.rate(end))

@@ -1,16 +1,21 @@
-"""Fourier transforms of fields on a periodic mesh, and work that is shared by the threads of one process."""
+"""Fourier transforms of fields on a periodic mesh, and work that is shared by the threads of one process.
+
+The same code runs on a CPU and on a GPU. It works slab by slab, so that the results do not depend on the number of
+threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-import numpy as np
-import scipy.fft
 import torch
+from torch import Tensor
 
 MIN_SLABS = 16  # of a mesh, for any number of threads
 
@@ -29,19 +34,28 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads in which torch and MKL start no others; `one_thread` alone is not enough for MKL's transforms."""
+    return ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+
+
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
     """Yields the function's results for the items in order, computed by `threads` threads.
 
     At most `threads` results wait for the reader, which bounds the memory; ThreadPoolExecutor.map has no such bound.
+    The function must not call this one.
     """
     waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
+    try:
         for item in items:
-            waiting.append(pool.submit(function, item))
+            waiting.append(_pool(threads).submit(function, item))
             if len(waiting) > threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        wait(waiting)  # after an error, too
 
 
 def split_rows(rows: int, slabs: int) -> list[slice]:
@@ -49,56 +63,59 @@ def split_rows(rows: int, slabs: int) -> list[slice]:
     return [slice(index * rows // slabs, (index + 1) * rows // slabs) for index in range(slabs)]
 
 
-def in_slabs(work: Callable[[slice], None], rows: int, threads: int) -> None:
+def in_slabs(work: Callable[[slice], object], rows: int, threads: int) -> None:
     """Calls work(rows) for independent slabs of a cube of `rows` rows, about 10^6 cells each."""
     for _ in in_order(work, split_rows(rows, min(rows, max(MIN_SLABS, rows**3 >> 20))), threads):
         pass
 
 
-def wavenumbers(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def wavenumbers(n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """k_x [n, 1, 1], k_y [1, n, 1], k_z [1, 1, n // 2 + 1] of a real transform, in radians per cell."""
-    full = (2 * np.pi * np.fft.fftfreq(n)).astype(np.float32)
-    half = (2 * np.pi * np.fft.rfftfreq(n)).astype(np.float32)
+    kinds = torch.fft.fftfreq, torch.fft.rfftfreq
+    full, half = ((2 * math.pi * kind(n, dtype=torch.float64)).float().to(device) for kind in kinds)
     return full[:, None, None], full[None, :, None], half[None, None, :]
 
 
-def forward(field: np.ndarray, threads: int) -> np.ndarray:
+def forward(field: Tensor, threads: int) -> Tensor:
     """Real [n, n, n] to complex64 [n, n, n // 2 + 1]."""
-    return scipy.fft.rfftn(field, workers=threads)
+    n = len(field)
+    modes = torch.empty(n, n, n // 2 + 1, dtype=torch.complex64, device=field.device)
+    in_slabs(lambda rows: modes[rows].copy_(torch.fft.rfft2(field[rows])), n, threads)
+    in_slabs(lambda rows: modes[:, rows].copy_(torch.fft.fft(modes[:, rows], dim=0)), n, threads)
+    return modes
 
 
-def backward(modes: np.ndarray, n: int, threads: int) -> np.ndarray:
-    """The inverse of `forward`; may destroy `modes`."""
-    return scipy.fft.irfftn(modes, s=(n, n, n), workers=threads, overwrite_x=True)
+def backward(modes: Tensor, threads: int) -> Tensor:
+    """The inverse of `forward`; destroys `modes`."""
+    n = len(modes)
+    field = torch.empty(n, n, n, device=modes.device)
+    in_slabs(lambda rows: modes[:, rows].copy_(torch.fft.ifft(modes[:, rows], dim=0)), n, threads)
+    in_slabs(lambda rows: field[rows].copy_(torch.fft.irfft2(modes[rows], s=(n, n))), n, threads)
+    return field
 
 
-def multiplied(modes: np.ndarray, factor: Callable[..., np.ndarray], threads: int) -> np.ndarray:
+def multiplied(modes: Tensor, factor: Callable[..., Tensor], threads: int) -> Tensor:
     """modes * factor(kx, ky, kz), slab by slab, without a full grid of wavenumbers in memory."""
     n = len(modes)
-    kx, ky, kz = wavenumbers(n)
-    result = np.empty_like(modes)
-
-    def work(rows: slice) -> None:
-        np.multiply(modes[rows], factor(kx[rows], ky, kz), out=result[rows])
-
-    in_slabs(work, n, threads)
+    kx, ky, kz = wavenumbers(n, modes.device)
+    result = torch.empty_like(modes)
+    in_slabs(lambda rows: torch.mul(modes[rows], factor(kx[rows], ky, kz), out=result[rows]), n, threads)
     return result
 
 
-def inverse_square(kx: np.ndarray, ky: np.ndarray, kz: np.ndarray) -> np.ndarray:
+def inverse_square(kx: Tensor, ky: Tensor, kz: Tensor) -> Tensor:
     """1 / k^2, and 0 for k = 0, since the mean of a periodic field has no potential."""
     square = kx * kx + ky * ky + kz * kz
-    square[square == 0] = np.inf
-    return 1 / square
+    return square.masked_fill_(square == 0, torch.inf).reciprocal_()
 
 
-def inverse_gradient(modes: np.ndarray, axis: int, threads: int) -> np.ndarray:
+def inverse_gradient(modes: Tensor, axis: int, threads: int) -> Tensor:
     """Component `axis` of -grad laplacian^-1 of the field with these modes, [n, n, n], in cells."""
     n = len(modes)
 
-    def factor(*k: np.ndarray) -> np.ndarray:
+    def factor(*k: Tensor) -> Tensor:
         # An odd derivative of the Nyquist wave is not a real field and is set to zero.
-        along = np.where(np.abs(k[axis]) > np.pi * (1 - 0.5 / n), 0, k[axis]) if n % 2 == 0 else k[axis]
-        return (np.complex64(1j) * along) * inverse_square(*k)
+        along = k[axis].masked_fill(k[axis].abs() > math.pi * (1 - 0.5 / n), 0) if n % 2 == 0 else k[axis]
+        return 1j * (along * inverse_square(*k))
 
-    return backward(multiplied(modes, factor, threads), n, threads)
+    return backward(multiplied(modes, factor, threads), threads)

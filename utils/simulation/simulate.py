@@ -23,6 +23,7 @@ import h5py
 import numpy as np
 import torch
 from colossus.cosmology import cosmology as colossus
+from torch import Tensor
 
 from utils.cli import Parser, positive
 from utils.data.files.nyx import from_physical, layout_attributes
@@ -92,14 +93,14 @@ class SimulationOptions:
         return self.box_length / self.grid
 
 
-def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> np.ndarray:
+def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> Tensor:
     """Modes of the linear density contrast, scaled to z = 0: [n, n, n // 2 + 1].
 
     They are white noise, drawn in real space by one generator, times sqrt(P(k)): <|delta_k|^2> = P(k) n^6 / V.
     """
     n, threads = options.grid, options.threads
     noise = np.random.default_rng(options.seed).standard_normal((n, n, n), dtype=np.float32)
-    modes = forward(noise, threads)
+    modes = forward(torch.from_numpy(noise), threads)
     del noise
     # colossus is slow for 10^8 wavenumbers, and log P(k) is smooth: a fine table is interpolated instead.
     fundamental = 2 * np.pi / options.box_length
@@ -107,23 +108,24 @@ def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> 
     log_amplitude = 0.5 * np.log(linear_power(cosmology, table) * n**3 / options.box_length**3)
     log_table = np.log(table)
 
-    def amplitude(kx: np.ndarray, ky: np.ndarray, kz: np.ndarray) -> np.ndarray:
+    def amplitude(*k: Tensor) -> Tensor:
+        kx, ky, kz = (part.numpy() for part in k)
         square = kx * kx + ky * ky + kz * kz
         with np.errstate(divide="ignore"):
             log_k = 0.5 * np.log(square) + np.float32(math.log(n / options.box_length))
         result = np.exp(np.interp(log_k, log_table, log_amplitude)).astype(np.float32)
         result[square == 0] = 0
-        return result
+        return torch.from_numpy(result)
 
     return multiplied(modes, amplitude, threads)
 
 
-def simulate_fields(options: SimulationOptions, modes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def simulate_fields(options: SimulationOptions, modes: Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Physical fields: dark matter [4, n, n, n] and gas [5, n, n, n]; density / mean, km/s, kelvin.
 
     `modes` replace the initial modes of the seed.
     """
-    cosmology, threads = make_cosmology(options.cosmology), options.threads
+    cosmology, threads = make_cosmology(options.cosmology), options.threads if options.device == "cpu" else 1
     clock = GrowthClock(cosmology, START_REDSHIFT, options.redshift, options.n_steps)
     omega_m = float(cosmology.Om(START_REDSHIFT))
     physics = evolution.GasPhysics(
@@ -132,18 +134,18 @@ def simulate_fields(options: SimulationOptions, modes: np.ndarray | None = None)
 
     # The stages are the initial conditions, the time steps, and the fields of the dark matter.
     with Progress("simulating", total=options.n_steps + 2, unit="stages") as progress, one_thread():
-        modes = initial_modes(options, cosmology) if modes is None else modes
+        modes = (initial_modes(options, cosmology) if modes is None else modes).to(options.device)
         particles = lpt_particles(modes, float(clock.times[0]), omega_m, threads)
-        contrast = backward(modes * np.float32(clock.times[0]), options.grid, threads)
-        gas = physics.start(contrast, particles, clock, threads, options.device)
+        contrast = backward(modes * float(clock.times[0]), threads)
+        gas = physics.start(contrast, particles, clock, threads)
         del modes, contrast
         progress.advance(note=f"z = {START_REDSHIFT:.1f}")
         evolution.evolve(particles, clock, threads, progress, gas, physics)
-        baryons = physics.fields(gas, options.redshift)
+        baryons = physics.fields(gas, options.redshift).cpu().numpy()
         del gas
-        dark = mass_and_momentum(particles, threads, progress)
+        dark = mass_and_momentum(particles, threads, progress).cpu().numpy()
         del particles
-        channels.mass_weighted_velocity(dark[0], dark[1:], threads)
+        channels.mass_weighted_velocity(dark[0], dark[1:], options.threads)
         dark[1:] *= np.float32(velocity_unit(cosmology, options.redshift) * options.cell)
         progress.advance()
     return dark, baryons
@@ -205,7 +207,7 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.add_argument("--cosmology", choices=cosmology_names(), default="planck18", help="%(default)s by default")
     parser.add_argument("--redshift", type=float, default=3.0, help="redshift of the fields (%(default)s)")
     parser.add_argument("--n_steps", type=positive, default=40, help=steps)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the gas dynamics (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the simulation (%(default)s)")
     parser.add_argument("--format", choices=FORMATS, default="volume", help="layout of the file (%(default)s)")
     parser.add_argument("--threads", type=positive, default=CORES, help="they do not change the result (all cores)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
