@@ -160,8 +160,10 @@ def test_ranks_share_the_work_evenly() -> None:
 
 
 @pytest.mark.parametrize(("requested", "allowed"), [(False, True), (True, True), (True, False)])
-def test_products_are_in_float32_unless_tf32_is_requested(monkeypatch: Any, requested: bool, allowed: bool) -> None:
-    """In updates and renewals. The recipe was found in float32; the rest of the process keeps its setting."""
+def test_products_are_in_tf32_only_if_the_optimizer_and_the_process_allow_it(
+    monkeypatch: Any, requested: bool, allowed: bool
+) -> None:
+    """In updates and renewals. The rest of the process keeps its setting."""
     matmul, seen = torch.backends.cuda.matmul, set()
 
     def recording(name: str, function: Any) -> Any:

@@ -27,10 +27,10 @@ WEIGHT = torch.ones(4, 4, 3, 3, 3)
 WEIGHT_LAST = WEIGHT.contiguous(memory_format=torch.channels_last_3d)
 
 
-def bytes_by_phase(changes: Mapping[str, Any]) -> Counter[str]:
-    """Of the second step of bs64_opt after changes of the config: the first one also creates the optimizer's state."""
+def bytes_by_phase(changes: Mapping[str, Any], name: str = "bs64_opt", trace: Trace | None = None) -> Counter[str]:
+    """Of the second step of a config after changes: the first one also creates the optimizer's state."""
     keys = {"local_batch_size": 64, "device": "cpu", "fused_tail": True, **changes}
-    config, trace = configs.load(str(REPOSITORY / "config/UNet.yaml"), "bs64_opt", keys).for_world(1), Trace()
+    config, trace = configs.load(str(REPOSITORY / "config/UNet.yaml"), name, keys).for_world(1), trace or Trace()
     with fake_gpu(trace):
         step = build.step(config, World(Launch("test"), CPU), build.model(config), EagerStep)
         batch = batch_of(config)
@@ -57,6 +57,24 @@ def test_a_step_moves_few_bytes_and_no_large_tensor_leaves_channels_last(
     assert usual.keys() == {"forward", "backward", "optimizer"}
     assert usual.total() < most
     assert averaged.total() - usual.total() == pytest.approx(1.404e9, rel=1e-3)
+
+
+class Products(Trace):
+    """Counts the operations of matrix products, too."""
+
+    operations = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._phase == "optimizer" and func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.operations += 2 * args[0].numel() * args[1].shape[-1]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_soap_moves_few_bytes() -> None:
+    """At full size, with the average of the weights. docs/optimizers.md quotes both; copies took 4 GB more."""
+    trace = Products()
+    assert bytes_by_phase({}, "bs64_fast", trace)["optimizer"] == pytest.approx(14.5e9, rel=0.01)
+    assert trace.operations == pytest.approx(0.545e12, rel=0.01)
 
 
 def counted(action: Callable[[Trace], object]) -> tuple[int, int]:

@@ -164,8 +164,7 @@ class OptimizerConfig(Section):
     merge_dims: Literal["none", "kernel", "rest"] = "kernel"
     max_precondition_dim: Positive = 512  # soap: longer sides have no eigenbasis
     precondition_frequency: Positive = 10  # soap: updates from one renewal of the eigenbases to the next
-    # soap on a GPU: matrix products in TF32, with a 10-bit mantissa; false: in float32, in which its recipe was found
-    tf32: bool = False
+    tf32: bool = True  # soap on a GPU: matrix products in TF32, with a 10-bit mantissa; false: in float32
 
     @model_validator(mode="before")
     @classmethod
