@@ -10,7 +10,7 @@
 #                  configs and random stops, and compares the results with uninterrupted runs: about 15 s per run
 # make bench-cpu   measures the speed of a training step with sets of options on this CPU: about 5 minutes
 # make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 each convolution, and the fastest
-#                  options; 2 the tests that need a GPU; 3 comparisons, single options and loaders. Uses python3
+#                  options; 2 the tests that need a GPU; 3 Adam and SOAP, predictions, loaders, single options. Uses python3
 #                  without an installation if make install was not run. BENCH: other arguments of benchmarks/step.py,
 #                  for example BENCH="--dry_run"
 # make docs        writes the tables of flags, config keys and results into README.md and docs/

@@ -3,7 +3,7 @@
 python -m benchmarks.step                      the sets of a CPU: make bench-cpu
 python -m benchmarks.step --call 1             each convolution, and the fastest sets on a GPU: make bench-gpu CALL=1
 python -m benchmarks.step --call 2             pytest -m gpu
-python -m benchmarks.step --call 3             comparisons, single options, and loaders
+python -m benchmarks.step --call 3             Adam and SOAP, predictions, loaders, comparisons, and single options
 python -m benchmarks.step --call 1 --peer DIR  also the SC21 tutorial, of which DIR is a clone
 python -m benchmarks.step --call 1 --dry_run   on any machine: what the call would reach, at assumed costs
 python -m benchmarks.step --sets own cudnn --profile     these sets, in alternating trials in one process
@@ -64,8 +64,9 @@ SIZES: dict[str, dict[str, Any]] = {  # --size: by default that of the device
 
 # Assumed seconds, rather too many than too few: a part starts only if it should end in time.
 VOLUME, START, SEARCH, TRIALS, LOADERS, LAYERS = 20.0, 10.0, 30.0, 10.0, 90.0, 150.0
+STUDY, VOLUMES = 180.0, 60.0
 # Instead of cuDNN's search, by the first word of a set's name: own kernels, which layers.py has compiled; a compiler.
-SECONDS = {"own": 15.0, "SOAP": 20.0, "G": 90.0, "compiled": 90.0}
+SECONDS = {"own": 15.0, "SOAP": 20.0, "EMA": 15.0, "G": 90.0, "compiled": 90.0}
 WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is stopped
 
 
@@ -91,6 +92,7 @@ SETS = {
     "own eager": Options("own without the graph", _OWN),
     "cudnn eager": Options("cudnn without the graph and without the fused tail", {**_CUDNN, "fused_tail": False}),
     "SOAP": Options("own with SOAP and averaged weights, as bs64_fast", {**_OWN, **_SOAP}, graph=True),
+    "EMA": Options("own with averaged weights", {**_OWN, "ema_decay": 0.999}, graph=True),
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
     "G": Options("the tutorial's options at its best: float16, compiled, 8 threads", {**_FLOAT16, "enable_jit": True}),
     PEER: Options("the tutorial's own network and loop, our loader", {**_FLOAT16, "data_loader_config": "resident"}),
@@ -108,7 +110,7 @@ Sets = list[tuple[str, ...]]
 CPU_SETS: Sets = [("float32",), ("bfloat16",), ("channels last",), ("compiled",)]
 FASTEST: Sets = [("own", "cudnn"), ("own", PEER), ("own 128", "own 16", "own eager 16"), ("SOAP",)]
 FASTEST += [("own eager", "cudnn eager")]
-OTHERS: Sets = [("own", "G"), ("cudnn 128",), ("cudnn 16",), ("TF32",), *CPU_SETS[1:], CPU_SETS[0]]
+OTHERS: Sets = [("own", "EMA"), ("own", "G"), ("cudnn 128",), ("cudnn 16",), ("TF32",), *CPU_SETS[1:], CPU_SETS[0]]
 
 
 def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
@@ -263,7 +265,10 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     if options.call == 3:
         words = ["-m", "benchmarks.loaders", f"--box={options.box}", f"--crop={options.crop}", "--starts=0"]
         words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={options.output}"]
-        parts.insert(2, Part("loaders", words, LOADERS))
+        study = ["-m", "benchmarks.study", "adam_and_soap", "--seeds=1", f"--output={options.output}"]
+        volumes = ["-m", "benchmarks.volumes", "--grid=256", "--ranks", "1", "--width=64", "--device=cuda"]
+        first = Part("study", study, STUDY), Part("volumes", [*volumes, f"--output={options.output}"], VOLUMES)
+        parts[:0] = [*first, Part("loaders", words, LOADERS)]
     return parts
 
 

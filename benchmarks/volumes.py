@@ -2,6 +2,7 @@
 
 python -m benchmarks.volumes                                  512³: about 15 minutes and 8 GB in --folder
 python -m benchmarks.volumes --grid 1024 --ranks 4 --width 4  larger: 58 GB
+python -m benchmarks.volumes --grid 256 --ranks 1 --width 64 --device cuda   on a GPU; a part of make bench-gpu CALL=3
 
 The volume is a simulated box of 64³ cells, repeated along each axis. The network is the demo's at --width, trained for
 one step. Each rank has an equal share of the cores. Memory is the largest of a rank's own pages (RssAnon, read every
@@ -96,23 +97,15 @@ def number(path: str, name: str) -> int:
     return int(found)
 
 
-def measure(program: str, ranks: int, flags: Sequence[object], folder: Path) -> dict[str, Any]:
+def measure(program: str, ranks: int, flags: Sequence[object], folder: Path, device: str) -> dict[str, Any]:
     """The largest values of all ranks, and those of each rank."""
     output, threads = folder / "ranks", max(1, len(usable_cpus()) // ranks)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     for file in folder.glob("*.h5"):
         common.drop_pages(file)
-    words = [
-        *common.launcher(ranks),
-        "-m",
-        "benchmarks.volumes",
-        "rank",
-        program,
-        "--overwrite",
-        "--device=cpu",
-        *flags,
-    ]
+    words = [*common.launcher(ranks), "-m", "benchmarks.volumes", "rank", program, "--overwrite", f"--device={device}"]
+    words += map(str, flags)
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     environment |= {"VOLUMES_OUTPUT": str(output.resolve())}
     common.call(f"{program} on {ranks} ranks", words, folder / "log.txt", environment=environment)
@@ -123,7 +116,9 @@ def measure(program: str, ranks: int, flags: Sequence[object], folder: Path) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__, grid=512, crop=64, width=8, ranks=[1, 2, 4], folder=Path("data/volumes"))
+    parser = common.Parser(
+        __doc__, grid=512, crop=64, width=8, ranks=[1, 2, 4], folder=Path("data/volumes"), device="cpu"
+    )
     options = parser.parse_args(argv)
     if options.grid % SIDE:
         raise UserError(f"--grid {options.grid} is not a multiple of {SIDE}")
@@ -132,10 +127,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     prediction = ["--checkpoint", checkpoint, "--input", volume, "--output", gas]
     evaluation = ["--prediction", gas, "--input", volume, "--output", options.folder / "evaluation"]
     for ranks in options.ranks:
-        results.append(measure("predict", ranks, prediction, options.folder))
-        results.append(measure("evaluate", ranks, evaluation, options.folder))
+        for program, flags in (("predict", prediction), ("evaluate", evaluation)):
+            results.append(measure(program, ranks, flags, options.folder, options.device))
     rows = [(one["program"], one["ranks"], *(f"{one[name]:.2f}" for name in MEASURES)) for one in results]
-    text = f"{options.grid}³ cells, width {options.width}, windows of {options.crop}³; the largest rank, n = 1.\n\n"
+    text = f"{options.grid}³ cells, width {options.width}, windows of {options.crop}³, {options.device}; "
+    text += "the largest rank, n = 1.\n\n"
     text += common.table(("program", "ranks", *MEASURES), rows)
     common.publish(f"volumes_{options.grid}", options, {"results": results}, text)
 
