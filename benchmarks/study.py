@@ -221,6 +221,7 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
         "config": condition.config,
         "changes": dict(condition.changes),
         "ranks": condition.ranks,
+        "script": list(condition.script),
         "global batch": config.global_batch_size,
         "steps": config.total_steps,
         "epochs": config.num_epochs,
@@ -286,7 +287,8 @@ def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[di
     result: dict[str, Any] = {"study": name, "missing": missing, "conditions": summaries}
     if study.evaluate:
         checkpoints = {name: [training.checkpoint for training in trained] for name, trained in finished.items()}
-        specialists = {one.boxes[0]: one.name for one in study.conditions if len(one.boxes) == 1}
+        alone = [one for one in study.conditions if len(one.boxes) == 1 and len(study.evaluate) > 1]
+        specialists = {one.boxes[0]: one.name for one in alone}
         result["evaluations"] = study.simulated(runs).evaluations(checkpoints, specialists)
         text += f"\n\n{boxes.markdown(result['evaluations'])}"
     return result, text + (f"\n\nMissing: {'; '.join(missing)}." if missing else "")

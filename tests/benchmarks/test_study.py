@@ -85,7 +85,7 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
     different = set()
     for number, condition in enumerate(chosen.conditions):
         training = Training(f"{name}-{number}", condition, 3, tmp_path, {})
-        different.add((condition.ranks, *condition.boxes, configs.to_yaml(training.config, "it")))
+        different.add((*condition.script, condition.ranks, *condition.boxes, configs.to_yaml(training.config, "it")))
         assert set(condition.boxes) <= chosen.evaluate.keys()
     assert len(different) == len(chosen.conditions)
 
