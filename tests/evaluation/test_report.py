@@ -262,8 +262,8 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
     inputs = torch.arange(EXAMINED + 1.0).view(-1, 1, 1, 1, 1).expand(-1, 1, 4, 4, 4)
     buffers = torch.empty(5, 1, 4, 4, 4), torch.empty(5, 5, 4, 4, 4)
 
-    def predict(crop: torch.Tensor) -> torch.Tensor:
-        return crop.repeat(1, 5, 1, 1, 1) * targets[int(crop.max()), :1]
+    def predict(crops: torch.Tensor) -> torch.Tensor:
+        return torch.stack([crop.repeat(5, 1, 1, 1) * targets[int(crop.max()), :1] for crop in crops])
 
     def epoch(number: int) -> Iterator[list[torch.Tensor]]:
         for batch in zip(inputs.split(5), targets.split(5), strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -130,7 +132,15 @@ def evaluation_volume(config: Config, world: World) -> Volume | None:
 
 def build_evaluation(config: Config, volume: Volume | None, step: EagerStep, run: Run) -> Evaluation:
     """The evaluation after each epoch; `volume` None: none."""
+    if config.report_pictures and run.world.is_root:
+        threading.Thread(target=_import_figures, daemon=True).start()
     return Evaluation() if volume is None else VolumeEvaluation(config, volume, step, run)
+
+
+def _import_figures() -> None:
+    """Imports matplotlib while the first step compiles: at the end of the run it would take a second or two."""
+    with contextlib.suppress(ImportError):
+        from utils.evaluation import training_figures  # noqa: F401
 
 
 def report_on_run(

@@ -50,6 +50,15 @@ def encode_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
+def copy_layout(source: Figure, target: Figure) -> None:
+    """Places the axes and texts of a figure as in one with the same ones that was drawn before, which saves time."""
+    for axes, model in zip(target.axes, source.axes, strict=True):
+        axes.set_position(model.get_position(original=True))
+    for text, model_text in zip(target.texts, source.texts, strict=True):
+        text.set_position(model_text.get_position())
+    target.set_layout_engine("none")
+
+
 # --- spectra ---------------------------------------------------------------------------------------------------------
 
 

@@ -53,11 +53,15 @@ def write_loss_curves(directory: Path, loss: str) -> Path:
 def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[Path]:
     """Draws planes of the validation crops into the FILES, and into TensorBoard at step `steps`."""
     title = f"{run_name(run.directory)}, {progress(read_records(run.directory / METRICS))}"
+    first: Figure | None = None
     for name, plane in choose_planes(step, loader).items():
         file, tag = FILES[name]
         crop = f"{title}\nvalidation crop with {name}"
         figure = figures.draw_slices(*volume_channels(config), plane.fields, None, crop)
+        if first is not None:
+            figures.copy_layout(first, figure)
         _write(figure, run.directory / file)
+        first = figure
         run.records.figure(tag, figure, steps)
         yield run.directory / file
 
@@ -70,10 +74,12 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
     """
     chosen: dict[str, Plane] = {}
     batches, examined = loader.epoch(0), 0
-    for batch in batches:
-        for crop in range(min(len(batch[0]), EXAMINED - examined)):
-            source, target, *conditions = (part[crop : crop + 1] for part in batch)
-            fields = {"input": source, "target": target, "predicted": step.predict(source, *conditions)}
+    for inputs, targets, *others in batches:
+        # Of the whole batch, as in a validation: another size would need other kernels.
+        predictions = step.predict(inputs, *others)
+        for crop in range(min(len(inputs), EXAMINED - examined)):
+            source, target, predicted = (part[crop : crop + 1] for part in (inputs, targets, predictions))
+            fields = {"input": source, "target": target, "predicted": predicted}
             difference = (fields["predicted"].float() - target.float()).abs().mean((0, 1, 3, 4))
             deviation = target[0, 0].float().std((1, 2))
             for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
@@ -84,7 +90,7 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
                         key: field[0, :, int(place)].float().cpu().numpy().copy() for key, field in fields.items()
                     }
                     chosen[name] = Plane(score, planes)
-        examined += len(batch[0])
+        examined += len(inputs)
         if examined >= EXAMINED:
             break
     batches.close()
