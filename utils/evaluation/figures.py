@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
+from matplotlib.image import AxesImage, imsave
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from utils.data.channels import DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
@@ -40,13 +41,14 @@ def draw_all(results: Results) -> dict[str, Figure]:
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure of a size in inches."""
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained", dpi=DOTS_PER_INCH)
 
 
 def encode_png(figure: Figure) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+    file, canvas = io.BytesIO(), FigureCanvasAgg(figure)
+    canvas.draw()  # once; savefig would draw twice
     figure.set_layout_engine("none")  # keep the layout, which takes half of a drawing's time, if it is drawn again
+    imsave(file, np.asarray(canvas.buffer_rgba()), format="png")
     return file.getvalue()
 
 

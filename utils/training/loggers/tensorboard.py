@@ -53,7 +53,14 @@ class TensorBoardLogger(Logger):
             self._writer.add_scalar(name, value, step)
 
     def figure(self, name: str, figure: Any, step: int) -> None:
-        self._writer.add_figure(name, figure, step)
+        import numpy as np
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        if not hasattr(figure.canvas, "renderer"):  # otherwise it is drawn, and add_figure would draw it again
+            figure.set_canvas(FigureCanvasAgg(figure))
+            figure.canvas.draw()
+        pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]
+        self._writer.add_image(name, pixels, step, dataformats="HWC")
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
