@@ -43,7 +43,7 @@ def bias_activation_twice(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`bias_activation` for two uses of its result, whose gradients the backward kernel adds."""
     if _repeats(x) and fusible(x):
-        return _BiasActivation.apply(x, bias, None, activation, None)
+        return _BiasActivation.apply(x, bias, None, activation)
     # A float32 bias makes the sum float32, under autocast too.
     total = x + bias.view(-1, 1, 1, 1)
     if activation == "leaky_relu":
@@ -54,14 +54,11 @@ def bias_activation_twice(
     return y, y
 
 
-def bias_relu_cat(
-    x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor, copy: torch.dtype | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """cat([relu(x + bias), skip], 1) in x's dtype, and, if a kernel runs, a copy of dtype `copy` without gradient."""
+def bias_relu_cat(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    """cat([relu(x + bias), skip], 1) in x's dtype."""
     if _repeats(x) and fusible(x, skip):
-        y, _, *copies = _BiasActivation.apply(x, bias, skip, "relu", copy)
-        return y, copies[0] if copies else None
-    return torch.cat([bias_activation(x, bias, "relu"), skip], dim=1), None
+        return _BiasActivation.apply(x, bias, skip, "relu")[0]
+    return torch.cat([bias_activation(x, bias, "relu"), skip], dim=1)
 
 
 def l1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -105,9 +102,8 @@ def _on_gpu(x: torch.Tensor) -> bool:
 class _BiasActivation(torch.autograd.Function):
     """activation(x + bias), concatenated with `skip` if that is given; returned twice, for two uses.
 
-    A third result is the same in dtype `copy`, if that is given, for a use without gradient. Allocates its results, so
-    that x is unchanged, and freed if nothing else refers to it. The gradient of `skip` is a strided view of the
-    result's gradient, not a copy.
+    Allocates its result, so that x is unchanged, and freed if nothing else refers to it. The gradient of `skip` is a
+    strided view of the result's gradient, not a copy.
     """
 
     @staticmethod
@@ -117,19 +113,16 @@ class _BiasActivation(torch.autograd.Function):
         bias: torch.Tensor,
         skip: torch.Tensor | None,
         activation: Activation,
-        copy: torch.dtype | None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         channels, skip_channels = x.shape[1], 0 if skip is None else skip.shape[1]
         shape = (x.shape[0], channels + skip_channels, *x.shape[2:])
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
-        copies = () if copy is None else (torch.empty_like(y, dtype=copy),)
         cells, width = x.numel() // channels, max(channels, skip_channels)
         tile = _Tile.of(width)
         launch(
             kernels().bias_activation,
             tile.count(cells),
             y,
-            *(copies or (y,)),
             x,
             bias,
             x if skip is None else skip,
@@ -139,7 +132,6 @@ class _BiasActivation(torch.autograd.Function):
             NEGATIVE_SLOPE=NEGATIVE_SLOPE,
             CHANNELS=channels,
             SKIP_CHANNELS=skip_channels,
-            COPIED=bool(copies),
             WIDTH=width,
             LANES=tile.lanes,
             ROWS=tile.rows,
@@ -148,19 +140,18 @@ class _BiasActivation(torch.autograd.Function):
         ctx.channels, ctx.activation, ctx.bias_dtype = channels, activation, bias.dtype
         # A result that the loss does not depend on gets None as its gradient instead of zeros.
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*copies)
-        return y, y.detach(), *copies
+        return y, y.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         channels, (y,) = ctx.channels, ctx.saved_tensors
-        given = [gradient for gradient in gradients[:2] if gradient is not None]
+        given = [gradient for gradient in gradients if gradient is not None]
         if not given:
-            return (None,) * 5
+            return (None,) * 4
         x_gradient, bias_gradient = activation_gradient(y, given, ctx.activation, channels)
         skip_gradient = given[0][:, channels:] if channels < y.shape[1] else None
-        return x_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None, None
+        return x_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None
 
 
 def activation_gradient(

@@ -24,7 +24,6 @@ def tanh(values):  # type: ignore[no-untyped-def]
 @triton.jit
 def bias_activation(  # type: ignore[no-untyped-def]
     y,
-    copy,
     x,
     bias,
     skip,
@@ -34,15 +33,11 @@ def bias_activation(  # type: ignore[no-untyped-def]
     NEGATIVE_SLOPE: tl.constexpr,
     CHANNELS: tl.constexpr,
     SKIP_CHANNELS: tl.constexpr,
-    COPIED: tl.constexpr,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Writes activation(x + bias) to the first CHANNELS channels of y, and skip to the SKIP_CHANNELS after them.
-
-    If COPIED, writes y to copy too, in copy's dtype.
-    """
+    """Writes activation(x + bias) to the first CHANNELS channels of y, and skip to the SKIP_CHANNELS after them."""
     PACKED: tl.constexpr = LANES // WIDTH
     lane = tl.arange(0, LANES)[None, :]
     channel = lane % WIDTH
@@ -59,16 +54,11 @@ def bias_activation(  # type: ignore[no-untyped-def]
     else:
         values = tanh(values)
     place = cell * y_stride + channel
-    values = values.to(y.dtype.element_ty)
-    tl.store(y + place, values, mask=inside)
-    if COPIED:
-        tl.store(copy + place, values.to(copy.dtype.element_ty), mask=inside)
+    tl.store(y + place, values.to(y.dtype.element_ty), mask=inside)
     if SKIP_CHANNELS > 0:
         inside = used & (channel < SKIP_CHANNELS)
         copied = tl.load(skip + cell * SKIP_CHANNELS + channel, mask=inside, other=0.0)
         tl.store(y + place + CHANNELS, copied, mask=inside)
-        if COPIED:
-            tl.store(copy + place + CHANNELS, copied.to(copy.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -56,24 +56,21 @@ class ConvTranspose3d(_Layer, nn.ConvTranspose3d):  # type: ignore[misc] # no ou
 
 
 class OutputConvTranspose3d(StridedLayer, nn.ConvTranspose3d):
-    """The last layer of a network, with stride 2 and padding 1. Its result is that of `convolve_to_float32`.
-
-    precise: the input in `precise_dtype`, if the caller has it.
-    """
+    """The last layer of a network, with stride 2 and padding 1. Its result is that of `convolve_to_float32`."""
 
     def forward(  # type: ignore[override]
-        self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None
+        self, input: torch.Tensor, biased: bool = True
     ) -> torch.Tensor:
         dtype = autocast_dtype(input) or input.dtype
         if self.own(input, dtype):
             result_dtype = dtype if precise_dtype(input) is None else torch.float32
             result = convolve_transpose(input.to(dtype), self.weight, result_dtype)
         else:
-            result = self._without_kernels(input, precise)
+            result = self._without_kernels(input)
         return with_bias(result, self.bias if biased else None)
 
-    def _without_kernels(self, input: torch.Tensor, precise: torch.Tensor | None) -> torch.Tensor:
-        return convolve_to_float32(input, self.weight, True, precise)
+    def _without_kernels(self, input: torch.Tensor) -> torch.Tensor:
+        return convolve_to_float32(input, self.weight, True)
 
 
 def with_bias(result: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -81,9 +78,7 @@ def with_bias(result: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return result if bias is None else result + bias.to(result.dtype).view(-1, 1, 1, 1)
 
 
-def convolve_to_float32(
-    x: torch.Tensor, weight: torch.Tensor, transposed: bool = False, precise: torch.Tensor | None = None
-) -> torch.Tensor:
+def convolve_to_float32(x: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> torch.Tensor:
     """The convolution UP if `transposed`, else DENSE, without bias; float32 where autocast would round to bfloat16.
 
     bfloat16 has 8 significant bits: for values in ±1 the mean error is 6.5e-4, while a trained network has a loss of
@@ -94,20 +89,13 @@ def convolve_to_float32(
     if precise_dtype(x) is None:
         return F.conv_transpose3d(x, weight, None, 2, 1) if transposed else F.conv3d(x, weight, None, 1, 1)
     with without_autocast(x):
-        return _convolve(*coarse_and_precise(x, weight, precise), transposed)
+        return _convolve(*coarse_and_precise(x, weight), transposed)
 
 
-def coarse_and_precise(
-    x: torch.Tensor, weight: torch.Tensor, precise: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x and weight in bfloat16, which determine the gradients, and in `precise_dtype`, which determine the result.
-
-    precise: the latter for x, if the caller has it. A compiler can fuse the casts.
-    """
-    dtype = torch.float16 if x.is_cuda else torch.float32
-    if precise is None:
-        precise = x.detach().to(dtype)
-    return x.to(torch.bfloat16), weight.to(torch.bfloat16), precise, weight.detach().to(dtype)
+def coarse_and_precise(*operands: torch.Tensor) -> list[torch.Tensor]:
+    """x and weight in bfloat16, which determine the gradients, and in `precise_dtype`, which determine the result."""
+    dtype = torch.float16 if operands[0].is_cuda else torch.float32
+    return [*(x.to(torch.bfloat16) for x in operands), *(x.detach().to(dtype) for x in operands)]
 
 
 def without_autocast(x: torch.Tensor) -> Any:

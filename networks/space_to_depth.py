@@ -51,12 +51,12 @@ class SpaceToDepthConv3d(Conv3d):
 class DepthToSpaceConvTranspose3d(OutputConvTranspose3d):
     """`OutputConvTranspose3d` for few output channels."""
 
-    def _without_kernels(self, input: torch.Tensor, precise: torch.Tensor | None) -> torch.Tensor:
+    def _without_kernels(self, input: torch.Tensor) -> torch.Tensor:
         weight = dense_weight(self.weight)
         if precise_dtype(input) is None:
             return depth_to_space(F.conv3d(input, weight, padding=1))
         with without_autocast(input):
-            return _last(*coarse_and_precise(input, weight, precise))
+            return _last(*coarse_and_precise(input, weight))
 
 
 # --- shuffles --------------------------------------------------------------------------------------------------------

@@ -59,7 +59,6 @@ def unavailable(device: torch.device) -> str:
     return _unavailable(device if trial is None else trial.device)
 
 
-@functools.cache
 def _unavailable(device: torch.device) -> str:
     if device.type != "cuda":
         return "there is no CUDA device"

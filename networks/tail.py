@@ -17,7 +17,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from networks import blocks, fused, padded
-from networks.layers import DENSE, OutputConvTranspose3d, convolution_gradients, precise_dtype, without_autocast
+from networks.layers import (
+    DENSE,
+    OutputConvTranspose3d,
+    convolution_gradients,
+    precise_dtype,
+    without_autocast,
+)
 from networks.losses import L1Loss, NetworkWithLoss
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, dense_weight
 from networks.unet import UNet
@@ -37,59 +43,42 @@ class NetworkWithFusedTail(NetworkWithLoss):
         assert isinstance(self.network, UNet)
         assert isinstance(self.network.last, OutputConvTranspose3d)
         assert isinstance(self.loss, L1Loss)
-        x, precise = self.network.before_last(inputs, *conditions)
-        dtype, last = precise_dtype(x), self.network.last
+        x, last = self.network.before_last(inputs, *conditions), self.network.last
+        dtype = precise_dtype(x)
         if dtype is not None and fused.fusible(targets):
             with without_autocast(x):
-                if last.own(x, torch.bfloat16):
-                    return _OwnTail.apply(x.to(torch.bfloat16), last.weight, last.bias, targets)
+                half, own = x.to(torch.bfloat16), last.own(x, torch.bfloat16)
+                if own:
+                    return _Tail.apply(half, None, last.weight, last.bias, targets)
                 if isinstance(last, DepthToSpaceConvTranspose3d) and fused.fusible(x):
-                    precise = x.detach().to(dtype) if precise is None else precise
-                    return _Tail.apply(x.to(torch.bfloat16), precise, dense_weight(last.weight), last.bias, targets)
-        return self.loss(self.network.output(x, precise), targets)
-
-
-class _OwnTail(torch.autograd.Function):
-    """The loss for the last layer's input x, by own kernels."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
-        rows = padded.padded(x)
-        total, gradient, bias_gradient = blocks.tail(rows, weight, bias, targets)
-        ctx.save_for_backward(rows, weight, gradient, bias_gradient)
-        ctx.count = targets.numel()
-        return total / ctx.count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, gradient, bias_gradient = ctx.saved_tensors
-        factor = upstream / ctx.count  # stays on the device, and may be NaN
-        weight_gradient = blocks.weight_gradient(rows, gradient).to(weight.dtype) * factor
-        return blocks.blocks_to_rows(gradient, weight * factor), weight_gradient, bias_gradient * factor, None
+                    return _Tail.apply(half, x.detach().to(dtype), dense_weight(last.weight), last.bias, targets)
+        return self.loss(self.network.output(x), targets)
 
 
 class _Tail(torch.autograd.Function):
-    """The loss for the last layer's input x, which `precise` holds in the dtype in which the blocks are computed.
+    """The loss for the last layer's input x, by own kernels, or after cuDNN's dense convolution that returns blocks.
 
-    weight: of the convolution that returns blocks, [8C, I, 2, 2, 2] float32.
+    precise: x in the dtype in which cuDNN computes the blocks; None: by own kernels. weight: of the layer, or of the
+    dense convolution, [8C, I, 2, 2, 2] float32.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        precise: torch.Tensor,
+        precise: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        blocks = torch.ops.aten.convolution(precise, weight.to(precise.dtype), None, *DENSE)
-        total, gradient, bias_gradient = _l1(blocks, bias, targets, x.dtype)
+        ctx.own, ctx.count = precise is None, targets.numel()
+        if precise is None:
+            x = padded.padded(x)
+            total, gradient, bias_gradient = blocks.tail(x, weight, bias, targets)
+        else:
+            result = torch.ops.aten.convolution(precise, weight.to(precise.dtype), None, *DENSE)
+            total, gradient, bias_gradient = _l1(result, bias, targets, x.dtype)
         ctx.save_for_backward(x, weight, gradient, bias_gradient)
-        ctx.count = targets.numel()
         return total / ctx.count
 
     @staticmethod
@@ -97,7 +86,11 @@ class _Tail(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, gradient, bias_gradient = ctx.saved_tensors
         factor = upstream / ctx.count  # stays on the device, and may be NaN
-        x_gradient, weight_gradient = convolution_gradients(gradient, x, (weight * factor).to(x.dtype), DENSE)
+        if ctx.own:
+            weight_gradient = blocks.weight_gradient(x, gradient)
+            x_gradient = blocks.blocks_to_rows(gradient, weight * factor)
+        else:
+            x_gradient, weight_gradient = convolution_gradients(gradient, x, (weight * factor).to(x.dtype), DENSE)
         return x_gradient, None, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from networks import activated, fused
 from networks.blocks import StridedLayer
 from networks.film import Film, Modulation, modulate
 from networks.fused import NEGATIVE_SLOPE, bias_activation, bias_activation_twice, bias_relu_cat
-from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, autocast_dtype, precise_dtype
+from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, autocast_dtype
 from networks.norms import build_norm
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
@@ -91,17 +90,15 @@ class UNet(nn.Module):
         return kind(before, after, 4, stride=2, padding=1)
 
     def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
-        return self.output(*self.before_last(fields, conditions))
+        return self.output(self.before_last(fields, conditions))
 
-    def before_last(
-        self, fields: torch.Tensor, conditions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last layer's input, and a copy of it in `precise_dtype` if a fused kernel could write one."""
+    def before_last(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
+        """The last layer's input."""
         modulations = {} if self.film is None else self.film(conditions)
         dtype = autocast_dtype(fields) or fields.dtype
         halves = self._halves(fields, dtype) if self.fused and not modulations else {}
         skips = []
-        x, precise = fields, None
+        x = fields
         for scale in range(1, self.scales + 1):
             name = f"down{scale}"
             x, skip = self._down(name, x, modulations.get(name), halves.get(name))
@@ -113,9 +110,8 @@ class UNet(nn.Module):
             if name in halves:
                 x = activated.up(self._strided(name), x, skips.pop(), halves[name], scale == 2 and last_is_own)
             else:
-                copy = precise_dtype(x) if scale == 2 and not last_is_own else None
-                x, precise = self._up(name, x, modulations.get(name), skips.pop(), copy)
-        return x, precise
+                x = self._up(name, x, modulations.get(name), skips.pop())
+        return x
 
     def _halves(self, fields: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The weights, in dtype, of the layers that own kernels compute with their activations, by one operation."""
@@ -136,10 +132,10 @@ class UNet(nn.Module):
             torch._foreach_copy_(halves, list(found.values()))
         return dict(zip(found, halves, strict=True))
 
-    def output(self, x: torch.Tensor, precise: torch.Tensor | None = None) -> torch.Tensor:
+    def output(self, x: torch.Tensor) -> torch.Tensor:
         """The network's result for `before_last`'s."""
         if self.fused:
-            return bias_activation(*self._without_bias("last", x, None, precise=precise), "tanh")
+            return bias_activation(*self._without_bias("last", x, None), "tanh")
         return torch.tanh(self.last(x))
 
     def _last_is_own(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
@@ -162,26 +158,22 @@ class UNet(nn.Module):
         x = F.leaky_relu(self._normalized(name, x, film), NEGATIVE_SLOPE)
         return x, x
 
-    def _up(
-        self, name: str, x: torch.Tensor, film: Modulation | None, skip: torch.Tensor, copy: torch.dtype | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The activations for the next scale, and a copy of dtype `copy` if the fused kernel can make one."""
+    def _up(self, name: str, x: torch.Tensor, film: Modulation | None, skip: torch.Tensor) -> torch.Tensor:
+        """The activations for the next scale."""
         if self.fused:
-            return bias_relu_cat(*self._without_bias(name, x, film), skip, copy)
-        return torch.cat([F.relu(self._normalized(name, x, film)), skip], dim=1), None
+            return bias_relu_cat(*self._without_bias(name, x, film), skip)
+        return torch.cat([F.relu(self._normalized(name, x, film)), skip], dim=1)
 
     def _normalized(self, name: str, x: torch.Tensor, film: Modulation | None) -> torch.Tensor:
         """The convolution's result, after the norm and the modulation if there are any."""
         x = self.get_submodule(name)(x)
         return modulate(x if self.norm == "none" else self.get_submodule(f"{name}_norm")(x), film)
 
-    def _without_bias(
-        self, name: str, x: torch.Tensor, film: Modulation | None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _without_bias(self, name: str, x: torch.Tensor, film: Modulation | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The convolution's result, modulated if it is to be, without its bias, and the bias."""
         layer = self.get_submodule(name)
         assert isinstance(layer.bias, torch.Tensor)
-        return modulate(layer(x, biased=False, **options), film, layer.bias), layer.bias
+        return modulate(layer(x, biased=False), film, layer.bias), layer.bias
 
 
 def _shape(fields: torch.Tensor, scale: int) -> tuple[int, ...]:

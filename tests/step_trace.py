@@ -38,7 +38,7 @@ WRITERS = ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "
 # The arguments that Triton kernels write; they read the others. All kernels that networks/ launches are here.
 WRITTEN = {
     # networks/kernels.py
-    "bias_activation": ("y", "copy"),
+    "bias_activation": ("y",),
     "activation_backward": ("x_gradient", "partial"),
     "l1": ("partial",),
     "l1_backward": ("outputs_gradient",),
