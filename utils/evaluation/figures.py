@@ -12,6 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
 from matplotlib.image import AxesImage, imsave
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -50,15 +51,6 @@ def encode_png(figure: Figure) -> bytes:
     figure.set_layout_engine("none")  # keep the layout, which takes half of a drawing's time, if it is drawn again
     imsave(file, np.asarray(canvas.buffer_rgba()), format="png")
     return file.getvalue()
-
-
-def copy_layout(source: Figure, target: Figure) -> None:
-    """Places the axes and texts of a figure as in one with the same ones that was drawn before, which saves time."""
-    for axes, model in zip(target.axes, source.axes, strict=True):
-        axes.set_position(model.get_position(original=True))
-    for text, model_text in zip(target.texts, source.texts, strict=True):
-        text.set_position(model_text.get_position())
-    target.set_layout_engine("none")
 
 
 # --- spectra ---------------------------------------------------------------------------------------------------------
@@ -231,6 +223,26 @@ def slices(results: Results) -> Figure:
     return draw_slices(results.input_channels, results.channels, results.slices, results.cell)
 
 
+def _slices_layout(rows: int) -> tuple[Figure, np.ndarray, list[tuple[Axes, Axes]]]:
+    """A figure with panels [rows, 4], and below each row the axes of two color bars: of three panels, and of the last.
+
+    All places are given: matplotlib would need longer to find them than to draw.
+    """
+    panel, bar, label, title, ticks = 2.15, 0.1, 0.55, 1.0, 0.5  # heights in inches
+    gaps = [*[0.1] * (rows - 1), ticks]  # above the bars: the last row has tick labels there
+    heights = [height for gap in gaps for height in (panel, gap, bar, label)]
+    total = title + sum(heights)
+    figure = Figure(figsize=(10, total), dpi=DOTS_PER_INCH)
+    place = GridSpec(4 * rows, 4, figure, 0.09, 0.0, 0.98, 1 - title / total, 0.06, 0.0, height_ratios=heights)
+    panels = np.empty((rows, 4), dtype=object)
+    for row, column in np.ndindex(panels.shape):
+        first = panels[0, 0]
+        panels[row, column] = axes = figure.add_subplot(place[4 * row, column], sharex=first, sharey=first)
+        axes.tick_params(labelbottom=row == rows - 1, labelleft=column == 0)
+    bars = [tuple(figure.add_subplot(place[4 * row + 2, part]) for part in (slice(3), 3)) for row in range(rows)]
+    return figure, panels, bars
+
+
 def draw_slices(
     inputs: Sequence[Channel],
     targets: Sequence[Channel],
@@ -242,11 +254,10 @@ def draw_slices(
 
     `cell` is the side of a cell in Mpc/h; None: lengths are in cells.
     """
-    figure = new_figure(10, 2.95 * len(targets) + 0.9)
-    grid = figure.subplots(len(targets), 4, sharex=True, sharey=True, squeeze=False)
+    figure, grid, bars = _slices_layout(len(targets))
     sides = [side * (cell or 1.0) for side in planes["target"].shape[1:]]
     extent = (0.0, sides[0], 0.0, sides[1])
-    for number, (row, channel) in enumerate(zip(grid, targets, strict=True)):
+    for number, (row, row_bars, channel) in enumerate(zip(grid, bars, targets, strict=True)):
         target, predicted = (display_values(channel, planes[name][number]) for name in ("target", "predicted"))
         panels = [(row[1], target), (row[2], predicted)]
         if number < len(inputs) and inputs[number].unit == channel.unit:
@@ -260,14 +271,14 @@ def draw_slices(
             limits = -float(np.abs(target).max()), float(np.abs(target).max())
         for axes, values in panels:
             image = _draw_plane(axes, values, extent, colors, limits)
-        _add_color_bar(figure, image, row[:3], _value_label(channel.unit, channel.is_log))
+        _add_color_bar(figure, image, row_bars[0], 3, _value_label(channel.unit, channel.is_log))
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
         image = _draw_plane(row[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
-        _add_color_bar(figure, image, row[3:], residual_unit(channel))
+        _add_color_bar(figure, image, row_bars[1], 1, residual_unit(channel))
     unit = "cells" if cell is None else "Mpc/h"
     for axes, name in zip(grid[0], ("input", "target", "prediction", "prediction − target"), strict=True):
         axes.set_title(name)
@@ -301,11 +312,8 @@ def _draw_plane(
     return axes.imshow(values.T, origin="lower", extent=extent, cmap=colors, vmin=limits[0], vmax=limits[1])
 
 
-def _add_color_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes], label: str) -> None:
-    axes, number = list(panels), len(panels)
-    bar = figure.colorbar(
-        image, ax=axes, location="bottom", extend="both", extendfrac=0.06 / number, pad=0.01, aspect=18 * number
-    )
+def _add_color_bar(figure: Figure, image: AxesImage, axes: Axes, panels: int, label: str) -> None:
+    bar = figure.colorbar(image, cax=axes, orientation="horizontal", extend="both", extendfrac=0.06 / panels)
     bar.set_label(label)
 
 

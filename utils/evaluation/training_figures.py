@@ -53,15 +53,11 @@ def write_loss_curves(directory: Path, loss: str) -> Path:
 def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[Path]:
     """Draws planes of the validation crops into the FILES, and into TensorBoard at step `steps`."""
     title = f"{run_name(run.directory)}, {progress(read_records(run.directory / METRICS))}"
-    first: Figure | None = None
     for name, plane in choose_planes(step, loader).items():
         file, tag = FILES[name]
         crop = f"{title}\nvalidation crop with {name}"
         figure = figures.draw_slices(*volume_channels(config), plane.fields, None, crop)
-        if first is not None:
-            figures.copy_layout(first, figure)
         _write(figure, run.directory / file)
-        first = figure
         run.records.figure(tag, figure, steps)
         yield run.directory / file
 
