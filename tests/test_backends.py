@@ -35,6 +35,7 @@ def logged(caplog: Any, config: Config, device: torch.device = CUDA) -> list[str
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit
+    cudnn.deterministic = False  # steps of other tests beside own kernels set it
     yield
     cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit = before
     cudnn.benchmark = cudnn.deterministic = False
