@@ -44,9 +44,11 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_average(o
     inputs, targets = batch(9)
     with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=options.get("enable_amp", False)):
         expected = mean.eval()(inputs)
-    torch.testing.assert_close(step.predict(inputs), expected, rtol=1e-5, atol=1e-6)
+    # Weights that differ by rounding may move an activation to the next float16.
+    half = "precision" in options
+    torch.testing.assert_close(step.predict(inputs), expected, rtol=1e-5, atol=2e-3 if half else 1e-6)
     loss = float((expected - targets).abs().mean())
-    assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(loss, rel=1e-5)
+    assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(loss, rel=1e-4 if half else 1e-5)
     assert float(plain.evaluate(inputs, targets)[0]) != pytest.approx(loss, rel=1e-3)
     assert torch.equal(plain(*batch(5), LR), step(*batch(5), LR)), "evaluation has changed nothing"
 
