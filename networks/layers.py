@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class _Layer(StridedLayer):
     """A convolution by own kernels where they can compute it. With biased=False the caller adds the bias."""
 
+    _without_kernels: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of input and bias
+
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         bias, dtype = self.bias if biased else None, autocast_dtype(input) or input.dtype
         if not self.own(input, dtype):
@@ -36,9 +39,6 @@ class _Layer(StridedLayer):
         else:
             result = convolve(input, self.weight, dtype)
         return with_bias(result, bias)
-
-    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class Conv3d(_Layer, nn.Conv3d):
@@ -58,9 +58,7 @@ class ConvTranspose3d(_Layer, nn.ConvTranspose3d):  # type: ignore[misc] # no ou
 class OutputConvTranspose3d(StridedLayer, nn.ConvTranspose3d):
     """The last layer of a network, with stride 2 and padding 1. Its result is that of `convolve_to_float32`."""
 
-    def forward(  # type: ignore[override]
-        self, input: torch.Tensor, biased: bool = True
-    ) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:  # type: ignore[override]
         dtype = autocast_dtype(input) or input.dtype
         if self.own(input, dtype):
             result_dtype = dtype if precise_dtype(input) is None else torch.float32

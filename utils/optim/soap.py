@@ -230,7 +230,7 @@ def _memory_order(x: torch.Tensor) -> list[int]:
 
 
 def _unfolded(x: torch.Tensor, number: int) -> torch.Tensor:
-    """x as [before, size, after]: the side `number` between those before and after it in memory. No copy is made."""
+    """A view of x, if it has no gaps, as [before, size, after]: the side `number` between its neighbors in memory."""
     order = _memory_order(x)
     place = order.index(number)
     return x.permute(order).reshape(math.prod(x.shape[side] for side in order[:place]), x.shape[number], -1)

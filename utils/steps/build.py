@@ -150,7 +150,8 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
-    if any(what.startswith(convolutions.OWN) for what in convolution_plan(config, world.device).values()):
+    on_gpu = world.device.type == "cuda"
+    if on_gpu and any(text.startswith(convolutions.OWN) for text in convolution_plan(config, world.device).values()):
         fix_algorithms()
     start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)
