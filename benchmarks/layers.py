@@ -65,13 +65,13 @@ def measure(name: str, layer: Any, batch: int, side: int, device: torch.device) 
         torch.randn(shape, device=device).to(dtype, memory_format=torch.channels_last_3d)
         for shape in ((batch, small, *[side] * 3), (batch, large, *[2 * side] * 3), (small, large, 4, 4, 4))
     )
-    is_down, kinds, rows = name.startswith("down"), strided.PASSES, []
+    is_down, kinds, rows = name.startswith("down"), ["forward", "input gradient", "weight gradient"], []
     place = (l if is_down else s).shape, dtype, device
-    reason, chosen = strided.unavailable(device) or layer.obstacle(*place), layer.backends(*place)
+    reason = strided.unavailable(device) or layer.obstacle(*place)
     if not is_down:  # the gather is the input gradient, and the scatter the forward pass
-        kinds = (kinds[1], kinds[0], kinds[2])
+        kinds[:2] = kinds[1::-1]
     for kind, (own, cudnn, plain) in zip(kinds, calls_of(s, l, w), strict=True):
-        row = {"layer": name, "pass": kind, "GFLOP": 2e-9 * 64 * s.numel() * large, "auto": chosen[kind]}
+        row = {"layer": name, "pass": kind, "GFLOP": 2e-9 * 64 * s.numel() * large}
         row[f"{CUDNN} ms"] = 1e3 * statistics.median(timing.repeat(cudnn, device, 0.1))
         row |= {"skipped": reason} if reason else {}
         if not reason:
@@ -83,19 +83,19 @@ def measure(name: str, layer: Any, batch: int, side: int, device: torch.device) 
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """A line per layer and pass; where `auto` chooses the slower backend, and why own kernels did not run."""
+    """A line per layer and pass; where cuDNN is faster, and why own kernels did not run."""
     rates = {"cold": result[COLD], **({"warm": result[WARM]} if WARM in result else {})}
-    heads = ["layer", "pass", "GFLOP", "auto"]
+    heads = ["layer", "pass", "GFLOP"]
     heads += [f"{backend} {text}" for backend in (CUDNN, OWN) for text in ("ms", *(f"% {name}" for name in rates))]
     rows, notes = [], list[str]()
     for row in result["layers"]:
-        cells: list[str] = [row["layer"], row["pass"], f"{row['GFLOP']:.1f}", row["auto"]]
+        cells: list[str] = [row["layer"], row["pass"], f"{row['GFLOP']:.1f}"]
         times = {backend: row.get(f"{backend} ms", float("nan")) for backend in (CUDNN, OWN)}
         for taken in times.values():
             cells += [f"{taken:.3f}", *(f"{100 * row['GFLOP'] / taken / rate:.1f}" for rate in rates.values())]
         rows.append([*cells, f"{row['error']:.1e}" if "error" in row else "skipped"])
-        if times[row["auto"]] > 1.02 * min(times.values()):
-            notes.append(f"- auto chooses the slower one: {row['layer']}, {row['pass']}")
+        if times[OWN] > 1.02 * times[CUDNN]:
+            notes.append(f"- cuDNN is faster: {row['layer']}, {row['pass']}")
         elif "skipped" in row:
             notes.append(f"- own kernels are skipped: {row['skipped']}")
     return "\n".join([common.table([*heads, "error"], rows, left=2), "", *dict.fromkeys(notes)])

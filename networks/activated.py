@@ -12,34 +12,25 @@ from torch.autograd.function import once_differentiable
 
 from networks import blocks, fused, strided
 from networks.blocks import StridedLayer
-from networks.layers import strided_weight_gradient
 from networks.space_to_depth import space_to_depth
 
 
 def down(layer: StridedLayer, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """leaky_relu(layer(x)), twice for two uses. w: the layer's weight in half precision."""
-    by_cudnn = layer.faster_in_cudnn("weight gradient", x.shape)
-    return _Down.apply(x, layer.weight, layer.bias, w, layer.has_few_channels(), by_cudnn)
+    return _Down.apply(x, layer.weight, layer.bias, w, layer.has_few_channels())
 
 
 def up(layer: StridedLayer, x: torch.Tensor, skip: torch.Tensor, w: torch.Tensor, pads: bool) -> torch.Tensor:
     """cat([relu(layer(x)), skip], 1), padded if `pads`. w: the layer's weight in half precision."""
-    by_cudnn = layer.faster_in_cudnn("weight gradient", x.shape)
-    return _Up.apply(x, layer.weight, layer.bias, skip, w, pads, by_cudnn)
+    return _Up.apply(x, layer.weight, layer.bias, skip, w, pads)
 
 
 class _Down(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        w: torch.Tensor,
-        few: bool,
-        by_cudnn: bool,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, w: torch.Tensor, few: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.few, ctx.by_cudnn, ctx.x_dtype = few, by_cudnn, x.dtype
+        ctx.few, ctx.x_dtype = few, x.dtype
         if few:
             x = space_to_depth(x, w.dtype)
             y = blocks.blocks_to_rows(x, weight, bias, fused.NEGATIVE_SLOPE)
@@ -56,7 +47,7 @@ class _Down(torch.autograd.Function):
         x, weight, w, y = ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
-            return (None,) * 6
+            return (None,) * 5
         gradient, bias_gradient = fused.activation_gradient(y, given, "leaky_relu", y.shape[1], pads=ctx.few)
         x_gradient = None
         if ctx.few:
@@ -64,10 +55,10 @@ class _Down(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 x_gradient = blocks.rows_to_cells(gradient, weight, gradient.dtype).to(ctx.x_dtype)
         else:
-            weight_gradient = strided_weight_gradient(gradient, x, w, False, ctx.by_cudnn)
+            weight_gradient = strided.weight_gradient(gradient, x)
             if ctx.needs_input_grad[0]:
                 x_gradient = strided.scatter(gradient, w)
-        return x_gradient, weight_gradient.to(weight.dtype), bias_gradient.to(ctx.bias_dtype), None, None, None
+        return x_gradient, weight_gradient.to(weight.dtype), bias_gradient.to(ctx.bias_dtype), None, None
 
 
 class _Up(torch.autograd.Function):
@@ -80,11 +71,10 @@ class _Up(torch.autograd.Function):
         skip: torch.Tensor,
         w: torch.Tensor,
         pads: bool,
-        by_cudnn: bool,
     ) -> torch.Tensor:
         y = strided.scatter(x, w, bias, 0.0, skip, pads)
         ctx.save_for_backward(x, weight, w, y)
-        ctx.by_cudnn, ctx.bias_dtype = by_cudnn, bias.dtype
+        ctx.bias_dtype = bias.dtype
         return y
 
     @staticmethod
@@ -97,5 +87,5 @@ class _Up(torch.autograd.Function):
         pads = channels == strided.BLOCK
         gradient, bias_gradient = fused.activation_gradient(y, [gradient], "relu", channels, pads)
         x_gradient = strided.gather(gradient, w) if ctx.needs_input_grad[0] else None
-        weight_gradient = strided_weight_gradient(gradient, x, w, True, ctx.by_cudnn).to(weight.dtype)
-        return x_gradient, weight_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None, None, None
+        weight_gradient = strided.weight_gradient(x, gradient).to(weight.dtype)
+        return x_gradient, weight_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None, None

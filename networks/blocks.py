@@ -21,7 +21,7 @@ import torch
 from torch.library import custom_op
 
 from networks import fused, padded, strided
-from networks.strided import BLOCK, PASSES, PROCESSORS
+from networks.strided import BLOCK, PROCESSORS
 
 MOST_CHANNELS = 8
 MOST_ELEMENTS = 2**30  # of a sample's cells: their addresses within a tile are int32
@@ -42,7 +42,7 @@ def obstacle(small: int, few: int, side: int) -> str:
 class StridedLayer:
     """A convolution that own kernels can compute, those here or those of strided.py.
 
-    convolutions: "auto", by the kernels if they can, each pass unless cuDNN is faster; "own", or an error; "cudnn".
+    convolutions: "auto", by the kernels if they can; "own", or an error; "cudnn".
     """
 
     convolutions = "auto"
@@ -60,18 +60,13 @@ class StridedLayer:
         form = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding, layer.groups
         if form != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3, 1):
             return "it is no convolution with kernel 4, stride 2 and padding 1"
-        return strided.unavailable(device) or self._limits(len(self.weight), self.weight.shape[1], self._side(shape))
+        limits = obstacle if self.has_few_channels() else strided.obstacle
+        side = shape[2] if self.transposed else shape[2] // 2
+        return strided.unavailable(device) or limits(len(self.weight), self.weight.shape[1], side)
 
-    def backends(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> dict[str, str]:
-        """For each pass "own", or "cuDNN"."""
-        if self.convolutions == "cudnn" or self.obstacle(shape, dtype, device):
-            return dict.fromkeys(PASSES, "cuDNN")
-        return {name: "cuDNN" if self.faster_in_cudnn(name, shape) else "own" for name in PASSES}
-
-    def faster_in_cudnn(self, name: str, shape: Sequence[int]) -> bool:
-        """True for a pass that "auto" leaves to cuDNN for an input of this shape, though the kernels can compute it."""
-        place = name, self._side(shape), *self.weight.shape[:2]
-        return self.convolutions == "auto" and place in strided.FASTER_IN_CUDNN
+    def plans_own(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> bool:
+        """True if the kernels compute the layer for a channels-last input of this shape."""
+        return self.convolutions != "cudnn" and not self.obstacle(shape, dtype, device)
 
     def own(self, x: torch.Tensor, dtype: torch.dtype | None) -> bool:
         """True if the kernels compute the layer for this input."""
@@ -87,12 +82,6 @@ class StridedLayer:
     def has_few_channels(self) -> bool:
         """True for a layer of the kernels here."""
         return self.weight.shape[1] <= MOST_CHANNELS
-
-    def _limits(self, small: int, large: int, side: int) -> str:
-        return (obstacle if self.has_few_channels() else strided.obstacle)(small, large, side)
-
-    def _side(self, shape: Sequence[int]) -> int:
-        return shape[2] if self.transposed else shape[2] // 2
 
 
 def kernels() -> Any:

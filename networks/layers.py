@@ -32,8 +32,7 @@ class _Layer(StridedLayer):
         if not self.own(input, dtype):
             return self._without_kernels(input, bias)
         if not self.has_few_channels():
-            by_cudnn = self.faster_in_cudnn("weight gradient", input.shape)
-            result = _strided(input.to(dtype), self.weight, self.transposed, by_cudnn)
+            result = _strided(input.to(dtype), self.weight, self.transposed)
         elif self.transposed:
             result = convolve_transpose(input.to(dtype), self.weight, dtype)
         else:
@@ -168,39 +167,26 @@ def _backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tra
 _convolve = operator("convolve_to_float32", _forward, _backward)
 
 
-def _strided_forward(x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool) -> torch.Tensor:
+def _strided_forward(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     w = strided.in_half(weight, x.dtype)
     return strided.scatter(x, w) if transposed else strided.gather(x, w)
 
 
-def _strided_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool
-) -> Pair:
+def _strided_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> Pair:
     w = strided.in_half(weight, x.dtype)
     gradient = gradient.to(x.dtype)
     x_gradient = strided.gather(gradient, w) if transposed else strided.scatter(gradient, w)
-    return x_gradient, strided_weight_gradient(gradient, x, w, transposed, by_cudnn).to(weight.dtype)
+    weight_gradient = strided.weight_gradient(*((x, gradient) if transposed else (gradient, x)))
+    return x_gradient, weight_gradient.to(weight.dtype)
 
 
-def strided_weight_gradient(
-    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, transposed: bool, by_cudnn: bool
-) -> torch.Tensor:
-    """The float32 gradient of the weights, which in half precision are w."""
-    if by_cudnn:
-        form = UP if transposed else DOWN
-        return torch.ops.aten.convolution_backward(gradient, x, w, None, *form, [False, True, False])[1].float()
-    return strided.weight_gradient(*((x, gradient) if transposed else (gradient, x)))
-
-
-def _strided_shape(x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool) -> torch.Tensor:
+def _strided_shape(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     channels = weight.shape[1 if transposed else 0]
     sides = [2 * side if transposed else side // 2 for side in x.shape[2:]]
     return x.new_empty((len(x), channels, *sides)).contiguous(memory_format=torch.channels_last_3d)
 
 
-def _strided_shapes(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, transposed: bool, by_cudnn: bool
-) -> Pair:
+def _strided_shapes(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> Pair:
     forms = torch.empty_like(x), torch.empty_like(weight)
     return forms[0].contiguous(memory_format=torch.channels_last_3d), forms[1]
 

@@ -25,12 +25,9 @@ BLOCK = 64  # channels of one step of a sum; channels are multiples of it
 LARGEST_SIDE = 64  # of S: a chunk of the weight gradient holds complete rows
 PROCESSORS = 132  # multiprocessors of H100 and H200; other GPUs use the same tiles, so that they give the same bits
 SHARED_MEMORY = 227 * 1024  # bytes per program that the tiles may need
-# Passes, with D, Cs and Cl, in which cuDNN was faster: benchmarks/results/nvidia-h200/layers.md.
-FASTER_IN_CUDNN = {("weight gradient", 4, 512, 256)}
 # Programs that share a sum of gather, by D: small grids have few tiles. Their number is the same for all batch sizes,
 # so that a prediction has the same bits with all of them.
 GATHER_SPLITS = {1: 16, 2: 8}
-PASSES = ("forward", "input gradient", "weight gradient")
 
 
 class Tile(NamedTuple):

@@ -124,7 +124,7 @@ class UNet(nn.Module):
         found = {
             name: layer.weight.detach()
             for name, layer in layers.items()
-            if layer.backends(shapes[name], dtype, fields.device)["forward"] == "own"
+            if layer.plans_own(shapes[name], dtype, fields.device)
         }
         form = torch.channels_last_3d
         halves = [torch.empty_like(weight, dtype=dtype, memory_format=form) for weight in found.values()]
@@ -140,7 +140,7 @@ class UNet(nn.Module):
 
     def _last_is_own(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
         last = self.last  # a subclass may have another kind
-        return isinstance(last, StridedLayer) and last.backends(shape, dtype, device)["forward"] == "own"
+        return isinstance(last, StridedLayer) and last.plans_own(shape, dtype, device)
 
     def _strided(self, name: str) -> StridedLayer:
         layer = self.get_submodule(name)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from small_steps import world_on
 
-from networks import strided
-from networks.layers import Conv3d, OutputConvTranspose3d
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.errors import UserError
-from utils.steps import build, own_network
+from utils.steps import build
 from utils.steps.backends import log_backends, set_backends
 
 cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -35,10 +32,9 @@ def logged(caplog: Any, config: Config, device: torch.device = CUDA) -> list[str
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit
-    cudnn.deterministic = False  # steps of other tests beside own kernels set it
     yield
     cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit = before
-    cudnn.benchmark = cudnn.deterministic = False
+    cudnn.benchmark = False
     torch.use_deterministic_algorithms(False)
 
 
@@ -80,40 +76,6 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypat
     for other, device in ((Config(), CUDA), (config, CPU)):
         set_backends(other, device)
         assert not torch.are_deterministic_algorithms_enabled()
-
-
-class Layers(torch.nn.Sequential):
-    """A user's network with layers of the project."""
-
-    def __init__(self, width: int, **samples: Any) -> None:
-        super().__init__(Conv3d(4, width, 4, 2, 1), OutputConvTranspose3d(width, 5, 4, 2, 1))
-
-
-def test_cudnn_has_a_fixed_choice_beside_own_kernels_and_searches_elsewhere(monkeypatch: Any, caplog: Any) -> None:
-    """Whether the network is the U-Net or a user's; U-Nets of other widths have no layers of own kernels."""
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # there is no GPU to move it to
-    monkeypatch.setattr(own_network, "check_output", lambda *_: None)
-    no_step: Any = Mock(capturable=False)
-    fast: dict[str, Any] = {"enable_amp": True, "channels_last": True, "data_size": 16}
-    for changes, fixed in (
-        ({}, True),
-        ({"convolutions": "own"}, True),
-        ({"convolutions": "cudnn"}, False),
-        ({"enable_amp": False}, False),
-        ({"channels_last": False}, False),
-        ({"network": {"width": 20}}, False),
-        ({"network": {"name": f"{__name__}.Layers"}}, True),
-    ):
-        network = {"scales": 2, **changes.pop("network", {})}
-        config = Config(**{**fast, **changes}, network=network)
-        cudnn.deterministic = False
-        set_backends(config, CUDA)
-        build.step(config, world_on("cuda"), build.model(config), no_step)
-        assert (cudnn.deterministic, cudnn.benchmark) == (fixed, not fixed), changes
-        assert not torch.are_deterministic_algorithms_enabled()
-        line = "search off; float32 convolutions: TF32; a fixed choice of deterministic algorithms"
-        assert logged(caplog, config)[0].endswith(line if fixed else "search on; float32 convolutions: TF32")
 
 
 def test_options_without_effect_are_logged() -> None:

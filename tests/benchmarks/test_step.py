@@ -139,7 +139,7 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
 
 
 def test_each_convolution_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All operations of a step are in the table, and it names the passes in which `auto` chooses the slower backend."""
+    """All operations of a step are in the table, and it names the passes in which cuDNN is faster."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
     layers.main(["--batch=2", "--crop=8", "--width=4", f"--output={tmp_path}"])
@@ -147,11 +147,11 @@ def test_each_convolution_is_measured_alone(tmp_path: Path, monkeypatch: pytest.
     counted = [row for row in result["layers"] if (row["layer"], row["pass"]) != ("down1", "input gradient")]
     flops = 2 * training_flops(UNet(width=4, scales=3), torch.empty(1, 4, 8, 8, 8))
     assert sum(row["GFLOP"] for row in counted) == pytest.approx(flops / 1e9)
-    assert {(row["auto"], row["skipped"]) for row in result["layers"]} == {("cuDNN", "there is no CUDA device")}
-    result["layers"][0] |= {"auto": "own", "cuDNN ms": 1.0, "own ms": 1.1, "error": 0.0}
-    result["layers"][1] |= {"auto": "own", "cuDNN ms": 1.1, "own ms": 1.0, "error": 0.0}
-    slower = [line for line in layers.markdown(result).splitlines() if "slower" in line]
-    assert slower == ["- auto chooses the slower one: down1, forward"]
+    assert {row["skipped"] for row in result["layers"]} == {"there is no CUDA device"}
+    result["layers"][0] |= {"cuDNN ms": 1.0, "own ms": 1.1, "error": 0.0}
+    result["layers"][1] |= {"cuDNN ms": 1.1, "own ms": 1.0, "error": 0.0}
+    slower = [line for line in layers.markdown(result).splitlines() if "faster" in line]
+    assert slower == ["- cuDNN is faster: down1, forward"]
 
 
 TUTORIAL = """

@@ -125,7 +125,7 @@ def test_layers_under_autocast(
     channels, side = (4, 64) if kind is SpaceToDepthConv3d else (64, 5), 4 if place == "interpreter" else 32
     layer = kind(*channels, 4, stride=2, padding=1).to(device, memory_format=CHANNELS_LAST)
     layer.convolutions = "own"
-    assert set(layer.backends((2, channels[0], *[side] * 3), dtype, device).values()) == {"own"}
+    assert layer.plans_own((2, channels[0], *[side] * 3), dtype, device)
     x = values(2, channels[0], *[side] * 3).to(dtype).float().to(device)
 
     def results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -162,7 +162,7 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for channels, reason in (((4, 96), "96 channels are not"), ((9, 64), "64 and 9 channels are not both multiples")):
         layer = SpaceToDepthConv3d(*channels, 4, stride=2, padding=1)
         assert reason in layer.obstacle(shape, half, cpu)
-    assert layer.backends(shape, half, cpu)["input gradient"] == "cuDNN"
+    assert not layer.plans_own(shape, half, cpu)
     layer.convolutions = "own"
     with pytest.raises(RuntimeError, match="9 channels are not both"):
         layer(torch.zeros(shape, dtype=half))

@@ -148,7 +148,7 @@ def test_a_network_on_a_gpu(on_device: list[str], device: str, width: int) -> No
     options = {**NETWORK, "width": width}
     module, parts = with_loss(True, device, NetworkWithFusedTail, **options), batch(device, 4)
     last: Any = module.network.last
-    own = last.backends((2, 2 * width, 2, 2, 2), torch.bfloat16, torch.device(device))["forward"] == "own"
+    own = last.plans_own((2, 2 * width, 2, 2, 2), torch.bfloat16, torch.device(device))
     with refusing_to_wait(device):
         got = trained(module, parts, torch.bfloat16)
     assert on_device.count("rows_to_blocks" if own else "tail_l1") == 1

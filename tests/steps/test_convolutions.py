@@ -25,7 +25,6 @@ NO_GPU = "there is no CUDA device"
 def hopper(monkeypatch: Any) -> None:
     """A GPU on which the kernels would run."""
     monkeypatch.setattr(strided, "unavailable", lambda device: "" if device.type == "cuda" else NO_GPU)
-    monkeypatch.setattr(strided, "FASTER_IN_CUDNN", {("weight gradient", 4, 512, 256)})
 
 
 def config_of(name: str = "bs64_opt", **changes: Any) -> Config:
@@ -43,11 +42,7 @@ def described(**changes: Any) -> str:
 
 def test_the_log_names_what_computes_each_layer_and_why() -> None:
     all_layers = f"{DOWN}, {UP}, last"
-    assert described() == (
-        f"{all_layers.replace('down4, ', '')} by own kernels; "
-        "down4 by own kernels, cuDNN for the weight gradient (it is faster)"
-    )
-    assert described(convolutions="own") == f"{all_layers} by own kernels"
+    assert described() == described(convolutions="own") == f"{all_layers} by own kernels"
     for changes, reason in (
         ({"convolutions": "cudnn"}, "convolutions is cudnn"),
         ({"enable_amp": False}, "enable_amp is false"),
@@ -105,7 +100,7 @@ def test_a_run_that_requires_kernels_which_cannot_run_ends_with_one_line(
 def test_layers_of_the_network_have_the_value_of_the_config() -> None:
     for value in ("auto", "cudnn", "own"):
         network = build.network(config_of("test", convolutions=value))
-        assert {layer.convolutions for layer in network.modules() if hasattr(layer, "backends")} == {value}
+        assert {layer.convolutions for layer in network.modules() if hasattr(layer, "plans_own")} == {value}
         build.check_output(config_of("test", convolutions=value))
 
 

@@ -137,8 +137,8 @@ class Config(NeutralKeys):
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
     # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
     fused_pointwise: bool = False
-    # The strided convolutions. auto: by this project's kernels where they can and are faster, else by cuDNN; needs a
-    # Hopper GPU, channels_last and enable_amp. own: by these kernels alone, or an error; cudnn: never by them.
+    # The strided convolutions. auto: by this project's kernels where they can, else by cuDNN; needs a Hopper GPU,
+    # channels_last and enable_amp. own: by these kernels alone, or an error; cudnn: never by them.
     convolutions: Literal["auto", "cudnn", "own"] = "auto"
     # One Triton kernel for all that follows the last layer's convolution: bias, tanh, loss, and their gradient. Needs
     # loss l1 alone, and last in network.space_to_depth or own convolutions; a GPU, channels_last and bfloat16 autocast.

@@ -34,11 +34,6 @@ def set_backends(config: Config, device: torch.device) -> None:
         raise LocalError(f"deterministic needs {CUBLAS_VARIABLE} {' or '.join(CUBLAS_VALUES)}, not {value}; unset it")
 
 
-def fix_algorithms() -> None:
-    """cuDNN does not search, and uses deterministic algorithms; for what is left to it beside own kernels."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-
-
 def log_backends(config: Config, world: World) -> None:
     """Logs the settings that count on a GPU; rank 0 logs them for all."""
     if world.device.type != "cuda" or not world.is_root:
@@ -47,8 +42,6 @@ def log_backends(config: Config, world: World) -> None:
     precision = "TF32" if config.tf32 and not overridden else "IEEE"
     why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
     algorithms = "; deterministic algorithms" if config.deterministic else ""
-    if torch.backends.cudnn.deterministic and not config.deterministic:
-        algorithms = "; a fixed choice of deterministic algorithms"
     version, search = torch.backends.cudnn.version(), "on" if torch.backends.cudnn.benchmark else "off"
     log.info("cuDNN %s, search %s; float32 convolutions: %s%s%s", version, search, precision, why, algorithms)
     if config.enable_amp and not config.channels_last and not config.is_classification and has_faulty_conv3d(version):

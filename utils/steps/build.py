@@ -22,7 +22,7 @@ from utils.errors import UserError, value_errors_for_users
 from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
-from utils.steps.backends import fix_algorithms, log_backends
+from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
 
 log = logging.getLogger(__name__)
@@ -150,9 +150,6 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
-    on_gpu = world.device.type == "cuda"
-    if on_gpu and any(text.startswith(convolutions.OWN) for text in convolution_plan(config, world.device).values()):
-        fix_algorithms()
     start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)
     initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)

@@ -38,9 +38,7 @@ def plan(config: Config, network: nn.Module, device: torch.device) -> Plan:
     general = strided.unavailable(device) or _switch(config)
     for name, shape in shapes.items():
         reason = general or layers[name].obstacle(shape, dtype, device)
-        faster = [kind for kind, backend in layers[name].backends(shape, dtype, device).items() if backend != "own"]
-        rest = f", {other} for the {' and '.join(faster)} (it is faster)" if faster else ""
-        found[name] = f"{other} ({reason})" if reason else f"{OWN}{rest}"
+        found[name] = f"{other} ({reason})" if reason else OWN
     return found
 
 
@@ -98,7 +96,7 @@ def describe(layers: Plan) -> list[str]:
 
 
 def _strided(network: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in network.named_modules() if hasattr(module, "backends")}
+    return {name: module for name, module in network.named_modules() if hasattr(module, "plans_own")}
 
 
 def _switch(config: Config) -> str:
