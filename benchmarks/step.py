@@ -50,6 +50,7 @@ from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.steps.graph import WARMUP_STEPS, GraphStep
+from utils.steps.kernels import compile_kernels
 from utils.training.provenance import device_name
 
 STARTED = time.perf_counter()
@@ -142,7 +143,7 @@ class Training:
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
         self.flops = training_flops(self.step.network, self._fixed.inputs)
-        self.first_seconds = common.seconds_of(lambda: self.step.warm_up(*self._fixed), self._device)
+        self.first_seconds = common.seconds_of(lambda: self._start(world), self._device)
         if self.config.enable_jit and not self.step.compiled:
             raise UserError("the compiler failed: see its warning")
         # A graph's first steps are eager; then it is recorded once for each of the loader's buffers.
@@ -159,6 +160,10 @@ class Training:
         self.synthetic()
         seconds = common.seconds_of(self.synthetic, self._device, 2) / 2
         self.steps = max(2, math.ceil(options.seconds / seconds))
+
+    def _start(self, world: World) -> None:
+        compile_kernels(self.config, world)
+        self.step.warm_up(*self._fixed)
 
     def synthetic(self) -> object:
         return self.step(*self._fixed, LEARNING_RATE)

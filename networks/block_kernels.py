@@ -36,8 +36,9 @@ def rows_to_blocks(  # type: ignore[no-untyped-def]
     for t in range(8 * steps):
         a = t // steps
         x = s.load([f0 - neighbor(a >> 1, PITCH) - (a & 1), (t - a * steps) * DEPTH])
-        # Through float32, because a GPU has no fast instruction from bfloat16 to float16.
-        acc = tl.dot(x.to(tl.float32).to(w.dtype), w.load([0, t * DEPTH]).T, acc)
+        if x.dtype != w.dtype:  # through float32, because a GPU has no fast instruction from bfloat16 to float16
+            x = x.to(tl.float32).to(w.dtype)
+        acc = tl.dot(x, w.load([0, t * DEPTH]).T, acc)
     store_blocks(acc, f0, 0, out, bias, targets, sums, cells, PITCH, CHANNELS)
 
 

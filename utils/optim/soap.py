@@ -8,6 +8,7 @@ the class are its steps, in its order.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from utils.config.sections import OptimizerConfig
 from utils.optim.adam import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
 
 Sides = tuple[int, ...]
+# The decomposition of a small matrix keeps a few multiprocessors busy: so many run at a time on a GPU.
+STREAMS = 8
 
 
 def weight_sides(shape: Iterable[int], merge_dims: str) -> Sides:
@@ -40,6 +43,16 @@ def owners(costs: Sequence[float], ranks: int) -> list[int]:
 def is_recorded() -> bool:
     """True while the operations of this thread are recorded to a CUDA graph, and not computed."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def _side_by_side(streams: Sequence[torch.cuda.Stream]) -> Iterator[Iterator[torch.cuda.Stream | None]]:
+    """The streams in turn, for work between what the current stream does before and after it; None on a CPU."""
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    yield itertools.cycle(streams or [None])
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 class Soap(AdamByWeight):
@@ -72,6 +85,7 @@ class Soap(AdamByWeight):
         }
         self._rank, self._ranks = 0, 1
         self._skipped: torch.Tensor | None = None  # 1 on the device if the last update was
+        self._streams: list[torch.cuda.Stream] = []
 
     # --- the algorithm ---
 
@@ -123,15 +137,19 @@ class Soap(AdamByWeight):
     def _renew_bases(self, first: bool) -> None:
         weights = self._weights()
         renewed: dict[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        for weight, state in weights:
-            renewed[weight] = {}
-            for number, owner in self._owners[weight].items():
-                statistics, basis = state[f"statistics_{number}"], state[f"basis_{number}"]
-                if owner != self._rank:
-                    order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
-                    renewed[weight][number] = torch.empty_like(basis), order
-                else:
-                    renewed[weight][number] = eigenbasis(statistics) if first else next_basis(statistics, basis)
+        if not self._streams and weights[0][0].is_cuda:
+            self._streams = [torch.cuda.Stream() for _ in range(STREAMS)]
+        with _side_by_side(self._streams) as beside:
+            for weight, state in weights:
+                renewed[weight] = {}
+                for number, owner in self._owners[weight].items():
+                    statistics, basis = state[f"statistics_{number}"], state[f"basis_{number}"]
+                    if owner != self._rank:
+                        order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
+                        renewed[weight][number] = torch.empty_like(basis), order
+                        continue
+                    with torch.cuda.stream(next(beside)):
+                        renewed[weight][number] = eigenbasis(statistics) if first else next_basis(statistics, basis)
         # After all of them are computed, which the ranks do at the same time.
         for weight, state in weights:
             for number, tensors in renewed[weight].items():
