@@ -14,6 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401 # for 
 from networks.kernels import tanh
 from networks.strided_kernels import activated
 
+PART = tl.constexpr(128)  # blocks whose results are written at once: more of them need too many registers
+
 
 @triton.jit
 def neighbor(run, PITCH: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -37,68 +39,60 @@ def rows_to_blocks(  # type: ignore[no-untyped-def]
         if x.dtype != w.dtype:  # through float32, because a GPU has no fast instruction from bfloat16 to float16
             x = x.to(tl.float32).to(w.dtype)
         acc = tl.dot(x, w.load([0, t * DEPTH]).T, acc)
-    store_blocks(acc, f0, 0, out, bias, targets, sums, cells, PITCH, CHANNELS, w.block_shape[0] // 4)
+    store_blocks(acc, f0, 0, out, bias, targets, sums, cells, PITCH, CHANNELS)
 
 
 @triton.jit
 def store_blocks(  # type: ignore[no-untyped-def]
-    acc,
-    f0,
-    pair: tl.constexpr,
-    out,
-    bias,
-    targets,
-    sums,
-    cells,
-    PITCH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PAIR: tl.constexpr,
+    acc, f0, k0: tl.constexpr, out, bias, targets, sums, cells, PITCH: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Writes a tile of B, from block f0 and this pair of parts on, as cells [N, 2D, 2D, 2D, CHANNELS] without padding.
+    """Writes a tile of B, from block f0 and channel k0 on, as cells [N, 2D, 2D, 2D, CHANNELS], except the padding.
 
-    acc: PAIR columns for each pair of parts, neighbors along a row; the first 2 CHANNELS of them are used.
-    With targets, `out` [F, 8 CHANNELS] gets the gradient of sum |tanh(B + bias) - targets| with respect to B instead,
-    and `sums` [tiles, 2, 4 PAIR] the shares of that sum and of the gradient's sum.
+    With targets, `out`, a descriptor of blocks, gets the gradient of sum |tanh(B + bias) - targets| with respect to B
+    instead, and `sums` [parts of PART blocks, 2, 64] the shares of that sum and of the gradient's sum.
     """
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     SIDE: tl.constexpr = 2 * PITCH - 2
-    if COLUMNS > PAIR:
+    if ROWS > PART:
+        low, high = acc.reshape(2, ROWS // 2, COLUMNS).permute(1, 2, 0).split()
+        store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
+        store_blocks(high, f0 + ROWS // 2, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
+    elif COLUMNS > 16:
         low, high = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
-        store_blocks(low, f0, pair, out, bias, targets, sums, cells, PITCH, CHANNELS, PAIR)
-        store_blocks(high, f0, pair + COLUMNS // (2 * PAIR), out, bias, targets, sums, cells, PITCH, CHANNELS, PAIR)
-    else:
-        row = tl.arange(0, ROWS)
-        f = f0 + row
+        store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
+        store_blocks(high, f0, k0 + COLUMNS // 2, out, bias, targets, sums, cells, PITCH, CHANNELS)
+    elif k0 < 8 * CHANNELS:
+        f = f0 + tl.arange(0, ROWS)
+        n = f // (PITCH * PITCH * PITCH)
         d = f // (PITCH * PITCH) % PITCH
         h = f // PITCH % PITCH
         w = f % PITCH
+        column = k0 + tl.arange(0, COLUMNS)
+        part = column // CHANNELS
+        channel = column % CHANNELS
         # The first and the last block along an axis have one part inside the grid.
-        inside = (d != (0 if pair < 2 else PITCH - 1)) & (h != (0 if pair % 2 == 0 else PITCH - 1)) & (f < cells)
-        k = tl.arange(0, COLUMNS)
-        first = k < CHANNELS
-        used = inside[:, None] & (k < 2 * CHANNELS)[None, :]
-        used = used & ((w > 0)[:, None] | ~first[None, :]) & ((w < PITCH - 1)[:, None] | first[None, :])
+        first = (d == 0) * 4 + (h == 0) * 2 + (w == 0)
+        last = (d == PITCH - 1) * 4 + (h == PITCH - 1) * 2 + (w == PITCH - 1)
+        outside = (first[:, None] & ~part[None, :]) | (last[:, None] & part[None, :])
+        used = (outside == 0) & (f < cells)[:, None] & (part < 8)[None, :]
         n0 = f0 // (PITCH * PITCH * PITCH)
-        n = f // (PITCH * PITCH * PITCH) - n0
-        cell = ((n * SIDE + 2 * d + pair // 2 - 1) * SIDE + 2 * h + pair % 2 - 1) * SIDE + 2 * w - 1
-        place = n0.to(tl.int64) * (SIDE * SIDE * SIDE * CHANNELS) + (cell * CHANNELS)[:, None] + k[None, :]
+        origin = n0.to(tl.int64) * (SIDE * SIDE * SIDE * CHANNELS)
+        cell = (((n - n0) * SIDE + 2 * d) * SIDE + 2 * h) * SIDE + 2 * w
+        shift = ((part // 4 - 1) * SIDE + part // 2 % 2 - 1) * SIDE + part % 2 - 1
+        place = origin + ((cell * CHANNELS)[:, None] + (shift * CHANNELS + channel)[None, :])
         if targets is None:
             tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)
         else:
-            output = tanh(acc + tl.load(bias + k % CHANNELS).to(tl.float32)[None, :])
+            output = tanh(acc + tl.load(bias + channel).to(tl.float32)[None, :])
             difference = output - tl.load(targets + place, mask=used, other=0.0).to(tl.float32)
             # 0 * difference is 0, or NaN. The comparisons alone would treat a NaN as no difference.
             sign = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0 * difference))
             gradient = tl.where(used, sign * (1.0 - output * output), 0.0)
-            out += f0.to(tl.int64) * (8 * CHANNELS) + pair * (2 * CHANNELS)
-            written = (f < cells)[:, None] & (k < 2 * CHANNELS)[None, :]
-            tl.store(
-                out + (row * (8 * CHANNELS))[:, None] + k[None, :], gradient.to(out.dtype.element_ty), mask=written
-            )
-            sums += f0 // ROWS * (8 * PAIR) + pair * PAIR + k
+            out.store([f0, k0], gradient.to(out.dtype))
+            sums += f0 // PART * 128 + column
             tl.store(sums, tl.sum(tl.where(used, tl.abs(difference), 0.0), 0))
-            tl.store(sums + 4 * PAIR, tl.sum(gradient, 0))
+            tl.store(sums + 64, tl.sum(gradient, 0))
 
 
 @triton.jit(do_not_specialize=["biased"])

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.library import custom_op
-from torch.nn import functional as F
 
 from networks import fused, padded, strided
 from networks.strided import BLOCK, PROCESSORS
@@ -28,7 +27,7 @@ MOST_CHANNELS = 8
 MOST_ELEMENTS = 2**30  # of a sample's cells: their addresses within a tile are int32
 # Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs fit into
 # a multiprocessor, so that one computes while the other one loads or writes.
-ROWS, OUTPUT_ROWS, CHUNK = 128, 128, 64
+ROWS, OUTPUT_ROWS, CHUNK = 256, 128, 64
 # The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
 TO_BLOCKS, TO_ROWS = (3, 5, 7, 1, 2, 4, 6, 0), (2, 4, 0, 6, 3, 5, 7, 1)
 
@@ -105,29 +104,30 @@ def tail(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in the rows' dtype, and the bias's."""
-    count, few, pitch = len(rows), len(bias), rows.shape[2] + 1
+    count, few, pitch, part = len(rows), len(bias), rows.shape[2] + 1, kernels().PART.value
     assert targets.shape == (count, few, *[2 * pitch - 2] * 3)
     shape = (count, 8 * few, *[pitch] * 3)
     gradient = torch.empty(shape, dtype=rows.dtype, device=rows.device, memory_format=torch.channels_last_3d)
-    sums = torch.empty((-(-count * pitch**3 // ROWS), 2, 4, _pair(few)), dtype=torch.float32, device=rows.device)
-    _rows_to_blocks(rows, weight, torch.float32, gradient, bias, targets, sums)
-    total, bias_gradient = sums[..., : 2 * few].sum(0)
-    return total.sum(), gradient, bias_gradient.reshape(8, few).sum(0).to(bias.dtype)
+    parts = -(-count * pitch**3 // ROWS) * (ROWS // part)
+    sums = torch.empty((parts, 2, 8 * MOST_CHANNELS), dtype=torch.float32, device=rows.device)
+    out = _matrix(gradient, count * pitch**3, 8 * few, 8 * few, part, 16)
+    _rows_to_blocks(rows, weight, torch.float32, out, bias, targets, sums)
+    total, bias_gradient = sums[..., : 8 * few].sum(0)
+    return total.sum(), gradient, bias_gradient.view(8, few).sum(0).to(bias.dtype)
 
 
 def _rows_to_blocks(
-    rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, out: torch.Tensor, *tail: torch.Tensor
+    rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, out: Any, *tail: torch.Tensor
 ) -> None:
-    """Launches the kernel. out: cells, or with bias, targets and sums blocks."""
+    """Launches the kernel. out: cells, or with bias, targets and sums a descriptor of blocks."""
     (small, few), pitch, cells = weight.shape[:2], rows.shape[2] + 1, len(rows) * (rows.shape[2] + 1) ** 3
     precise = rows.dtype == torch.bfloat16 and dtype == torch.float32
-    packed = _packed(weight, TO_BLOCKS, torch.float16 if precise else rows.dtype).view(4, 2 * few, 8 * small)
-    columns = 4 * _pair(few)
-    packed = F.pad(packed, (0, 0, 0, _pair(few) - 2 * few)).contiguous()
+    packed = _packed(weight, TO_BLOCKS, torch.float16 if precise else rows.dtype)
     s = _matrix(padded.with_pads(rows), cells, small, small, ROWS, BLOCK)
-    w = _matrix(packed, columns, 8 * small, 8 * small, columns, BLOCK)
+    w = _matrix(packed, 8 * few, 8 * small, 8 * small, _power_of_two(8 * few), BLOCK)
     arguments = (s, w, out, *(tail or [None] * 3), cells, small)
-    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 4, "num_stages": 3, "maxnreg": 160}
+    stages = 3 if precise else 2  # what is converted leaves shared memory earlier
+    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 8, "num_stages": stages, "maxnreg": 128}
     fused.launch(kernels().rows_to_blocks, -(-cells // ROWS), *arguments, **options)
 
 
@@ -199,11 +199,6 @@ def _parts(memory: torch.Tensor, rows: int, columns: int, stride: int, tile: int
     """Descriptors of a matrix for its first 64 columns, and for the others or None."""
     widths = [min(64, columns), max(0, columns - 64)]
     return [_matrix(memory, rows, columns, stride, tile, _power_of_two(width)) if width else None for width in widths]
-
-
-def _pair(channels: int) -> int:
-    """The columns of a tile for two parts of a block, neighbors along a row."""
-    return max(4, 1 << (2 * channels - 1).bit_length())
 
 
 def _power_of_two(columns: int) -> int:
