@@ -49,5 +49,5 @@ def downhill(potential: Tensor, threads: int) -> Tensor:
             torch.sub(steps[2], steps[3], out=field[axis, rows]).mul_(FAR)
             field[axis, rows].add_(steps[0], alpha=-NEAR).add_(steps[1], alpha=NEAR)
 
-    in_slabs(work, n, threads)
+    in_slabs(work, potential, threads)
     return field

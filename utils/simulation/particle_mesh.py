@@ -256,7 +256,7 @@ def kick_and_drift(particles: Particles, force: Tensor, kept: float, gain: float
             velocity.mul_(kept).add_(pull, alpha=gain)
             particles.displacement[:, piece].add_(velocity, alpha=drift)
 
-    in_slabs(work, particles.grid, threads)
+    in_slabs(work, particles.displacement[0], threads)
 
 
 def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress | None = None) -> Tensor:
