@@ -5,7 +5,6 @@ Each rank runs this program. See README.md for the flags, and docs/architecture.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from utils import cli
@@ -18,7 +17,7 @@ from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
-from utils.log import configure_logging
+from utils.log import configure_logging, once_per_job
 from utils.profiling import benchmark, preflight
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import build_profiler
@@ -29,7 +28,7 @@ from utils.training.choice import identity, run_request
 from utils.training.run import Run
 from utils.training.trainer import Trainer
 
-log = logging.getLogger("utils.training")
+log = once_per_job(__name__)
 
 
 @one_line_errors()

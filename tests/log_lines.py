@@ -44,6 +44,7 @@ class CollectedLines(logging.Handler):
         self.warnings: list[str] = []
         collected = logging.getLogger(logger)
         collected.handlers[:] = [self]
+        collected.filters.clear()
         collected.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:

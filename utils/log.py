@@ -58,16 +58,32 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-def configure_logging(rank: int) -> None:
-    """Logs to stderr: everything on rank 0, warnings and errors of this rank alone on the other ranks.
+class _OncePerJob(logging.Filter):
+    """Passes the lines of rank 0, and the errors of all ranks."""
 
-    The lines of utils.training are equal on all ranks, which is why only rank 0 logs them.
-    """
+    is_root = True
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.is_root or record.levelno >= logging.ERROR
+
+
+_once = _OncePerJob()
+
+
+def once_per_job(name: str) -> logging.Logger:
+    """The logger of a module whose lines are equal on all ranks: rank 0 alone logs them, but for errors."""
+    log = logging.getLogger(name)
+    log.addFilter(_once)
+    return log
+
+
+def configure_logging(rank: int) -> None:
+    """Logs to stderr: everything on rank 0, the warnings and errors of this rank on the other ranks."""
     handlers: list[logging.Handler] = [_StderrHandler()]
     if rank == 0:
         handlers.append(MemoryHandler(EARLY_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False))
     logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=FORMAT, handlers=handlers, force=True)
-    logging.getLogger("utils.training").setLevel(logging.ERROR if rank else logging.NOTSET)
+    _once.is_root = rank == 0
 
 
 @contextlib.contextmanager

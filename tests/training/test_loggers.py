@@ -25,7 +25,7 @@ from trainings import TOP, YAML, curves, directory, metrics
 import train
 from utils.distributed.devices import out_of_memory_for_users
 from utils.errors import Stopped, UserError
-from utils.log import configure_logging, log_file
+from utils.log import configure_logging, log_file, once_per_job
 from utils.training import loggers
 from utils.training.loggers import LOGGERS, build_loggers
 from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunRecords
@@ -62,8 +62,8 @@ def test_an_interrupted_allocation_is_no_full_memory() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_logs_everything_and_the_others_their_own_warnings(rank: int, tmp_path: Path, capsys: Any) -> None:
-    """The lines of utils.training are equal on all ranks. The file gets those from before it was open, once."""
-    loop, data = logging.getLogger("utils.training.trainer"), logging.getLogger("utils.data")
+    """Lines that are equal on all ranks are logged once. The file gets those from before it was open, once."""
+    loop, data = once_per_job("utils.training.trainer"), logging.getLogger("utils.data")
     configure_logging(rank)
     try:
         loop.info("early")

@@ -6,7 +6,6 @@ To add one, write a function like `cosine`, add a line to SCHEDULES, and add the
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from pathlib import Path
 
 from utils.config import Config
 from utils.files import atomic_write, check_target
+from utils.log import once_per_job
 
-log = logging.getLogger("utils.training")  # one line for all ranks
+log = once_per_job(__name__)
 
 LearningRate = Callable[[int], float]  # of a step, counted from 0
 

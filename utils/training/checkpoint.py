@@ -9,7 +9,6 @@ link `best` to that one.
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ import torch
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
+from utils.log import once_per_job
 from utils.training.state import TrainState
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import threading
@@ -18,12 +17,13 @@ import torch
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
+from utils.log import once_per_job
 from utils.optim.optimizers import state_bytes
 from utils.steps import build
 from utils.training.checkpoint import BEST, saved_steps, step_directory, stored_config, write
 from utils.training.state import TrainState
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 
 class HostCopy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
 import socket
@@ -24,8 +23,9 @@ from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, name_ranks
 from utils.errors import UserError
 from utils.files import MIB, read_json
+from utils.log import once_per_job
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 DIGEST = "sha256_of_samples"
 HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times

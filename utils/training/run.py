@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, recover, remove
-from utils.log import log_file
+from utils.log import log_file, once_per_job
 from utils.steps import build, convolutions
 from utils.steps.eager import EagerStep
 from utils.training import tags
@@ -37,7 +36,7 @@ from utils.training.provenance import common_data_record, data_changes, provenan
 from utils.training.resume import Start, find_start
 from utils.training.state import FitResult, TrainState
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
 # All that a run writes; --resume=no removes it, and nothing else. Without its config a run cannot be continued, so the

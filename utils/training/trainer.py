@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -12,6 +11,7 @@ from utils.config import Config
 from utils.data import AnyBatch, DataSplits
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped, UserError
+from utils.log import once_per_job
 from utils.optim.schedules import build_schedule
 from utils.progress import Progress, format_duration
 from utils.steps.annotate import annotate
@@ -27,7 +27,7 @@ from utils.training.resume import random_states
 from utils.training.run import Run
 from utils.training.state import FitResult, TrainState
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
 START_REMEDY = "check the data with --preflight, and the initial weights (weight_init, --init_from)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,12 @@ from typing import IO, Any, NamedTuple
 from utils.config import Config
 from utils.errors import os_reason
 from utils.files import atomic_write
+from utils.log import once_per_job
 from utils.training import tags
 
 METRICS = "metrics.jsonl"
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 
 class Resumed(NamedTuple):

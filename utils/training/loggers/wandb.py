@@ -9,7 +9,6 @@ from metrics.jsonl. Offline it starts from none, so the newest directory in wand
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -19,10 +18,11 @@ from typing import Any
 from utils.config import Config
 from utils.errors import EXIT_RESUMABLE, Stopped, UserError
 from utils.files import atomic_write
+from utils.log import once_per_job
 from utils.training import tags
 from utils.training.loggers.base import LoggedRun, Logger
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 PROJECT = "nbody-unet"
 PROVENANCE = ("command", "git_commit", "device", "world_size", "launcher", "versions")
