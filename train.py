@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
     options = cli.parse(argv)
     config = configs.load(options.yaml_config, options.config, options.overrides)
     if options.preflight is not None:
-        preflight.run(options, config, step_class)
+        preflight.run(options, config, step_class, evaluation_volume)
         return
     signals = Signals() if config.enable_benchy else StopSignals(config.stop_signal)
     connection = connect(config.device, config.timeouts, identity(config, options), nccl=not config.noddp)

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from utils.data import symmetry
+from utils.data.volumes import SPLITS
 
 Box = tuple[int, int, int]  # cells along x, y and z
-
-SPLITS = {"train": 0, "valid": 1}  # and the part of the random stream's key
 
 
 @dataclass(frozen=True)

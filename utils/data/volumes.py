@@ -24,11 +24,11 @@ from utils.data.files.attributes import (
 from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading
 from utils.data.files.npy import open_npy_volume
 from utils.data.files.values import check_all, check_distinct, check_samples
-from utils.data.plan import SPLITS
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file
 
+SPLITS = {"train": 0, "valid": 1}  # and the part of the random stream's key
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
 
 # Keys that are read from the files if the config does not name them, with values that accept every file.

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +23,6 @@ from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
-from utils.evaluation.callback import evaluation_volume
 from utils.optim.schedules import log_learning_rate, plot_learning_rate
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import check_memory, fits_one_step, reserved_bytes
@@ -36,6 +36,8 @@ from utils.training.loggers import check_loggers
 from utils.training.resume import Start, find_start
 
 log = logging.getLogger(__name__)
+
+Check = Callable[[Config, World], object]
 
 
 class _Report(logging.Handler):
@@ -52,8 +54,11 @@ class _Report(logging.Handler):
             print(f"preflight: {'warning: ' if is_warning else ''}{line}", flush=True)
 
 
-def run(options: Options, config: Config, step_class: type[EagerStep] = EagerStep) -> None:
-    """Prints the findings on the first rank; raises UserError at the first fault."""
+def run(options: Options, config: Config, step_class: type[EagerStep], check_evaluation: Check) -> None:
+    """Prints the findings on the first rank; raises UserError at the first fault.
+
+    check_evaluation: raises UserError if the evaluations during training are bound to fail.
+    """
     launch = read_launch()
     if launch.rank > 0:
         return
@@ -62,11 +67,11 @@ def run(options: Options, config: Config, step_class: type[EagerStep] = EagerSte
     ranks = options.preflight or launch.world_size
     config = with_file_values(config.for_world(ranks), get_loader(config.data_loader_config).reads)
     with value_errors_for_users():
-        _check(options, config, ranks, step_class)
+        _check(options, config, ranks, step_class, check_evaluation)
     print(f"preflight: no errors; warnings: {report.warnings}" if report.warnings else "preflight: all checks passed")
 
 
-def _check(options: Options, config: Config, ranks: int, step_class: type[EagerStep]) -> None:
+def _check(options: Options, config: Config, ranks: int, step_class: type[EagerStep], check_evaluation: Check) -> None:
     lacks_gpu = config.device == "cuda" and not torch.cuda.is_available()  # a login node
     device = torch.device("cpu") if lacks_gpu else choose_device(config.device, 0)
     alone = World(Launch("preflight"), device)
@@ -74,7 +79,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     step_class.check(config, together)
     build.check_norm(config, together)
     build.check_convolutions(config, together.device)
-    evaluation_volume(config, alone)
+    check_evaluation(config, alone)
     check_loggers(config.loggers, alone)
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)

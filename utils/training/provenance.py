@@ -17,8 +17,7 @@ import torch
 from utils import git_commit
 from utils.config import Config
 from utils.data import get_loader
-from utils.data.plan import SPLITS
-from utils.data.volumes import split_settings
+from utils.data.volumes import SPLITS, split_settings
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, name_ranks
 from utils.errors import UserError

@@ -16,8 +16,7 @@ import logging
 from utils.config import Config
 from utils.data.loaders import dali, gpu_resident, threaded
 from utils.data.loaders.base import DataSplits
-from utils.data.plan import SPLITS
-from utils.data.volumes import of_both_splits, open_split
+from utils.data.volumes import SPLITS, of_both_splits, open_split
 from utils.distributed.world import World
 from utils.errors import UserError
 
