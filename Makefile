@@ -44,7 +44,7 @@ demo: $(READY) $(DEMO_DATA)
 data/demo_train.h5: BOX = --grid 128 --seed 1
 data/demo_val.h5: BOX = --grid 96 --seed 2
 $(DEMO_DATA): | $(READY)
-	$(BIN)/python -m utils.simulation --output $@ $(BOX) --overwrite
+	$(BIN)/python -m simulation --output $@ $(BOX) --overwrite
 
 # All tests of a file run in one process, so that shared fixtures, such as a Slurm cluster, are created once. Two
 # processes per core, because many tests wait for ranks.

@@ -1,7 +1,7 @@
 """Simulated boxes of a study, and evaluations of its networks on them. A part of benchmarks/study.py.
 
 A study in benchmarks/studies.yaml may have
-    simulation: options of utils.simulation for all boxes, with `cell` in Mpc/h instead of the size of the box; `train`
+    simulation: options of simulation for all boxes, with `cell` in Mpc/h instead of the size of the box; `train`
         and `held_out` have the cells per side and the seeds: of the training box and the validation box, and of the
         boxes for the evaluation
     evaluate: volumes on which all networks are evaluated, by name: a file, or changes of `simulation`
@@ -63,7 +63,7 @@ class Boxes:
         if not path.exists():
             sys.stderr.write(f"simulating {path}\n")
             flags = [f"--{key}={value}" for key, value in keys.items()]
-            command = [sys.executable, "-m", "utils.simulation", *flags, f"--output={path}"]
+            command = [sys.executable, "-m", "simulation", *flags, f"--output={path}"]
             common.call(f"simulating {path}", command, path.with_suffix(".log"))
         return str(path)
 

@@ -19,7 +19,7 @@ from benchmarks import common
 from utils.lyman_alpha.flux import Universe, flux_power, optical_depth, power_sums, published_mean_flux, solve_scale
 
 if TYPE_CHECKING:
-    from utils.simulation.simulate import SimulationOptions
+    from simulation.simulate import SimulationOptions
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
 LINES = 4096
@@ -40,7 +40,7 @@ def of_waves(modes: np.ndarray, grid: int) -> np.ndarray:
 
 def flux(gas: np.ndarray, options: SimulationOptions) -> np.ndarray:
     """P1D in km/s at WAVENUMBERS, with the observed mean flux, over lines along z."""
-    from utils.simulation.linear_theory import make_cosmology
+    from simulation.linear_theory import make_cosmology
 
     cosmology, n = make_cosmology(options.cosmology), options.grid
     densities = {"omega_m": cosmology.Om0, "omega_l": cosmology.Ode0, "omega_b": cosmology.Ob0}
@@ -69,8 +69,8 @@ def relation(gas: np.ndarray) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    from utils.simulation.linear_theory import make_cosmology
-    from utils.simulation.simulate import SimulationOptions, initial_modes, simulate_fields
+    from simulation.linear_theory import make_cosmology
+    from simulation.simulate import SimulationOptions, initial_modes, simulate_fields
 
     parser = common.Parser(__doc__, grids=(64, 128, 256), box_size=20.0, seed=1, threads=2)
     options = parser.parse_args(argv)

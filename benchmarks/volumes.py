@@ -44,7 +44,7 @@ def make_files(options: argparse.Namespace) -> tuple[Path, Path]:
     small, volume = options.folder / f"box{SIDE}.h5", options.folder / f"box{options.grid}.h5"
     log, run = options.folder / "log.txt", options.folder / f"width{options.width}"
     if not small.exists():
-        command = [sys.executable, "-m", "utils.simulation", "--grid", SIDE, "--output", small]
+        command = [sys.executable, "-m", "simulation", "--grid", SIDE, "--output", small]
         common.call("the simulation", command, log)
     if not volume.exists():
         repeat(small, volume, options.grid // SIDE)

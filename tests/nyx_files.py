@@ -27,7 +27,7 @@ def physical_fields(shape: tuple[int, int, int], seed: int = 0) -> dict[str, np.
 
 def simulated_fields(grid: int, **options: Any) -> dict[str, np.ndarray]:
     """Fields of a particle-mesh simulation with `grid` cells per side, by Nyx's names."""
-    from utils.simulation.simulate import SimulationOptions, simulate_fields
+    from simulation.simulate import SimulationOptions, simulate_fields
 
     dark, gas = simulate_fields(SimulationOptions(grid=grid, **options))
     return {DARK_MATTER: dark[0], **dict(zip(GAS, gas, strict=True))}

@@ -21,7 +21,7 @@ MODULES = (
     "evaluate",
     "export",
     "utils.data.convert_to_npy",
-    "utils.simulation.simulate",
+    "simulation.simulate",
 )
 
 for name in MODULES:

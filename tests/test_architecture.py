@@ -1,6 +1,6 @@
 """Tests of the import rules, of the place of some code, and of forbidden calls, on the sources without importing them.
 
-Import direction: see LAYERS. networks is independent of utils.
+Import direction: see LAYERS. networks imports nothing else of the project, utils neither simulation nor analysis.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
-LAYERS = "errors | progress log | files | config | cli | distributed | optim | data | steps simulation | training"
-LAYERS += " | inference | lyman_alpha | evaluation | profiling"
-LAYER = {f"utils.{name}": number for number, names in enumerate(LAYERS.split("|")) for name in names.split()}
+UTILS = "errors | progress log | files | config | cli | distributed | optim | data | steps | training"
+UTILS += " | inference | lyman_alpha | evaluation | profiling"
+LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")] + [["simulation"]]
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+WINGS = ("networks", "utils", "simulation")
 # Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
 TRITON_MODULES = {"networks.kernels", "networks.block_kernels", "networks.strided_kernels"}
 FIGURES = {f"utils.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")}
 SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"
-NEEDING = TRITON_MODULES | FIGURES | {"evaluate"} | {f"utils.simulation.{name}" for name in SIMULATION.split()}
+NEEDING = TRITON_MODULES | FIGURES | {"evaluate"} | {f"simulation.{name}" for name in SIMULATION.split()}
 # Unpickling, YAML's object construction and shells execute code that a file or a text contains. torch's object
 # collectives unpickle what other processes send.
 UNSAFE = re.compile(
@@ -59,11 +61,8 @@ def unsafe_statements(tree: ast.Module) -> list[str]:
     return [line for line in ast.unparse(tree).splitlines() if UNSAFE.search(line)]
 
 
-# The files of entry scripts, networks, utils and benchmarks by dotted module name.
-FILES = [
-    *ROOT.glob("*.py"),
-    *(path for name in ("networks", "utils", "benchmarks") for path in (ROOT / name).rglob("*.py")),
-]
+# The files of entry scripts, the wings and benchmarks by dotted module name.
+FILES = [*ROOT.glob("*.py"), *(path for name in (*WINGS, "benchmarks") for path in (ROOT / name).rglob("*.py"))]
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
 IMPORTS = {module: list(imports(tree)) for module, tree in TREES.items()}
@@ -116,7 +115,7 @@ def test_networks_imports_only_torch_and_itself_and_only_builders_import_it() ->
 def test_no_module_imports_an_entry_script() -> None:
     """The exception is train_graph.py, which is train.py with another step."""
     assert {"train", "train_graph", "predict", "evaluate", "export"} == ENTRY_SCRIPTS
-    for package in ("utils", "networks", *ENTRY_SCRIPTS):
+    for package in (*WINGS, *ENTRY_SCRIPTS):
         others = ENTRY_SCRIPTS - ({"train"} if package == "train_graph" else set())
         assert faults(package, lambda _, found, others=others: found.name.split(".")[0] in others) == []
 
@@ -125,15 +124,16 @@ def test_packages_import_only_packages_of_lower_layers() -> None:
     """So no two packages import each other."""
 
     def package_of(module: str) -> str:
-        return ".".join(module.split(".")[:2])
+        return ".".join(module.split(".")[: 1 if module.startswith("simulation") else 2])
 
     def forbidden(module: str, found: Import) -> bool:
         own, other = package_of(module), package_of(module_of(found.name))
         return other in LAYER and other != own and LAYER[other] >= LAYER[own]
 
-    assert {package_of(module) for module in SOURCES if module.startswith("utils.")} == set(LAYER)
-    assert len(LAYER) <= 20
-    assert faults("utils", forbidden) == []
+    modules = [module for module in SOURCES if module.startswith((*WINGS[1:],)) and module != "utils"]
+    assert {package_of(module) for module in modules} == set(LAYER)
+    assert len(LAYER) <= 22
+    assert [fault for wing in WINGS[1:] for fault in faults(wing, forbidden)] == []
 
 
 def test_imports_of_modules_have_no_cycles() -> None:

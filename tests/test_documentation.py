@@ -48,7 +48,7 @@ PROGRAM = re.compile(
     r"(?:TRAIN_SCRIPT=(\S+).*)?(?:(?:^| )(?:\./)?(\w+\.(?:py|sh))|-m ((?:utils|benchmarks)\.\S+))( .*|$)"
 )
 MODULES = {"train.py": "train", "train_graph.py": "train", "submit_pm.sh": "train", "predict.py": "predict"}
-MODULES |= {"evaluate.py": "evaluate", "export.py": "export", "utils.simulation": "utils.simulation.simulate"}
+MODULES |= {"evaluate.py": "evaluate", "export.py": "export", "simulation": "simulation.simulate"}
 OPERATORS = {"*": operator.mul, "/": operator.truediv, "+": operator.add, "-": operator.sub}
 
 CONFIGS = {name for path in (TOP / "config").glob("*.yaml") for name in config.read_file(str(path))}

@@ -18,9 +18,9 @@ from log_lines import refusal
 
 import evaluate
 import predict
+from simulation.simulate import main as simulate
 from utils.evaluation import figures, report, results
 from utils.evaluation.volume import VolumeFields
-from utils.simulation.simulate import main as simulate
 
 
 @pytest.fixture(scope="module")

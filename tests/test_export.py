@@ -19,6 +19,7 @@ from torch import nn
 import export
 from networks import strided
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
+from simulation import channels as simulated
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
@@ -26,7 +27,6 @@ from utils.data.channels import input_channels, target_channels, volume_channels
 from utils.data.files.attributes import file_transform, simulation_of
 from utils.inference.export import METADATA, ExportedNetwork, finite_record
 from utils.inference.trained_network import TrainedNetwork
-from utils.simulation import channels as simulated
 from utils.steps import build
 from utils.training import checkpoint
 

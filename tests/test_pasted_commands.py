@@ -97,7 +97,7 @@ def test_blocks_run_as_pasted(checkout: Path, marks: set[str], monkeypatch: pyte
 def test_training_on_simulated_boxes_beats_simple_predictors(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """The demo had --resume=no, which removed the earlier run."""
     pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
-    from utils.simulation.simulate import main as simulate
+    from simulation.simulate import main as simulate
 
     monkeypatch.chdir(TOP)
     recipe = subprocess.run(["make", "--dry-run", "demo"], capture_output=True, text=True, check=True).stdout

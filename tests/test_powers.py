@@ -81,7 +81,7 @@ def test_exponents_that_torch_computes_by_products_and_roots(exponent: float) ->
 def test_simulation_uses_no_function_that_rounds_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fits of the rates have powers of the same temperatures in every simulation, which are never divided."""
     pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
-    from utils.simulation import hydro, simulate
+    from simulation import hydro, simulate
 
     gas = simulate.PrimordialGas(simulate.make_cosmology("planck18"))
     monkeypatch.setattr(simulate, "PrimordialGas", lambda cosmology: gas)

@@ -159,10 +159,10 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, volume_file: Callable[..., Path], run_forked: Any
 ) -> None:
     pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
-    from utils.simulation import simulate
+    from simulation import simulate
 
     def failure_of(command: Sequence[str], *rest: Any, **options: Any) -> str:
-        if "utils.simulation" not in command:
+        if "simulation" not in command:
             return run_forked(command, *rest, **options)
         options = simulate.parse(command[3:])
         Path(options.output).parent.mkdir(exist_ok=True)

@@ -15,14 +15,14 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 from scipy import integrate
 from scipy.optimize import brentq
 
+from simulation import cooling, evolution, hydro, ionization, linear_theory
+from simulation.cooling import PrimordialGas
+from simulation.evolution import GasPhysics
+from simulation.hydro import GAMMA, Gas
+from simulation.ionization import CollisionRates, Equilibrium
+from simulation.particle_mesh import Particles
 from utils.errors import UserError
 from utils.lyman_alpha.flux import TEMPERATURE_DENSITY
-from utils.simulation import cooling, evolution, hydro, ionization, linear_theory
-from utils.simulation.cooling import PrimordialGas
-from utils.simulation.evolution import GasPhysics
-from utils.simulation.hydro import GAMMA, Gas
-from utils.simulation.ionization import CollisionRates, Equilibrium
-from utils.simulation.particle_mesh import Particles
 
 COSMOLOGY = linear_theory.make_cosmology("planck18")
 

@@ -19,13 +19,13 @@ from reference_samples import ALONE
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
+from simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
+from simulation.simulate import SimulationOptions
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import input_channels, target_channels
 from utils.data.slabs import Slabs
 from utils.evaluation.spectra import KShells
-from utils.simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
-from utils.simulation.simulate import SimulationOptions
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]
@@ -270,5 +270,5 @@ def test_bad_options_are_reported_in_one_line_with_exit_code_2(tmp_path: Path, c
 
 
 def test_the_module_can_be_run(tmp_path: Path) -> None:
-    done = run(["-m", "utils.simulation", f"--output={tmp_path}"], tmp_path / "log")
+    done = run(["-m", "simulation", f"--output={tmp_path}"], tmp_path / "log")
     assert (done.returncode, done.stderr.splitlines()[-1][:13]) == (2, "error: output")

@@ -187,7 +187,7 @@ def _remedy(path: str) -> str:
         return "run make demo"
     if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
         return "to try the program without /data, run make demo (later also --config=demo)"
-    return f"simulate one with python -m utils.simulation --output {path}"
+    return f"simulate one with python -m simulation --output {path}"
 
 
 def open_split_npy(config: Config, split: str) -> list[Volume]:

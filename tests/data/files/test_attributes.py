@@ -13,13 +13,13 @@ from nyx_files import DARK_MATTER, physical_fields, write_nyx
 from trainings import YAML
 from volume_files import write_volume
 
+from simulation import channels as simulated
 from utils import config as configs
 from utils.config.sections import TransformConfig
 from utils.data.files.attributes import cell_size, common_simulation, file_transform
 from utils.data.files.hdf5 import FieldReader
 from utils.data.volumes import with_file_values
 from utils.errors import UserError
-from utils.simulation import channels as simulated
 
 DEFAULT = TransformConfig()
 OTHER = {"velocity_scale_km_s": 500.0, "temperature_log10_center": 4.0}

@@ -1,6 +1,6 @@
 """Attributes of an HDF5 file: the transforms of its channels, and the simulation that its fields come from.
 
-All are optional. `utils.simulation` writes them, and `predict.py` copies those of its input.
+All are optional. `simulation` writes them, and `predict.py` copies those of its input.
 """
 
 from __future__ import annotations

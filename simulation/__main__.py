@@ -1,9 +1,9 @@
-"""python -m utils.simulation --output train.h5 --grid 128 --seed 1"""
+"""python -m simulation --output train.h5 --grid 128 --seed 1"""
 
 import signal
 import sys
 
-from utils.simulation.simulate import main
+from simulation.simulate import main
 
 if __name__ == "__main__":
     # Without a handler, a canceled batch job would leave the temporary file.

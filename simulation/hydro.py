@@ -21,9 +21,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from simulation.fourier import in_order
 from utils.data.powers import power
 from utils.errors import UserError
-from utils.simulation.fourier import in_order
 
 Result = TypeVar("Result")
 Tile = tuple[Tensor, ...]

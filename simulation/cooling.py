@@ -20,8 +20,8 @@ from colossus.cosmology import cosmology as colossus
 from torch import Tensor
 from torch.nn import functional
 
-from utils.simulation.fourier import one_thread
-from utils.simulation.ionization import (
+from simulation.fourier import one_thread
+from simulation.ionization import (
     ELECTRONVOLT,
     HELIUM,
     HELIUM_REDSHIFTS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from utils.simulation.fourier import backward, forward, in_slabs, inverse_square, multiplied
+from simulation.fourier import backward, forward, in_slabs, inverse_square, multiplied
 
 # A cloud-in-cell deposit, and an interpolation, weakens waves by prod sinc^2(k_i / 2) = 1 - k^2 / 12 + ... The first
 # term is corrected; a full division would amplify the noise near Nyquist.

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simulation import cooling, hydro
+from simulation.cooling import HYDROGEN_MASS, NEUTRAL_WEIGHT, PrimordialGas
+from simulation.fourier import one_thread
+from simulation.gravity import accelerations
+from simulation.hydro import GAMMA, Gas
+from simulation.linear_theory import GrowthClock
+from simulation.particle_mesh import Particles, deposit, kick_and_drift
 from utils.progress import Progress
-from utils.simulation import cooling, hydro
-from utils.simulation.cooling import HYDROGEN_MASS, NEUTRAL_WEIGHT, PrimordialGas
-from utils.simulation.fourier import one_thread
-from utils.simulation.gravity import accelerations
-from utils.simulation.hydro import GAMMA, Gas
-from utils.simulation.linear_theory import GrowthClock
-from utils.simulation.particle_mesh import Particles, deposit, kick_and_drift
 
 KELVIN = HYDROGEN_MASS * 1e-3 / 1.380649e-23 * 1e6  # m_H / k in K / (km/s)^2
 LOWEST_DENSITY = 0.05  # of the initial gas: the linear contrast of a cell may be below -1

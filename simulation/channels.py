@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.ndimage import gaussian_filter
 
-from utils.simulation.fourier import in_order
+from simulation.fourier import in_order
 
 FILL_LENGTH = 2.0  # cells, distance over which velocities are extended into empty cells
 FILL_WEIGHT = 1e-3  # weight of the extended velocity, relative to the density of the cell in units of the mean

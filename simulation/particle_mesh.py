@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from utils.progress import Progress
-from utils.simulation.fourier import (
+from simulation.fourier import (
     backward,
     forward,
     in_order,
@@ -26,6 +25,7 @@ from utils.simulation.fourier import (
     multiplied,
     split_rows,
 )
+from utils.progress import Progress
 
 # Particles are deposited in this number of slabs of the initial lattice, and slabs are summed in order, for any number
 # of threads. The result is therefore bitwise independent of the number of threads.

@@ -1,7 +1,7 @@
 """Simulates training data: dark matter on a particle mesh, and gas dynamics with heating and cooling (evolution.py).
 
-    python -m utils.simulation --output train.h5 --grid 128 --seed 1
-    python -m utils.simulation --output val.h5 --grid 128 --seed 2
+    python -m simulation --output train.h5 --grid 128 --seed 1
+    python -m simulation --output val.h5 --grid 128 --seed 2
 
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
 v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values, and those of the
@@ -25,17 +25,17 @@ import torch
 from colossus.cosmology import cosmology as colossus
 from torch import Tensor
 
+from simulation import channels, evolution
+from simulation.cooling import PrimordialGas
+from simulation.fourier import backward, forward, multiplied, one_thread
+from simulation.linear_theory import GrowthClock, cosmology_names, linear_power, make_cosmology, velocity_unit
+from simulation.particle_mesh import lpt_particles, mass_and_momentum
 from utils.cli import Parser, positive
 from utils.data.files.nyx import from_physical, layout_attributes
 from utils.data.files.snapshots import FIELDS
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.simulation import channels, evolution
-from utils.simulation.cooling import PrimordialGas
-from utils.simulation.fourier import backward, forward, multiplied, one_thread
-from utils.simulation.linear_theory import GrowthClock, cosmology_names, linear_power, make_cosmology, velocity_unit
-from utils.simulation.particle_mesh import lpt_particles, mass_and_momentum
 
 FORMAT_VERSION = 2
 DEFAULT_CELL = 0.15625  # Mpc/h
@@ -166,7 +166,7 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     stored = ("grid", "seed", "cosmology", "redshift", "n_steps", "device")
     parameters = ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")
     return {
-        "made_by": "utils.simulation: particle-mesh N-body simulation with gas dynamics",
+        "made_by": "simulation: particle-mesh N-body simulation with gas dynamics",
         "format_version": FORMAT_VERSION,
         "box_size_mpc_h": options.box_length,
         "start_redshift": START_REDSHIFT,
@@ -199,7 +199,7 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     """Reads the command line; raises UserError if it is wrong."""
     steps = f"time steps, equal in growth factor (%(default)s); fewer than {FEWEST_STEPS} are for tests"
     parser = Parser(__doc__)
-    parser.prog = "python -m utils.simulation"
+    parser.prog = "python -m simulation"
     parser.add_argument("--output", required=True, help="HDF5 file to write")
     parser.add_argument("--grid", type=positive, default=128, help="cells per side of the box (%(default)s)")
     parser.add_argument("--box_size", type=float, help="side of the box in comoving Mpc/h (0.15625 times grid)")

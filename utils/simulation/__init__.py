@@ -1,1 +1,0 @@
-"""Particle-mesh simulations of dark matter and gas, which are the demonstration data: python -m utils.simulation."""
