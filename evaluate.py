@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from analysis.evaluation import report
+from analysis.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files
+from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
+from analysis.lyman_alpha.setup import add_flux_options, take_flux_options
 from utils import cli
 from utils.config.sections import EvaluationConfig
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
-from utils.evaluation import report
-from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files
-from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
-from utils.lyman_alpha.setup import add_flux_options, take_flux_options
 from utils.training.checkpoint import load_weights
 from utils.training.provenance import provenance
 

@@ -24,6 +24,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from analysis.inference.export import ExportedNetwork, finite_record
+from analysis.inference.trained_network import TrainedNetwork
 from utils import cli
 from utils import config as configs
 from utils.distributed.devices import choose_device
@@ -31,8 +33,6 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import check_target
-from utils.inference.export import ExportedNetwork, finite_record
-from utils.inference.trained_network import TrainedNetwork
 from utils.log import configure_logging
 from utils.training.checkpoint import digest, weights_file
 from utils.training.provenance import provenance

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from analysis.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
+from analysis.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
+from analysis.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from utils import cli
 from utils.data.files.hdf5 import FieldReader
 from utils.distributed.devices import out_of_memory_for_users
@@ -20,9 +23,6 @@ from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
-from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
-from utils.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
-from utils.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
 from utils.training.checkpoint import load_weights
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from analysis.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
 from utils import cli
 from utils import config as configs
 from utils.config import Config
@@ -16,7 +17,6 @@ from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
-from utils.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
 from utils.log import configure_logging, once_per_job
 from utils.profiling import benchmark, preflight
 from utils.profiling.memory import reserved_bytes

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from analysis.evaluation import results
+from analysis.evaluation.baselines import volume_losses
+from analysis.evaluation.volume import VolumeFields
+from analysis.inference.sliding_window import SlidingWindowPredictor
+from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from benchmarks import common
 from utils.config.sections import EvaluationConfig
 from utils.data import Batch
-from utils.evaluation import results
-from utils.evaluation.baselines import volume_losses
-from utils.evaluation.volume import VolumeFields
-from utils.inference.sliding_window import SlidingWindowPredictor
-from utils.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from utils.steps import build
 
 SIGHTLINES = 0  # all: P3D needs them

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from benchmarks import common
-from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 
 UNIVERSE = Universe(redshift=3.0, h=0.675, omega_m=0.31, omega_l=0.69, omega_b=0.0487)
 CELLS = (0.02, 0.04, 0.5)  # Mpc/h

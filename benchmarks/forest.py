@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from analysis.evaluation.results import PhaseDiagram, Results
+from analysis.evaluation.volume import VolumeFields, config_of_files
+from analysis.lyman_alpha.results import BANDS, FGPA, PREDICTION, TARGET, Flux, band_name
 from benchmarks import boxes, common, study
 from utils.config.sections import EvaluationConfig
-from utils.evaluation.results import PhaseDiagram, Results
-from utils.evaluation.volume import VolumeFields, config_of_files
-from utils.lyman_alpha.results import BANDS, FGPA, PREDICTION, TARGET, Flux, band_name
 
 STUDY = "forest"
 BAND = BANDS[2]  # of the fit of the smoothing and of the scatter between boxes

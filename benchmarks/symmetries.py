@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from analysis.inference.sliding_window import SlidingWindowPredictor
+from analysis.inference.trained_network import SYMMETRIES
 from benchmarks import boxes, common
-from utils.inference.sliding_window import SlidingWindowPredictor
-from utils.inference.trained_network import SYMMETRIES
 
 SECONDS = "CPU seconds of the forward passes"
 SHOWN = ("L1", *(f"r of log {field}, k = {k} h/Mpc" for field in ("density", "temperature") for k in (2, 5, 10)))

@@ -23,11 +23,11 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from host_waits import WaitingTrace  # noqa: E402
 from step_trace import batch_of, fake_gpu, phases  # noqa: E402
 
+from analysis.inference.sliding_window import forward_pass  # noqa: E402
 from benchmarks import common  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.distributed.launch import Launch  # noqa: E402
 from utils.distributed.world import World  # noqa: E402
-from utils.inference.sliding_window import forward_pass  # noqa: E402
 from utils.optim import soap  # noqa: E402
 from utils.steps import build  # noqa: E402
 from utils.steps.graph import GraphStep  # noqa: E402

@@ -9,15 +9,15 @@ import numpy as np
 from reference_samples import ALONE
 from volume_files import smooth_field
 
+from analysis.evaluation.results import Results
+from analysis.evaluation.statistics import VolumeStatistics
+from analysis.lyman_alpha.forest import FluxStatistics
+from analysis.lyman_alpha.setup import FluxSetup
+from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
-from utils.data.slabs import SlabFields, Slabs
-from utils.evaluation.results import Results
-from utils.evaluation.statistics import VolumeStatistics
-from utils.lyman_alpha.forest import FluxStatistics
-from utils.lyman_alpha.setup import FluxSetup
 
 # What a file states of its simulation.
 SIMULATION: dict[str, float | str] = {

@@ -14,16 +14,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
-UTILS = "errors | progress log | files | config | cli | distributed | optim | data | steps | training"
-UTILS += " | inference | lyman_alpha | evaluation | profiling"
-LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")] + [["simulation"]]
+UTILS = "errors | progress log | files | config | cli | distributed | optim | data | steps | training | profiling"
+ANALYSIS = "slabs | modes | inference | lyman_alpha | evaluation"
+LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")]
+LAYERS += [[f"analysis.{name.strip()}"] for name in ANALYSIS.split("|")] + [["simulation"]]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-WINGS = ("networks", "utils", "simulation")
+WINGS = ("networks", "utils", "simulation", "analysis")
 # Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
 TRITON_MODULES = {"networks.kernels", "networks.block_kernels", "networks.strided_kernels"}
-FIGURES = {f"utils.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")}
+FIGURES = {f"analysis.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")}
 SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"
 NEEDING = TRITON_MODULES | FIGURES | {"evaluate"} | {f"simulation.{name}" for name in SIMULATION.split()}
 # Unpickling, YAML's object construction and shells execute code that a file or a text contains. torch's object
@@ -107,9 +108,13 @@ def test_networks_imports_only_torch_and_itself_and_only_builders_import_it() ->
         return found.name.split(".")[0] not in allowed | ({"triton"} if module in TRITON_MODULES else set())
 
     assert faults("networks", forbidden) == []
-    building = ("steps", "inference.export", "inference.trained_network", "profiling.preflight")
-    builders = tuple(f"utils.{name}" for name in building)
-    assert faults("utils", lambda module, one: within(one.name, "networks") and not module.startswith(builders)) == []
+    builders = ("utils.steps", "utils.profiling.preflight", "analysis.inference.export")
+    builders += ("analysis.inference.trained_network",)
+
+    def builds(module: str, found: Import) -> bool:
+        return within(found.name, "networks") and not module.startswith(builders)
+
+    assert faults("utils", builds) == faults("analysis", builds) == faults("simulation", builds) == []
 
 
 def test_no_module_imports_an_entry_script() -> None:
@@ -130,9 +135,9 @@ def test_packages_import_only_packages_of_lower_layers() -> None:
         own, other = package_of(module), package_of(module_of(found.name))
         return other in LAYER and other != own and LAYER[other] >= LAYER[own]
 
-    modules = [module for module in SOURCES if module.startswith((*WINGS[1:],)) and module != "utils"]
+    modules = [module for module in SOURCES if module.startswith(WINGS[1:]) and module not in ("utils", "analysis")]
     assert {package_of(module) for module in modules} == set(LAYER)
-    assert len(LAYER) <= 22
+    assert len(LAYER) <= 24
     assert [fault for wing in WINGS[1:] for fault in faults(wing, forbidden)] == []
 
 

@@ -15,11 +15,11 @@ from processes import run_ranks
 from trainings import TOP, YAML, metrics, train_on
 
 import train
+from analysis.evaluation.baselines import class_frequency_loss
 from utils import config as configs
 from utils.data import open_loaders
 from utils.data.loaders.classification import open_splits
 from utils.distributed.world import World
-from utils.evaluation.baselines import class_frequency_loss
 from utils.steps import build
 
 NAMES = list(configs.read_file(str(TOP / "config" / "classification.yaml")))  # which UNet.yaml finds next to it

@@ -22,11 +22,11 @@ import evaluate
 import export
 import predict
 import train
+from analysis.evaluation import figures
+from analysis.inference.trained_network import TrainedNetwork
 from simulation.simulate import SimulationOptions, file_attributes
 from utils.config.sections import Condition
 from utils.data.files.attributes import CONDITIONS, simulation_of
-from utils.evaluation import figures
-from utils.inference.trained_network import TrainedNetwork
 from utils.steps.eager import EagerStep
 from utils.training.evaluations import FOLDER
 

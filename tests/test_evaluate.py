@@ -18,9 +18,9 @@ from log_lines import refusal
 
 import evaluate
 import predict
+from analysis.evaluation import figures, report, results
+from analysis.evaluation.volume import VolumeFields
 from simulation.simulate import main as simulate
-from utils.evaluation import figures, report, results
-from utils.evaluation.volume import VolumeFields
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def box(tmp_path_factory: pytest.TempPathFactory, volume_file: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def written(trained_run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report whose figures are not rendered; tests/evaluation/test_report.py renders them."""
+    """A report whose figures are not rendered; tests/analysis/evaluation/test_report.py renders them."""
     output = tmp_path_factory.mktemp("reports") / "evaluation"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "encode_png", lambda figure: b"PNG" if figure.axes else b"")

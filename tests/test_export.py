@@ -17,6 +17,8 @@ from log_lines import refusal
 from torch import nn
 
 import export
+from analysis.inference.export import METADATA, ExportedNetwork, finite_record
+from analysis.inference.trained_network import TrainedNetwork
 from networks import strided
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from simulation import channels as simulated
@@ -25,8 +27,6 @@ from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels, volume_channels
 from utils.data.files.attributes import file_transform, simulation_of
-from utils.inference.export import METADATA, ExportedNetwork, finite_record
-from utils.inference.trained_network import TrainedNetwork
 from utils.steps import build
 from utils.training import checkpoint
 
@@ -189,7 +189,7 @@ def own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(strided, "unavailable", lambda device: "")
     exported(tmp_path)
     module = ExportedNetwork.of(TrainedNetwork.load(tmp_path / "run", torch.device("cpu")), "physical").module
-    assert {layer.convolutions for layer in module.modules() if hasattr(layer, "backends")} == {"cudnn"}
+    assert {layer.convolutions for layer in module.modules() if hasattr(layer, "plans_own")} == {"cudnn"}
     return tmp_path
 
 
@@ -203,7 +203,7 @@ def test_a_file_works_without_this_project(trained: str, tmp_path: Path, request
     np.save(folder / "dark_matter.npy", fields.numpy())
     code = """
 import importlib.util, json, sys, numpy, torch
-for module in ("networks", "utils", "train", "predict", "export"):
+for module in ("networks", "utils", "analysis", "train", "predict", "export"):
     assert importlib.util.find_spec(module) is None, module
 names = {"dark_matter": torch.from_numpy(numpy.load("dark_matter.npy"))}
 exec("\\n".join(json.loads(sys.argv[1])), names)
@@ -238,7 +238,7 @@ def test_what_cannot_be_exported_is_a_one_line_error(
     packed = ExportedNetwork.of(TrainedNetwork.load(files / "run", torch.device("cpu")), "physical")
     difference = packed.largest_difference(lambda fields: 1.001 * packed.module(fields))
     assert difference == pytest.approx(1e-3, rel=0.01)
-    monkeypatch.setattr("utils.inference.export.LARGEST_DIFFERENCE", -1.0)
+    monkeypatch.setattr("analysis.inference.export.LARGEST_DIFFERENCE", -1.0)
     (tmp_path / "old.pt2").write_text("older")
     unknown = save(tmp_path / "unknown", config_of(transform={"velocity_scale_km_s": None}))
     for checkpoint_path, output, says, *more in (

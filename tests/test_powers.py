@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from networks.film import EMBEDDING
 from networks.unet import UNet
 from utils.data.powers import power
-from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 
 EXPONENTS = (2 / 3, -2 / 3, -1 / 3, 1.503, 0.225)
 PIECES = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 63, 100, 256)

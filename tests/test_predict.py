@@ -22,19 +22,19 @@ from reference_samples import ALONE
 from volume_files import SIMULATED, smooth_field
 
 import predict
+from analysis.inference import prediction_file
+from analysis.inference.sliding_window import SlidingWindowPredictor
+from analysis.inference.trained_network import TrainedNetwork
+from analysis.inference.window_grid import build_window_grid
+from analysis.slabs import Slabs
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import target_channels
 from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import BlockWriter
-from utils.data.slabs import Slabs
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.inference import prediction_file
-from utils.inference.sliding_window import SlidingWindowPredictor
-from utils.inference.trained_network import TrainedNetwork
-from utils.inference.window_grid import build_window_grid
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 
 BOX = (24, 16, 16)
@@ -99,7 +99,7 @@ def assert_complete(output: Path, whole: Path) -> None:
 
 
 def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, periodic: bool = True) -> np.ndarray:
-    """The sliding-window prediction without the command; tests/inference/test_sliding_window.py tests it."""
+    """The sliding-window prediction without the command; tests/analysis/inference/test_sliding_window.py tests it."""
     network = torch.no_grad()(TrainedNetwork.load(run, torch.device("cpu")).network)
     field = contents(nbody)["Nbody"]
     grid = build_window_grid(field.shape[1:], window, overlap, periodic)  # type: ignore[arg-type]

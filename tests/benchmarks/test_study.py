@@ -15,11 +15,11 @@ import h5py
 import processes
 import pytest
 
+from analysis.evaluation import results
 from benchmarks import boxes, common, study
 from benchmarks.study import LOSS, STUDIES, Condition, Study, Training, result_table, to_goal
 from utils import config as configs
 from utils.errors import UserError
-from utils.evaluation import results
 
 CONDITIONS = tuple(Condition(name, "digits_naive") for name in ("one", "two"))
 STUDY = Study(CONDITIONS, "Accuracy/valid", "y", rises=True)

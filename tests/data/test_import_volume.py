@@ -17,6 +17,8 @@ from nyx_files import CM_PER_KM, GAS, UNIVERSE, physical_fields, simulated_field
 
 import predict
 import train
+from analysis.evaluation.callback import evaluation_grid
+from analysis.evaluation.volume import config_of_files
 from utils import cli
 from utils import config as configs
 from utils.config.sections import TransformConfig
@@ -26,8 +28,6 @@ from utils.data.convert_to_npy import convert
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import open_volume
 from utils.data.import_volume import main
-from utils.evaluation.callback import evaluation_grid
-from utils.evaluation.volume import config_of_files
 from utils.steps import build
 
 SHAPE = (12, 6, 8)

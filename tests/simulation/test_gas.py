@@ -15,6 +15,7 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 from scipy import integrate
 from scipy.optimize import brentq
 
+from analysis.lyman_alpha.flux import TEMPERATURE_DENSITY
 from simulation import cooling, evolution, hydro, ionization, linear_theory
 from simulation.cooling import PrimordialGas
 from simulation.evolution import GasPhysics
@@ -22,7 +23,6 @@ from simulation.hydro import GAMMA, Gas
 from simulation.ionization import CollisionRates, Equilibrium
 from simulation.particle_mesh import Particles
 from utils.errors import UserError
-from utils.lyman_alpha.flux import TEMPERATURE_DENSITY
 
 COSMOLOGY = linear_theory.make_cosmology("planck18")
 

@@ -19,13 +19,13 @@ from reference_samples import ALONE
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
+from analysis.evaluation.spectra import KShells
+from analysis.slabs import Slabs
 from simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
 from simulation.simulate import SimulationOptions
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import input_channels, target_channels
-from utils.data.slabs import Slabs
-from utils.evaluation.spectra import KShells
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]
@@ -38,7 +38,7 @@ def large() -> Fields:
 
 
 def power_spectrum(contrast: np.ndarray, box_size: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mean k in h/Mpc and mean power in (Mpc/h)^3 of the shells that tests/evaluation/test_statistics.py tests."""
+    """Mean k in h/Mpc and mean power in (Mpc/h)^3 of the shells that test_statistics.py tests."""
     shells = KShells(Slabs(contrast.shape, ALONE), box_size / len(contrast))
     found = shells.spectrum(shells.sums([torch.tensor(contrast, dtype=torch.float32)] * 2))
     return found.k, found.target

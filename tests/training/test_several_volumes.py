@@ -13,7 +13,7 @@ from trainings import YAML, directory, last, metrics, train_on
 from volume_files import write_volume
 
 import train
-from utils.evaluation import results
+from analysis.evaluation import results
 from utils.training import evaluations
 
 BOXES = {"a": (16, 8, 12), "b": (8, 20, 9), "valid": (12, 8, 16)}

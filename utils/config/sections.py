@@ -195,7 +195,7 @@ class TransformConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation of the whole validation volume, the first of several, during training; see utils/evaluation."""
+    """Evaluation of the whole validation volume, the first of several, during training; see analysis/evaluation."""
 
     every_epochs: Count = 0  # epochs between two evaluations, and after the last one; 0: never
     window: Positive | None = None  # cells per side of the network's input; None: data_size

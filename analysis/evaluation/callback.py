@@ -1,0 +1,172 @@
+"""Evaluation of a training run: of the whole validation volume after some epochs, and a report at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from analysis.evaluation import results, tables
+from analysis.evaluation.baselines import baseline_losses
+from analysis.evaluation.results import Results
+from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields
+from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
+from analysis.inference.window_grid import WindowGrid, build_window_grid
+from analysis.lyman_alpha.forest import KnownFlux
+from analysis.slabs import SlabFields, Slabs
+from utils.config import Config
+from utils.data import Loader, get_loader
+from utils.data.files.attributes import conditions_of
+from utils.data.files.hdf5 import Volume, reading
+from utils.data.volumes import open_boxes
+from utils.distributed.devices import out_of_memory_for_users
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.steps.eager import EagerStep
+from utils.training import evaluations, tags
+from utils.training.callbacks import Evaluation
+from utils.training.run import Run
+
+log = logging.getLogger(__name__)
+
+MEMORY_REMEDY = (
+    "use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume without evaluation "
+    "(--set evaluation.every_epochs=0)"
+)
+
+
+class VolumeEvaluation(Evaluation):
+    """Evaluates the validation volume every `evaluation.every_epochs` epochs and after the last; saves the results."""
+
+    def __init__(self, config: Config, volume: Volume, step: EagerStep, run: Run) -> None:
+        assert config.local_batch_size is not None
+        grid = evaluation_grid(config, volume)
+        # No more cells at once than in training.
+        batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
+        channels = config.N_in_channels, config.N_out_channels
+        read = functools.partial(self._read, volume.inputs, slice(None))
+        conditions = conditions_of(config.network, volume.path, volume.simulation)
+        predict = with_conditions(step.predict, conditions, run.world.device)
+        self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, run.world)
+        self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
+        self._known = KnownFlux()
+        self._folder = run.directory / evaluations.FOLDER
+        self._metadata = {"input": volume.path, "run": str(run.directory), "loss": config.loss}
+        if not volume.periodic:
+            self._metadata["note"] = NOT_PERIODIC
+
+    def after_epoch(
+        self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
+    ) -> dict[str, float]:
+        """Scalars of the evaluation after an epoch, none if it is not due; every rank calls it."""
+        if epoch % self._config.evaluation.every_epochs and not is_last:
+            return {}
+        started = time.perf_counter()
+        windows = self._predictor.grid.describe()
+        log.info(f"  Evaluating the validation volume, {windows}")
+        metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
+        with out_of_memory_for_users(MEMORY_REMEDY):
+            slabs = Slabs(self._volume.shape, self._world)
+            predicted = slabs.stored(self._predictor.predict_planes(slabs, pause=stop_if_requested))
+            inputs, target = (
+                slabs.reader(functools.partial(self._read, field))
+                for field in (self._volume.inputs, self._volume.targets)
+            )
+            fields = SlabFields(inputs, predicted, target)
+            evaluation = evaluate_fields(
+                self._config, self._volume, fields, slabs, metadata, stop_if_requested, self._known
+            )
+        if self._world.is_root:
+            self._save_and_draw(evaluation, step)
+        seconds = time.perf_counter() - started
+        log.info(f"  Evaluation of the validation volume: {seconds:.3f} sec")
+        for line in tables.lines(evaluation):
+            log.info(f"  {line}")
+        return evaluation.scalars()
+
+    def _read(self, field: Any, *cells: slice) -> np.ndarray:
+        """Some cells of one of the volume's fields [C, X, Y, Z]."""
+        with reading(self._volume.path):
+            return np.asarray(field[cells])
+
+    def _save_and_draw(self, evaluation: Results, step: int) -> None:
+        """Saves and draws the results; a full disk does not stop the run."""
+        try:
+            results.save(evaluation, evaluations.path_of_step(self._folder, step))
+        except OSError as error:
+            log.warning("Cannot save the evaluation in %s: %s", self._folder, error.strerror or error)
+        from analysis.evaluation import figures  # matplotlib takes time to import
+
+        for name, figure in figures.draw_all(evaluation).items():
+            self._logger.figure(tags.evaluation_figure(name), figure, step)
+
+
+def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
+    """The windows of an evaluation; UserError if they do not suit the volume."""
+    options = config.evaluation
+    try:
+        window = options.window or config.data_size
+        return build_window_grid(volume.shape, window, options.overlap, periodic=volume.periodic)
+    except UserError as error:
+        raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
+
+
+def evaluation_volume(config: Config, world: World) -> Volume | None:
+    """The first validation volume, if evaluation.every_epochs asks for it; UserError if it cannot be evaluated.
+
+    Called before anything is written: a run must not begin if its evaluations are bound to fail.
+    """
+    if not config.evaluation.every_epochs:
+        return None
+    with world.raise_together():
+        volume, *_ = open_boxes(config, "valid", get_loader(config.data_loader_config).reads)
+        evaluation_grid(config, volume)
+    return volume
+
+
+def build_evaluation(config: Config, volume: Volume | None, step: EagerStep, run: Run) -> Evaluation:
+    """The evaluation after each epoch; `volume` None: none."""
+    if config.report_pictures and run.world.is_root:
+        threading.Thread(target=_import_figures, daemon=True).start()
+    return Evaluation() if volume is None else VolumeEvaluation(config, volume, step, run)
+
+
+def _import_figures() -> None:
+    """Imports matplotlib while the first step compiles: at the end of the run it would take a second or two."""
+    with contextlib.suppress(ImportError):
+        from analysis.evaluation import training_figures  # noqa: F401
+
+
+def report_on_run(
+    config: Config, step: EagerStep, loader: Loader, run: Run, steps: int
+) -> tuple[dict[str, float], list[str]]:
+    """Losses of the baselines on the validation `loader`, and lines about the pictures that it draws.
+
+    Every rank calls it. `steps` is the number of steps that the run has made.
+    """
+    if config.report_baselines:
+        log.info("Computing the losses of the baselines")
+    losses = baseline_losses(config, loader, step.loss, run.world) if config.report_baselines else {}
+    draws = config.report_pictures and run.world.is_root
+    return losses, _draw(config, step, loader, run, steps) if draws else []
+
+
+def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> list[str]:
+    """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
+    lines: list[str] = []
+    log.info("Drawing pictures in %s", run.directory)
+    try:
+        from analysis.evaluation import training_figures  # matplotlib takes time to import
+
+        for line in training_figures.draw_run(step, loader, config, run, steps):
+            lines.append(line)  # those before an error are kept
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
+    return lines

@@ -1,0 +1,328 @@
+"""Figures of one evaluation: slices, spectra, distributions, phase diagram, and Lyman-alpha flux."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
+from matplotlib.image import AxesImage, imsave
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from analysis.evaluation.results import Distribution, Results
+from analysis.evaluation.tables import residual_unit
+from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
+from utils.data.channels import DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
+
+# A palette that the color-blind can distinguish (Okabe & Ito 2008).
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+COLOR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
+RESIDUAL_COLORS = "PuOr_r"
+LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}
+NEAR_ONE = (0.5, 1.5)  # limits of power ratios: without them, the excess of one field hides all others
+DOTS_PER_INCH = 110
+
+
+def draw_all(results: Results) -> dict[str, Figure]:
+    """A figure for each entry of PICTURES that the results have data for."""
+    missing = {name for name in ("phase_diagram", "flux") if getattr(results, name) is None}
+    missing |= set() if results.flux and results.flux.p3d_k.size else {"flux_3d"}
+    drawn = {name: draw(results) for name, draw in PICTURES.items() if name not in missing}
+    for figure in drawn.values():
+        figure.suptitle(results.title)
+    return drawn
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of a size in inches."""
+    return Figure(figsize=(width, height), layout="constrained", dpi=DOTS_PER_INCH)
+
+
+def encode_png(figure: Figure) -> bytes:
+    file, canvas = io.BytesIO(), FigureCanvasAgg(figure)
+    canvas.draw()  # once; savefig would draw twice
+    figure.set_layout_engine("none")  # keep the layout, which takes half of a drawing's time, if it is drawn again
+    imsave(file, np.asarray(canvas.buffer_rgba()), format="png")
+    return file.getvalue()
+
+
+# --- spectra ---------------------------------------------------------------------------------------------------------
+
+
+def spectra(results: Results) -> Figure:
+    """Power relative to the target, near 1 and on the whole, and correlation with the target, by wavenumber."""
+    figure = new_figure(8, 9)
+    near, whole, below = figure.subplots(3, sharex=True, height_ratios=(3, 2, 3))
+    for axes in (near, whole, below):
+        axes.set_prop_cycle(color=PALETTE)
+        axes.axhline(1, color="0.3", linewidth=0.8, zorder=0.5)
+        axes.grid(alpha=0.25)
+    for name, spectrum in results.spectra.items():
+        near.plot(spectrum.k, spectrum.ratio, label=name)
+        whole.plot(spectrum.k, spectrum.ratio)
+        below.plot(spectrum.k, spectrum.correlation)
+    below.axhline(0.9, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
+    power = r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$"
+    near.set(ylim=NEAR_ONE, ylabel=power)
+    whole.set(yscale="log", ylabel=f"{power}\n(all values)")
+    below.set(xscale="log", xlabel=f"wavenumber k ({results.wavenumber_unit})", ylabel="correlation r with the target")
+    below.set_xlim(spectrum.k[0] / 1.1, spectrum.k[-1] * 1.1)  # also if a diverged network leaves nothing to plot
+    _label_logarithmic(below.xaxis)
+    figure.align_ylabels()
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _label_logarithmic(axis: Axis) -> None:
+    """Labels 1, 2 and 5 of each decade with plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+# --- distributions and phase diagram ---------------------------------------------------------------------------------
+
+
+def distributions(results: Results) -> Figure:
+    """Distribution of the values of each channel: target filled, prediction as a line."""
+    count = len(results.distributions)
+    columns = min(3, count)
+    rows = math.ceil(count / columns)
+    figure = new_figure(3.2 * columns, 2.6 * rows + 0.3)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, (name, distribution) in zip(grid.flat, results.distributions.items(), strict=False):
+        _draw_distribution(axes, distribution)
+        axes.set_title(name)
+    for axes in grid.flat[count:]:
+        axes.set_axis_off()
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def _draw_distribution(axes: Axes, distribution: Distribution) -> None:
+    edges = distribution.edges
+    target, predicted = (
+        counts / (counts.sum() * np.diff(edges)) for counts in (distribution.target, distribution.predicted)
+    )
+    axes.stairs(target, edges, fill=True, color="0.8", label="target")
+    axes.stairs(target, edges, color="black", linewidth=0.8)
+    axes.stairs(predicted, edges, color=PALETTE[1], linewidth=1.5, label="prediction")
+    both = np.concatenate([target, predicted])
+    axes.set(yscale="log", ylim=(both[both > 0].min() / 2, both.max() * 2), xlim=_occupied(target + predicted, edges))
+    axes.set(xlabel=_value_label(distribution.unit, distribution.is_log), ylabel="probability density")
+    axes.grid(alpha=0.25)
+
+
+def phase_diagram(results: Results) -> Figure:
+    """Temperature against density: target and prediction on one color scale."""
+    counts = results.phase_diagram
+    assert counts is not None, "a phase diagram needs physical units"
+    figure = new_figure(8, 4.3)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    edges = counts.density_edges, counts.temperature_edges
+    area = np.outer(*(np.diff(axis_edges) for axis_edges in edges))
+    target, predicted = (cells / (cells.sum() * area) for cells in (counts.target, counts.predicted))
+    both = np.concatenate([target, predicted])
+    norm = LogNorm(both[both > 0].min(), both.max())
+    for axes, density, title in zip(panels, (target, predicted), ("target", "prediction"), strict=True):
+        mesh = axes.pcolormesh(*edges, np.ma.masked_equal(density, 0).T, norm=norm, rasterized=True)
+        axes.set_title(title)
+    figure.colorbar(mesh, ax=list(panels), label="fraction of cells per dex²", location="bottom", shrink=0.6, aspect=25)
+    for axes in panels:
+        axes.set_xlabel(LOGARITHMS[DENSITY_UNIT])
+    panels[0].set_ylabel(LOGARITHMS[TEMPERATURE_UNIT])
+    xlim, ylim = (_occupied((target + predicted).sum(1 - axis), edges[axis]) for axis in (0, 1))
+    axes.set(xlim=xlim, ylim=ylim)
+    return figure
+
+
+def _occupied(values: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
+    """The outer edges of the bins whose value is not zero."""
+    bins = np.flatnonzero(values)
+    return edges[bins[0]], edges[bins[-1] + 1]
+
+
+# --- Lyman-alpha flux ------------------------------------------------------------------------------------------------
+
+
+def flux(results: Results) -> Figure:
+    """Power spectrum P1D and distribution of the flux, and the flux along one sight-line."""
+    flux_results = results.flux
+    assert flux_results is not None, "the flux was not computed"
+    figure = new_figure(10, 7.5)
+    panels = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
+    for name, field in flux_results.fields.items():
+        color = {TARGET: "black", PREDICTION: PALETTE[1]}.get(name, PALETTE[0])
+        panels["power"].plot(flux_results.k, flux_results.k * field.power / math.pi, color=color, label=name)
+        panels["pdf"].stairs(field.pdf, flux_results.edges, baseline=None, color=color, linewidth=1.5)
+        panels["line"].plot(flux_results.velocity, field.sightline, color=color, linewidth=1.2)
+        if name != TARGET:
+            panels["ratio"].plot(flux_results.k, flux_results.ratios[name], color=color)
+    _draw_axes_of_target(panels["ratio"], flux_results)
+    for axes in panels.values():
+        axes.grid(alpha=0.25)
+    limits = flux_results.k[0] / 1.1, flux_results.k[-1] * 1.1  # also if there is nothing to plot
+    panels["power"].set(xscale="log", yscale="log", xlim=limits, ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
+    panels["power"].tick_params(labelbottom=False)
+    panels["ratio"].set(xscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylim=NEAR_ONE)
+    panels["ratio"].set_ylabel("ratio to target")
+    for panel in ("power", "ratio"):
+        _label_logarithmic(panels[panel].xaxis)
+    panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
+    panels["line"].set(
+        xlim=(0, flux_results.velocity[-1]), ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F"
+    )
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw_axes_of_target(axes: Axes, flux: Flux) -> None:
+    """The range of the target's P1D along x, y and z, where all have a mode: differences between axes are chance."""
+    target, common = flux.fields[TARGET], np.isfinite(flux.axis_k).all(0)
+    along = target.axis_power / np.interp(flux.axis_k, flux.k, target.power)
+    low, high = along[:, common].min(0), along[:, common].max(0)
+    axes.fill_between(flux.k[common], low, high, color="0.8", linewidth=0, label="target along x, y, z")
+    axes.axhline(1, color="0.3", linewidth=0.8)
+    axes.axvline(flux.largest_k, color="0.3", linewidth=0.8, linestyle=":")
+
+
+def flux_3d(results: Results) -> Figure:
+    """P(k, mu) of the flux relative to that of the target, by direction; one panel per field."""
+    flux_results = results.flux
+    assert flux_results is not None, "the flux was not computed"
+    figure, ratios = new_figure(10, 4.3), flux_results.p3d_ratios
+    panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
+    edges, k = flux_results.mu_edges, flux_results.p3d_k
+    for axes, (name, ratio) in zip(panels, ratios.items(), strict=True):
+        axes.axhline(1, color="0.3", linewidth=0.8)
+        for number, color in enumerate(PALETTE[: len(k)]):
+            shown = np.isfinite(k[number])  # a line across bins without a mode
+            label = f"$\\mu$ = {edges[number]:g} to {edges[number + 1]:g}" if axes is panels[0] else None
+            axes.plot(k[number, shown], ratio[number, shown], color=color, label=label, marker=".")
+        axes.set(xscale="log", xlabel="wavenumber k (h/Mpc)", title=name, ylim=NEAR_ONE)
+        axes.set_xlim(np.nanmin(k) / 1.1, np.nanmax(k) * 1.1)
+        axes.grid(alpha=0.25)
+        _label_logarithmic(axes.xaxis)
+    panels[0].set_ylabel(r"$P_\mathrm{3D}(k, \mu)$ relative to the target")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------
+
+
+def slices(results: Results) -> Figure:
+    """The volume's middle plane along x; see draw_slices."""
+    return draw_slices(results.input_channels, results.channels, results.slices, results.cell)
+
+
+def _slices_layout(rows: int) -> tuple[Figure, np.ndarray, list[tuple[Axes, Axes]]]:
+    """A figure with panels [rows, 4], and below each row the axes of two color bars: of three panels, and of the last.
+
+    All places are given: matplotlib would need longer to find them than to draw.
+    """
+    panel, bar, label, title, ticks = 2.15, 0.1, 0.55, 1.0, 0.5  # heights in inches
+    gaps = [*[0.1] * (rows - 1), ticks]  # above the bars: the last row has tick labels there
+    heights = [height for gap in gaps for height in (panel, gap, bar, label)]
+    total = title + sum(heights)
+    figure = Figure(figsize=(10, total), dpi=DOTS_PER_INCH)
+    place = GridSpec(4 * rows, 4, figure, 0.09, 0.0, 0.98, 1 - title / total, 0.06, 0.0, height_ratios=heights)
+    panels = np.empty((rows, 4), dtype=object)
+    for row, column in np.ndindex(panels.shape):
+        first = panels[0, 0]
+        panels[row, column] = axes = figure.add_subplot(place[4 * row, column], sharex=first, sharey=first)
+        axes.tick_params(labelbottom=row == rows - 1, labelleft=column == 0)
+        axes.locator_params(nbins=3)  # each tick of 20 panels takes time
+    places = [(place[4 * row + 2, :3], place[4 * row + 2, 3]) for row in range(rows)]
+    return figure, panels, [(figure.add_subplot(wide), figure.add_subplot(last)) for wide, last in places]
+
+
+def draw_slices(
+    inputs: Sequence[Channel],
+    targets: Sequence[Channel],
+    planes: Mapping[str, np.ndarray],
+    cell: float | None,
+    title: str = "",
+) -> Figure:
+    """Planes "input", "target" and "predicted" [C, Y, Z] and the residual as columns; one row per target channel.
+
+    `cell` is the side of a cell in Mpc/h; None: lengths are in cells.
+    """
+    figure, grid, bars = _slices_layout(len(targets))
+    sides = [side * (cell or 1.0) for side in planes["target"].shape[1:]]
+    extent = (0.0, sides[0], 0.0, sides[1])
+    for number, (row, row_bars, channel) in enumerate(zip(grid, bars, targets, strict=True)):
+        target, predicted = (display_values(channel, planes[name][number]) for name in ("target", "predicted"))
+        panels = [(row[1], target), (row[2], predicted)]
+        if number < len(inputs) and inputs[number].unit == channel.unit:
+            panels.insert(0, (row[0], display_values(inputs[number], planes["input"][number])))
+        else:
+            row[0].set(box_aspect=1)
+            row[0].text(0.5, 0.5, "not in the input", ha="center", va="center", transform=row[0].transAxes)
+        colors = next((colors for word, colors in COLOR_MAPS.items() if word in channel.name), "viridis")
+        limits = float(target.min()), float(target.max())
+        if "velocity" in channel.name:
+            limits = -float(np.abs(target).max()), float(np.abs(target).max())
+        for axes, values in panels:
+            image = _draw_plane(axes, values, extent, colors, limits)
+        _add_color_bar(figure, image, row_bars[0], 3, _value_label(channel.unit, channel.is_log))
+        with np.errstate(invalid="ignore"):
+            residual = predicted - target
+        finite = np.abs(residual[np.isfinite(residual)])
+        # A perfect prediction has no residuals, a diverged one may have no finite ones.
+        limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
+        image = _draw_plane(row[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
+        _add_color_bar(figure, image, row_bars[1], 1, residual_unit(channel))
+    unit = "cells" if cell is None else "Mpc/h"
+    for axes, name in zip(grid[0], ("input", "target", "prediction", "prediction − target"), strict=True):
+        axes.set_title(name)
+    for axes, channel in zip(grid[:, 0], targets, strict=True):
+        axes.set_ylabel(f"{channel.name.removeprefix(GAS)}\nz ({unit})")
+    for axes in grid[-1]:
+        axes.set_xlabel(f"y ({unit})")
+    figure.suptitle(title)
+    return figure
+
+
+def display_values(channel: Channel, values: np.ndarray) -> np.ndarray:
+    """Physical values of a channel, as decimal logarithms if the channel is logarithmic."""
+    with np.errstate(over="ignore"):  # the output of a diverged network is drawn as non-finite
+        physical = channel.to_physical(values.astype(np.float64))
+    return np.log10(physical) if channel.is_log else physical
+
+
+def _value_label(unit: str | None, is_log: bool) -> str:
+    """Label of an axis of physical values."""
+    if unit is None:
+        return "channel value"
+    return LOGARITHMS[unit] if is_log else unit
+
+
+def _draw_plane(
+    axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float], colors: str, limits: tuple[float, float]
+) -> AxesImage:
+    """Draws a plane [Y, Z] with y to the right and z upwards; non-finite values are gray."""
+    axes.set_facecolor("0.5")
+    return axes.imshow(values.T, origin="lower", extent=extent, cmap=colors, vmin=limits[0], vmax=limits[1])
+
+
+def _add_color_bar(figure: Figure, image: AxesImage, axes: Axes, panels: int, label: str) -> None:
+    bar = figure.colorbar(image, cax=axes, orientation="horizontal", extend="both", extendfrac=0.06 / panels)
+    bar.set_label(label)
+
+
+PICTURES: dict[str, Callable[[Results], Figure]] = {
+    "slices": slices,
+    "spectra": spectra,
+    "distributions": distributions,
+    "phase_diagram": phase_diagram,
+    "flux": flux,
+    "flux_3d": flux_3d,
+}

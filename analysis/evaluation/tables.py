@@ -1,0 +1,170 @@
+"""The main results of an evaluation as tables, for the log and for the report."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from analysis.evaluation.results import LOG_DENSITY, Results, Spectrum
+from analysis.lyman_alpha.results import PREDICTION, Flux
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+
+GOOD_CORRELATION = 0.9
+POWER_TOLERANCE = 0.1
+
+Table = list[list[str]]  # rows; the first one is the header
+
+
+def lines(evaluation: Results) -> list[str]:
+    """All tables as lines of a log, and the conclusion."""
+    tables = [channel_table(evaluation), field_table(evaluation)]
+    tables += [flux_table(evaluation.flux)] if evaluation.flux else []
+    return [*(line for table in tables for line in _aligned(table)), conclusion(evaluation)]
+
+
+def conclusion(evaluation: Results) -> str:
+    """Sentences that compare the prediction with copying the input, with a constant and with the flux's baseline."""
+    beaten = (evaluation.l1 < evaluation.copied_l1) | np.isnan(evaluation.copied_l1)
+    beaten &= evaluation.r2 > 0  # 0: the mean, everywhere
+    worse = [channel.name for channel, is_beaten in zip(evaluation.channels, beaten, strict=True) if not is_beaten]
+    baseline = _better_baseline(evaluation.flux) if evaluation.flux else ""
+    if not worse:
+        return f"The prediction of each channel is better than copying the input and than a constant.{baseline}"
+    names = "each channel" if len(worse) == len(beaten) else ", ".join(worse)
+    return (
+        f"The prediction of {names} is no better than copying the input or than a constant: train longer, or check "
+        f"the data and the learning rate.{baseline}"
+    )
+
+
+def _better_baseline(flux: Flux) -> str:
+    """A sentence if a baseline without a network has a smaller error of P1D than the prediction."""
+    errors = {name: flux.power_error(name) for name in flux.ratios}
+    better = [name for name in errors if errors[name] < errors[PREDICTION]]
+    return "".join(
+        f" {name}, which needs no network, has a smaller mean |P1D ratio − 1| to {flux.largest_k:.2g} s/km: "
+        f"{errors[name]:.3f}, the prediction {errors[PREDICTION]:.3f}."
+        for name in better
+    )
+
+
+def summary_table(evaluation: Results) -> Table:
+    """L1 and R² of each channel, L1 of copying the input, the scale where the correlation is lost, and sentences."""
+    rows = [["field", "L1", "L1 of the input", "R²", f"r passes {GOOD_CORRELATION} at", "in short"]]
+    for channel, l1, copied, r2 in zip(
+        evaluation.channels, evaluation.l1, evaluation.copied_l1, evaluation.r2, strict=True
+    ):
+        copied_text = "" if np.isnan(copied) else f"{copied:.5f}"
+        structure = _structure(_spectrum(channel, evaluation), evaluation)
+        rows.append([channel.name, f"{l1:.5f}", copied_text, _number(r2, 4), *structure])
+    return [*rows, ["all channels", f"{evaluation.l1.mean():.5f}", "", "", "", ""]]
+
+
+def _spectrum(channel: Channel, evaluation: Results) -> Spectrum:
+    """The spectrum of the field that a channel belongs to: of its logarithm, or of the whole velocity."""
+    fields = {DENSITY_UNIT: LOG_DENSITY, TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
+    spectra = evaluation.spectra
+    return spectra[channel.name] if channel.name in spectra else spectra[fields[str(channel.unit)]]
+
+
+def _structure(spectrum: Spectrum, evaluation: Results) -> tuple[str, str]:
+    """The scale at which r passes GOOD_CORRELATION, and sentences about structure and power."""
+    if not math.isfinite(spectrum.ratio[0]):
+        return "unknown", "Prediction or target have no structure, or are not finite."
+    power, limit = _power(spectrum, evaluation), spectrum.resolution(spectrum.correlation, GOOD_CORRELATION)
+    if limit is None:
+        return "no scale", f"Structure of all scales is in the right place. {power}"
+    scale = _scale(limit, evaluation)
+    place = f"k = {limit:.2g} {evaluation.wavenumber_unit} ({scale})"
+    if limit == spectrum.k[0]:
+        return place, f"Not even structure of the largest scales is in the right place. {power}"
+    return place, f"Structure larger than {scale} is in the right place. {power}"
+
+
+def _power(spectrum: Spectrum, evaluation: Results) -> str:
+    """A sentence about the power on all scales."""
+    with np.errstate(divide="ignore"):
+        error = np.nan_to_num(np.abs(np.log(spectrum.ratio)), nan=np.inf)
+    wrong = np.flatnonzero(error > math.log(1 + POWER_TOLERANCE))
+    if not wrong.size:
+        return f"Its power is right to {POWER_TOLERANCE:.0%} on all scales."
+    worst = int(error.argmax())
+    factor = f"{spectrum.ratio[worst]:.2g} times the target's at k = {spectrum.k[worst]:.2g}"
+    if wrong[0] == 0:
+        return f"Its power is wrong on the largest scales, at worst {factor}."
+    scale = _scale(spectrum.k[wrong[0]], evaluation)
+    return f"Its power is right to {POWER_TOLERANCE:.0%} above {scale}, at worst {factor}."
+
+
+def _scale(k: float, evaluation: Results) -> str:
+    """The wavelength of a wavenumber."""
+    return f"{2 * math.pi / k:.2g} {'cells' if evaluation.cell is None else 'Mpc/h'}"
+
+
+def channel_table(evaluation: Results) -> Table:
+    """Errors of each channel, and their mean in physical units."""
+    rows = [["channel", "L1 of channel values", "R² of channel values", "unit", "mean error"]]
+    for channel, l1, r2 in zip(evaluation.channels, evaluation.l1, evaluation.r2, strict=True):
+        error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
+        mean = f"{_number(error)} {residual_unit(channel)}" if channel.unit else "unknown"
+        rows.append([channel.name, f"{l1:.5f}", _number(r2, 4), channel.unit or "unknown", mean])
+    rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
+    if math.isfinite(evaluation.divergence_r2):
+        rows.append(["velocity divergence", "", _number(evaluation.divergence_r2, 4), "", ""])
+    if math.isfinite(evaluation.mass_ratio):
+        rows.append(["mean gas density / target's", "", "", "", _number(evaluation.mass_ratio, 4)])
+    return rows
+
+
+def field_table(evaluation: Results) -> Table:
+    """A column per field: correlation and power ratio at the reference wavenumbers, the k at which r falls below some
+    levels and T = √(power ratio) leaves their range, and the ratio of the equilateral bispectrum.
+    """
+    first = next(iter(evaluation.spectra.values()))
+    ks = [f"{k:.2g}" for k in first.k[first.reference_shells]]
+    ratios = evaluation.bispectrum.reference_ratios if evaluation.bispectrum else {}
+    header = [f"field (k in {evaluation.wavenumber_unit})", *(f"r at k = {k}" for k in ks)]
+    header += [*(f"power ratio at {k}" for k in ks), *(f"k at {level}" for level in first.resolutions)]
+    rows = [[*header, *(f"bispectrum ratio at {k:.2g}" for k in ratios)]]
+    for name, spectrum in evaluation.spectra.items():
+        shells = spectrum.reference_shells
+        row = [name, *map(_number, (*spectrum.correlation[shells], *spectrum.ratio[shells]))]
+        row += ["not reached" if k is None else f"{k:.2g}" for k in spectrum.resolutions.values()]
+        rows.append(row + [_number(ratio) if name == LOG_DENSITY else "" for ratio in ratios.values()])
+    return _transposed(rows)
+
+
+def flux_table(flux: Flux) -> Table:
+    """A column per field: mean flux before rescaling, and deviations from the target."""
+    ks = [f"{flux.k[mode]:.2g}" for mode in flux.reference_modes]
+    bands, bands_3d = flux.band_errors(PREDICTION), flux.p3d_errors(PREDICTION)
+    header = ["flux (k in s/km)", "mean before rescaling", "factor of τ", *(f"P1D ratio at k = {k}" for k in ks)]
+    header += [f"mean |P1D ratio − 1| to {flux.largest_k:.2g}", *(f"P1D error, {band}" for band in bands)]
+    rows = [[*header, *(f"P3D error {band}" for band in bands_3d), "correlation", "PDF distance"]]
+    for name, field in flux.fields.items():
+        row = [name, _number(field.unscaled_mean), _number(field.scale)]
+        if name in flux.ratios:
+            errors = [*flux.band_errors(name).values(), *flux.p3d_errors(name).values()]
+            values = [*flux.ratios[name][flux.reference_modes], flux.power_error(name), *errors]
+            row += map(_number, (*values, field.correlation, flux.pdf_distance(name)))
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
+    return _transposed(rows)
+
+
+def residual_unit(channel: Channel) -> str:
+    """Unit of a difference of physical values, or of their decimal logarithms."""
+    return "dex" if channel.is_log else channel.unit or "channel value"
+
+
+def _transposed(table: Table) -> Table:
+    return [list(row) for row in zip(*table, strict=True)]
+
+
+def _aligned(table: Table) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "non-finite"

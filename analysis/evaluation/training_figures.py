@@ -1,0 +1,99 @@
+"""Figures of a training run: its losses, and slices of two validation crops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from analysis.evaluation import figures, report
+from analysis.evaluation.loss_curves import loss_curves, progress
+from utils.config import Config
+from utils.data import Loader
+from utils.data.channels import volume_channels
+from utils.files import atomic_write
+from utils.steps.eager import EagerStep
+from utils.training import tags
+from utils.training.loggers.base import METRICS, read_records, run_name
+from utils.training.run import Run
+
+EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
+STRUCTURE, ERROR = "the most structure", "the largest error"
+FILES = {STRUCTURE: ("slices.png", tags.SLICES), ERROR: ("slices_largest_error.png", tags.SLICES_LARGEST_ERROR)}
+
+
+class Plane(NamedTuple):
+    """A plane of a validation crop."""
+
+    score: float
+    fields: dict[str, np.ndarray]  # as draw_slices takes them
+
+
+def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[str]:
+    """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file."""
+    yield f"picture: {write_loss_curves(run.directory, config.loss)}"
+    if not config.is_classification:
+        for path in write_slices(step, loader, config, run, steps):
+            yield f"picture: {path}"
+    for path in report.write_run_report(run.directory):
+        yield f"report: {path}"
+
+
+def write_loss_curves(directory: Path, loss: str) -> Path:
+    """Draws the losses of a run's metrics.jsonl into loss_curves.png; `loss` is the config's."""
+    path = directory / "loss_curves.png"
+    _write(loss_curves(read_records(directory / METRICS), loss, run_name(directory)), path)
+    return path
+
+
+def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[Path]:
+    """Draws planes of the validation crops into the FILES, and into TensorBoard at step `steps`."""
+    title = f"{run_name(run.directory)}, {progress(read_records(run.directory / METRICS))}"
+    for name, plane in choose_planes(step, loader).items():
+        file, tag = FILES[name]
+        crop = f"{title}\nvalidation crop with {name}"
+        figure = figures.draw_slices(*volume_channels(config), plane.fields, None, crop)
+        _write(figure, run.directory / file)
+        run.records.figure(tag, figure, steps)
+        yield run.directory / file
+
+
+def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
+    """The planes across x with the most structure and the largest error, of the first EXAMINED crops; ties: the first.
+
+    Structure is the standard deviation of the first target channel, the density of the gas; the error is the mean
+    |prediction − target|, and a prediction that is not finite has the largest.
+    """
+    chosen: dict[str, Plane] = {}
+    batches, examined = loader.epoch(0), 0
+    for inputs, targets, *others in batches:
+        # Of the whole batch, as in a validation: another size would need other kernels.
+        predictions = step.predict(inputs, *others)
+        for crop in range(min(len(inputs), EXAMINED - examined)):
+            source, target, predicted = (part[crop : crop + 1] for part in (inputs, targets, predictions))
+            fields = {"input": source, "target": target, "predicted": predicted}
+            difference = (fields["predicted"].float() - target.float()).abs().mean((0, 1, 3, 4))
+            deviation = target[0, 0].float().std((1, 2))
+            for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
+                score, place = (float(value) for value in scores.max(0))
+                if name not in chosen or score > chosen[name].score:
+                    # Copies: the loader reuses its buffers.
+                    planes = {
+                        key: field[0, :, int(place)].float().cpu().numpy().copy() for key, field in fields.items()
+                    }
+                    chosen[name] = Plane(score, planes)
+        examined += len(inputs)
+        if examined >= EXAMINED:
+            break
+    batches.close()
+    return chosen
+
+
+def _write(figure: Figure, path: Path) -> None:
+    """Writes a picture atomically, since the disk may be full."""
+    with atomic_write([path]) as (partial,):
+        partial.write_bytes(figures.encode_png(figure))

@@ -1,0 +1,117 @@
+"""Evaluates one predicted volume, from a network or from a file, against the true fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from analysis.evaluation.results import Results
+from analysis.evaluation.statistics import VolumeStatistics
+from analysis.inference.sliding_window import SlidingWindowPredictor
+from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
+from analysis.lyman_alpha.setup import FluxSetup
+from analysis.slabs import SlabFields, Slabs
+from utils.config import Config
+from utils.data.channels import INPUTS, TARGETS, VELOCITY, volume_channels
+from utils.data.files.attributes import Simulation, differences_of, file_transform
+from utils.data.files.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading
+from utils.data.files.values import check_sample
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.progress import Progress
+
+INPUT, OUTPUT = DATASETS
+NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
+
+
+def evaluate_fields(
+    config: Config,
+    volume: Volume | FieldReader,
+    fields: SlabFields,
+    slabs: Slabs,
+    metadata: Mapping[str, Any],
+    pause: Callable[[], object] = lambda: None,
+    known: KnownFlux | None = None,
+) -> Results:
+    """Compares a predicted volume with the target; every rank calls it and returns the same results.
+
+    The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume.
+    `pause` is called on every rank at the same points, and may raise.
+    """
+    inputs, targets = volume_channels(config)
+    setup = FluxSetup.of(volume, config)
+    results = VolumeStatistics(targets, inputs, volume.cell, slabs).results(fields, metadata, pause)
+    return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields, pause)) if setup else results
+
+
+def config_of_files(inputs: str, prediction: str) -> Config:
+    """The defaults, with the numbers of channels and the vectors of files that lack a velocity or a temperature."""
+    keys: dict[str, Any] = {"vector_channels": {}}
+    for path, name, known, count, vectors in (
+        (inputs, INPUT, INPUTS, "N_in_channels", "inputs"),
+        (prediction, OUTPUT, TARGETS, "N_out_channels", "targets"),
+    ):
+        with reading(path), open_file(path) as file:
+            channels = checked_dataset(file, path, name).shape[0]
+        if channels in known:
+            keys[count] = channels
+            keys["vector_channels"][vectors] = [[*triple] for triple in VELOCITY if "velocity" in known[channels]]
+    return Config.model_validate(keys)
+
+
+class VolumeFields:
+    """The open fields of one volume: inputs, true targets and, if it is stored in a file, the prediction."""
+
+    def __init__(self, path: str, prediction: str | None, config: Config) -> None:
+        """Opens both files. UserError if their shapes or transforms differ.
+
+        Samples of their values are checked as those of a training run. Nothing is known about the run that made a
+        stored prediction, so that physical values are allowed there.
+        """
+        transform, outputs = config.transform, config.N_out_channels
+        self.inputs = FieldReader(path, config.dataset_names[0], config.N_in_channels, transform)
+        self.target = FieldReader(path, config.dataset_names[1], outputs, transform)
+        self.prediction = FieldReader(prediction, OUTPUT, outputs, transform) if prediction else None
+        self._all = [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
+        shape = self.inputs.shape
+        for output in self._all[1:]:
+            if output.shape != shape:
+                raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
+        if self.prediction:
+            ours, theirs = (_identity(field) for field in (self.prediction, self.inputs))
+            if differences := differences_of(ours, theirs):
+                raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
+        transform = file_transform(transform, {field.path: field.attributes for field in self._all})
+        self.config = config.model_copy(update={"transform": transform})
+        physical = config.allow_physical_values or prediction is not None
+        for field in self._all:
+            check_sample(field.path, field.name, field.values, physical)
+
+    @property
+    def periodic(self) -> bool:
+        """False if one of the files says that it is not."""
+        return all(field.periodic for field in self._all)
+
+    def evaluate(
+        self, predictor: SlidingWindowPredictor | None, description: str, metadata: Mapping[str, Any], world: World
+    ) -> Results:
+        """Evaluates the predictor's volume, or the stored one without a predictor; every rank calls it."""
+        slabs = Slabs(self.inputs.shape, world)
+        if predictor is None:
+            assert self.prediction is not None
+            predicted = slabs.reader(self.prediction.planes)
+        else:
+            with Progress(description, predictor.window_count(), "windows") as progress:
+                predicted = slabs.stored(predictor.predict_planes(slabs, progress.advance))
+        fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
+        return evaluate_fields(self.config, self.inputs, fields, slabs, metadata)
+
+    def close(self) -> None:
+        for field in self._all:
+            field.close()
+
+
+def _identity(field: FieldReader) -> Simulation:
+    """The simulation of a volume, and the seed of its initial conditions, as far as the file states them."""
+    return field.simulation | {key: str(value) for key, value in field.attributes.items() if key == "seed"}

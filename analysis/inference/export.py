@@ -1,0 +1,173 @@
+"""Packs a trained network into one file that needs PyTorch and nothing of this project, and checks the file."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from analysis.inference.trained_network import TrainedNetwork
+from networks.physical import DENSITY_FLOOR, PhysicalNetwork
+from utils.data.channels import Channel, check_physical_units
+from utils.data.files.attributes import CONDITION_UNITS, FLOOR
+from utils.errors import UserError
+from utils.files import atomic_write
+from utils.steps import convolutions
+
+METADATA = "metadata.json"
+FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong
+# Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
+LARGEST_DIFFERENCE = 1e-5
+
+Predict = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedNetwork:
+    """The content of a file."""
+
+    module: nn.Module  # the network, between the transforms of its channels unless `density_floor` is None
+    inputs: Sequence[Channel]
+    targets: Sequence[Channel]
+    divisor: int  # X, Y and Z are multiples of it
+    density_floor: float | None  # smallest density that the transform accepts; None: channels, without transforms
+    conditions: Mapping[str, Sequence[float]]  # names and trained ranges of the scalars that the network also takes
+
+    @classmethod
+    def of(cls, trained: TrainedNetwork, units: str) -> ExportedNetwork:
+        """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
+        (inputs, targets), module, floor = trained.channels, trained.network, None
+        convolutions.select(module, "cudnn")  # the file has PyTorch's operators only
+        if units == "physical":
+            check_physical_units((*inputs, *targets), "give --units channel")
+            floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
+            module = PhysicalNetwork(module, inputs, targets, floor).eval()
+        divisor, network = trained.config.window_multiple, trained.config.network
+        conditions = {str(key): ends for key, ends in zip(network.conditions, network.condition_ranges, strict=True)}
+        return cls(
+            module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor, conditions=conditions
+        )
+
+    @property
+    def units(self) -> str:
+        return "channel" if self.density_floor is None else "physical"
+
+    def describe(self, output: str) -> dict[str, Any]:
+        """Inputs, outputs and usage of the file, as JSON values."""
+        floor = {} if self.density_floor is None else {"density_floor_of_mean": self.density_floor}
+        argument, shape, described = "", "", {}
+        if self.conditions:
+            argument, shape = ", conditions", f", [N, {len(self.conditions)}]"
+            ranges = [
+                {"name": name, "unit": CONDITION_UNITS.get(name, "1"), "trained_range": [*ends]}
+                for name, ends in self.conditions.items()
+            ]
+            described = {"conditions": {"shape": shape.lstrip(", "), "dtype": "float32", "columns": ranges}}
+        return {
+            "format": FORMAT,
+            "made_by": "export.py: a network that predicts gas from dark matter",
+            "how_to_call": [
+                "import torch",
+                f'predict = torch.export.load("{output}").module()',
+                f"gas = predict(dark_matter{argument})  # {_shape(self.inputs)}{shape} -> {_shape(self.targets)}",
+            ],
+            "units": self.units,
+            "input": self._describe_side(
+                self.inputs,
+                sizes=f"N is any number; X, Y and Z are multiples of {self.divisor}",
+                multiple_of=self.divisor,
+                **floor,
+            ),
+            **described,
+            "output": self._describe_side(self.targets),
+        }
+
+    def _describe_side(self, channels: Sequence[Channel], **more: Any) -> dict[str, Any]:
+        physical = self.units == "physical"
+        described = [
+            {"name": channel.name, **({"unit": channel.unit} if physical else {"value": channel.formula()})}
+            for channel in channels
+        ]
+        return {"shape": _shape(channels), "dtype": "float32", **more, "channels": described}
+
+    def write(self, target: Path, metadata: dict[str, Any]) -> str:
+        """Writes the file and compares it with the network; returns a sentence about it.
+
+        Raises UserError, and leaves no file, if the file cannot be written or computes something else.
+        """
+        self.module.requires_grad_(False)
+        content = self._pack(json.dumps(metadata, indent=2, allow_nan=False))
+        with atomic_write([target]) as (partial,):
+            partial.write_bytes(content)
+            with open(partial, "rb") as file:  # torch.export.load refuses the partial file's name
+                difference = self.largest_difference(torch.export.load(file).module())
+            if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
+                raise UserError(
+                    f"{target} is not written, because its max relative difference from the network is "
+                    f"{difference:.3g}; try another checkpoint"
+                )
+        given = f" with conditions [N, {len(self.conditions)}]" if self.conditions else ""
+        return (
+            f"wrote {target}: {_shape(self.inputs)}{given} -> {_shape(self.targets)} in {self.units} units, X, Y and Z "
+            f"multiples of {self.divisor}; max relative difference from the network: {difference:.2g}"
+        )
+
+    def _pack(self, metadata: str) -> bytes:
+        """A torch.export program for batches and boxes of any size, as the bytes of a .pt2 file."""
+        cells = self.divisor
+        # Not 1: sizes of 1 in the example would become constants.
+        example = torch.ones(2, len(self.inputs), 2 * cells, 2 * cells, 2 * cells)
+        sizes = {axis: cells * Dim(f"blocks_{name}", min=1) for axis, name in ((2, "x"), (3, "y"), (4, "z"))}
+        batch = Dim("batch", min=1)
+        conditions = [torch.ones(2, len(self.conditions))] if self.conditions else []
+        dynamic = ({0: batch, **sizes}, *({0: batch} for _ in conditions))
+        program = torch.export.export(self.module, (example, *conditions), dynamic_shapes=dynamic)
+        # Removes assumptions that no operator here depends on: that no size is 1 (largest_difference has such sizes),
+        # and that all tensors are on a CPU. The sizes above are checked separately.
+        assumptions = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default)
+        for node in list(program.graph.nodes):
+            if node.target in assumptions:
+                program.graph.erase_node(node)
+        program.graph.eliminate_dead_code()
+        program.graph_module.recompile()
+        program.example_inputs = None  # it would also be written
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer, extra_files={METADATA: metadata})
+        return buffer.getvalue()
+
+    def largest_difference(self, written: Predict) -> float:
+        """Largest difference between file and network, relative to a channel's largest value; NaN if either is NaN."""
+        cells = self.divisor
+        generator = torch.Generator().manual_seed(0)
+        # Sizes that differ from the example's; one block is the smallest.
+        fields = 0.3 * torch.randn(1, len(self.inputs), cells, 2 * cells, cells, generator=generator)
+        if self.units == "physical":
+            channels = zip(self.inputs, fields.unbind(1), strict=True)
+            fields = torch.stack([channel.to_physical(values) for channel, values in channels], dim=1)
+            fields[:, 0, :2] = 0  # empty cells
+        arguments = [fields]
+        if self.conditions:
+            low, high = torch.tensor([*self.conditions.values()], dtype=torch.float32).unbind(1)
+            arguments.append(low + (high - low) * torch.rand(1, len(low), generator=generator))
+        with torch.inference_mode():
+            exported, expected = written(*arguments), self.module(*arguments)
+            axes = (0, 2, 3, 4)
+            # torch's max, unlike Python's, propagates NaN.
+            return float(((exported - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
+
+
+def finite_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's record for JSON, which has no NaN: without validation the loss becomes None."""
+    return {key: value if math.isfinite(value) else None for key, value in sorted(record.items())}
+
+
+def _shape(channels: Sequence[Channel]) -> str:
+    return f"[N, {len(channels)}, X, Y, Z]"

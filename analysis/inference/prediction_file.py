@@ -1,0 +1,172 @@
+"""The HDF5 file that predict.py writes, block by block; an interrupted prediction resumes in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.inference.layouts import Layout
+from analysis.inference.sliding_window import SlidingWindowPredictor
+from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
+from analysis.inference.window_grid import Box, WindowGrid, split_blocks, window_count
+from utils.data.files.hdf5 import FieldReader, cells_text
+from utils.data.files.values import check_sample
+from utils.data.files.writer import BlockWriter, ResumableHDF5File
+from utils.distributed.signals import Signals
+from utils.distributed.world import World
+from utils.errors import Stopped
+from utils.progress import Progress, format_duration
+from utils.training.checkpoint import digest
+from utils.training.provenance import provenance
+
+# Attributes of the input that also hold for the predicted gas.
+BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
+
+BLOCK_WINDOWS = 12  # per side of a block, by default: 13 % more windows, if they overlap by half
+POLL_SECONDS = 0.5  # between looks at what other ranks have done
+
+log = logging.getLogger(__name__)
+
+
+class _Interrupted(Exception):
+    """A rank has received a signal or failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionOptions(InferenceOptions):
+    """The command line of predict.py; the flags have the same names."""
+
+    checkpoint: str
+    input: str
+    output: str
+    format: str = "volume"
+    physical: bool = False
+    block: int | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class PredictionFile:
+    """The output of a prediction and the inputs it is made from. Rank 0 creates it, every rank writes its blocks."""
+
+    options: PredictionOptions
+    source: FieldReader
+    weights: Path
+    trained: TrainedNetwork
+    layout: Layout
+
+    def write(self, predictor: SlidingWindowPredictor, world: World, signals: Signals) -> None:
+        """Predicts and writes the blocks that the file lacks; raises Stopped after a signal. Every rank calls it."""
+        started, record, target = time.monotonic(), provenance(world), Path(self.options.output)
+        with ExitStack() as opened:
+            file, per_node = None, 1 + max(world.gather_json(world.local_rank))
+            with world.raise_together():
+                if world.is_root:
+                    source, physical = self.source, self.trained.config.allow_physical_values
+                    check_sample(source.path, source.name, source.values, physical)
+                    file = opened.enter_context(closing(self._open(predictor, record, per_node)))
+            with world.raise_together():
+                writer = opened.enter_context(closing(BlockWriter(target, [*self.layout.datasets])))
+                writer.stops = False
+                boxes, missing = writer.blocks, writer.missing
+            world.barrier()  # no rank requests a stop before all have withdrawn the last one
+            self._log_blocks(predictor.grid, boxes, missing)
+            with world.raise_together():
+                self._write_blocks(predictor, writer, {number: boxes[number] for number in missing}, signals)
+            received = [name for name in world.gather_json(signals.received) if name is not None]
+            if left := len(writer.missing):
+                done = f"{len(boxes) - left} of {len(boxes)} blocks"
+                log.info("Stopping after %s: %s; run the same command again to resume", done, received[0])
+                raise Stopped
+            with world.raise_together():
+                if file is not None:
+                    file.finish()
+        cells, took = " × ".join(map(str, predictor.grid.shape)), format_duration(time.monotonic() - started)
+        log.info("wrote %s: %s cells, %s, in %s", target, cells, predictor.grid.describe(), took)
+
+    def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any], per_node: int) -> ResumableHDF5File:
+        grid, options, layout = predictor.grid, self.options, self.layout
+        origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
+        box, source = self.source.attributes, Path(self.source.path).resolve()
+        sha256, status = digest(self.weights), source.stat()
+        attributes = {
+            "made_by": "predict.py: a network's prediction",
+            **{key: box[key] for key in box if key.startswith(BOX_ATTRIBUTES)},
+            "checkpoint": str(self.weights),
+            "checkpoint_sha256": sha256,
+            "input": str(source),
+            "window": grid.x.window,
+            "window_origins": json.dumps(origins),
+            "precision": options.precision,
+            "symmetries": options.symmetries,
+            "periodic": self.source.periodic and not options.not_periodic,
+            **self.trained.attributes(),
+            "provenance": json.dumps(record),
+        }
+        file_attributes = {**layout.attributes, "": {**attributes, **layout.attributes.get("", {})}}
+        # An unfinished file with other values is not resumed.
+        identity = {
+            "weights": sha256,
+            "input": str(source),
+            "input's size and time": [status.st_size, status.st_mtime_ns],
+            "windows": [grid.x.window, *origins],
+            "precision": options.precision,
+            "symmetries": options.symmetries,
+            **layout.identity,
+        }
+        path = Path(options.output)
+        side = options.block or BLOCK_WINDOWS * grid.x.window
+        blocks = split_blocks(grid, side, predictor.world.size, predictor.most_cells(per_node))
+        file = ResumableHDF5File(path, layout.datasets, file_attributes, identity, blocks, options.overwrite)
+        if file.changed:
+            changed = ", ".join(file.changed)
+            log.info("The unfinished %s was started with other %s: starting from scratch", path, changed)
+        return file
+
+    def _log_blocks(self, grid: WindowGrid, boxes: Sequence[Box], missing: Sequence[int]) -> None:
+        if len(missing) < len(boxes):
+            log.info("Resuming: %d of %d blocks are predicted", len(boxes) - len(missing), len(boxes))
+        windows = sum(window_count(grid, box) for box in boxes)
+        if len(boxes) > 1:
+            twice = 100 * (windows / grid.count - 1)
+            size = cells_text([max(box[axis].stop - box[axis].start for box in boxes) for axis in range(3)])
+            log.info("%d blocks of up to %s cells; windows that blocks share: %.0f %% more", len(boxes), size, twice)
+
+    def _write_blocks(
+        self, predictor: SlidingWindowPredictor, writer: BlockWriter, boxes: Mapping[int, Box], signals: Signals
+    ) -> None:
+        """Predicts this rank's share of the blocks, then waits for the other ranks; ends early after a signal."""
+        counts = {number: window_count(predictor.grid, box) for number, box in boxes.items()}
+        total, mine = sum(counts.values()), [*boxes][predictor.world.rank :: predictor.world.size]
+        checked = time.monotonic()
+
+        def advance(windows: int) -> None:
+            nonlocal checked
+            progress.advance(windows)
+            if signals.received is None and time.monotonic() < checked + POLL_SECONDS:
+                return
+            checked, left = time.monotonic(), {*writer.missing}
+            progress.advance(sum(counts.pop(number) for number in [*counts] if number not in left | {*mine}))
+            writer.stops = writer.stops or signals.received is not None
+            if writer.stops:
+                raise _Interrupted
+
+        with Progress(f"predicting {self.options.output}", total, "windows") as progress:
+            try:
+                for number in mine:
+                    block = predictor.predict_box(boxes[number], advance)
+                    writer.write(number, boxes[number], self.layout.values(block))
+                # Not in a collective, which has a time limit.
+                while writer.missing and not writer.stops:
+                    time.sleep(POLL_SECONDS / 10)
+            except _Interrupted:
+                return
+            except BaseException:
+                writer.stops = True
+                raise

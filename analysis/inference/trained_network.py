@@ -1,0 +1,159 @@
+"""A trained network read from a checkpoint, and the objects that use it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from analysis.inference.sliding_window import (
+    SlidingWindowPredictor,
+    forward_pass,
+    symmetry_mean,
+    with_conditions,
+)
+from analysis.inference.window_grid import build_window_grid
+from networks.norms import ghost_batch
+from utils import config as configs
+from utils.cli import positive
+from utils.config import Config
+from utils.data import symmetry
+from utils.data.channels import Channel, volume_channels
+from utils.data.files.attributes import (
+    Simulation,
+    conditions_of,
+    warn_of_other_simulation,
+    warn_of_untrained_conditions,
+)
+from utils.data.files.hdf5 import FieldReader
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.steps import build
+from utils.steps.eager import load_network
+from utils.training.checkpoint import read_weights
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
+PRECISIONS = ("float32", "tf32", "bfloat16")
+SYMMETRIES = (1, symmetry.REFLECTIONS, symmetry.COUNT)  # each is a group
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions:
+    """Options of a prediction, shared by predict.py and evaluate.py; the flags have the same names."""
+
+    window: int | None = None
+    overlap: int | None = None
+    batch_size: int | None = None
+    precision: str = "float32"
+    symmetries: int = 1
+    device: str = "auto"
+    not_periodic: bool = False
+
+
+def add_inference_options(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field of InferenceOptions."""
+    group, devices = parser.add_argument_group("inference"), ("auto", "cpu", "cuda")
+    group.add_argument("--window", type=positive, help="cells per side of one network input (the config's data_size)")
+    group.add_argument("--overlap", type=int, help="cells by which neighboring windows overlap (half a window)")
+    group.add_argument("--batch_size", type=positive, help="windows per rank and forward pass (4; on a GPU 32)")
+    group.add_argument("--precision", choices=PRECISIONS, default="float32", help="arithmetic precision (%(default)s)")
+    text = "average over 8 reflections or all 48 rotations and reflections of each window (%(default)s)"
+    group.add_argument("--symmetries", type=int, choices=SYMMETRIES, default=1, help=text)
+    group.add_argument("--device", choices=devices, default="auto", help="device to run on (%(default)s)")
+    group.add_argument("--not_periodic", action="store_true", help="do not wrap around the faces of the box")
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A network read from a checkpoint, in evaluation mode, with the config that made it."""
+
+    network: nn.Module
+    config: Config
+    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint
+    simulation: Simulation  # of the training data
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device, content: Mapping[str, Any] | None = None) -> TrainedNetwork:
+        """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others.
+
+        `content` is that of the file if it has been read.
+        """
+        content = read_weights(Path(path)) if content is None else content
+        if "config" not in content:
+            raise UserError(f"{path} has no config of its network; give weights that train.py has written")
+        config = configs.validate_section(Config, content["config"], str(path))
+        for name, tensor in content["network"].items():
+            if not torch.isfinite(tensor).all():
+                raise UserError(f"{path}: {name} has NaN or infinite values; give another checkpoint")
+        if config.is_classification:
+            raise UserError(
+                f"{path} holds a classifier ({config.network.name}); predict.py, evaluate.py and export.py need a "
+                "network trained on volumes. docs/workloads.md shows how to use a classifier"
+            )
+        # Options that change how a layer computes, but not what: a prediction needs none of them.
+        plain = {
+            "fused_pointwise": False,
+            # Neither windows nor the precision are those of the training.
+            "convolutions": "auto" if config.convolutions == "own" else config.convolutions,
+            "network": config.network.model_copy(update={"space_to_depth": []}),
+            "accumulation_steps": 1,
+            "local_batch_size": ghost_batch(config.network.norm) or 1,
+        }
+        network = build.network(config.model_copy(update=plain))
+        try:
+            load_network(network, content["network"])
+        except ValueError as error:
+            raise UserError(f"{path} does not fit network {config.network.name}, whose code differs: {error}") from None
+        record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
+        return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
+
+    @property
+    def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+        """Input and target channels."""
+        return volume_channels(self.config)
+
+    def attributes(self) -> dict[str, Any]:
+        """Transform, checkpoint and config as attributes of a predicted file."""
+        transform = self.config.transform.model_dump()
+        return {
+            **{key: value for key, value in transform.items() if value is not None},
+            **{f"checkpoint_{key}": value for key, value in self.record.items()},
+            "config": configs.to_yaml(self.config, "trained"),
+        }
+
+
+def build_predictor(
+    trained: TrainedNetwork, volume: FieldReader, options: InferenceOptions, world: World
+) -> SlidingWindowPredictor:
+    """Predicts `volume` window by window.
+
+    UserError if the windows do not suit the network or the box, or if the volume does not state its conditions.
+    """
+    config = trained.config
+    conditions = conditions_of(config.network, volume.path, volume.simulation)
+    window, divisor = options.window or config.data_size, config.window_multiple
+    if world.is_root:
+        warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
+        warn_of_untrained_conditions(config.network, volume.path, conditions)
+        for name, value, (low, high) in zip(
+            config.network.conditions, conditions, config.network.condition_ranges, strict=True
+        ):
+            log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
+    if window % divisor:
+        raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
+    periodic = volume.periodic and not options.not_periodic
+    grid = build_window_grid(volume.shape, window, options.overlap, periodic)
+    batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
+    channel_counts = (config.N_in_channels, config.N_out_channels)
+    predict = with_conditions(forward_pass(trained.network, options.precision, world.device), conditions, world.device)
+    vectors = config.vector_channels.inputs, config.vector_channels.targets
+    predict = symmetry_mean(predict, options.symmetries, channel_counts, vectors, world)
+    return SlidingWindowPredictor(predict, volume.box, grid, channel_counts, batch_size, world)

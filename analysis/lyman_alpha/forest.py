@@ -1,0 +1,329 @@
+"""Lyman-alpha flux of a predicted volume: mean, distribution and power, of target, prediction and a baseline.
+
+The baseline is the fluctuating Gunn-Peterson approximation (FGPA; Croft et al. 1998, ApJ 495, 44): gas with the
+density of the dark matter, smoothed as by its pressure, with the dark matter's velocity, and with the temperature of a
+power law. Evenly spaced sight-lines along x, y and z are shared over the ranks: a rank has those along y and z in its
+own planes, and those along x in its own columns. Optical depths are computed row by row, so that they do not depend on
+the number of ranks: bit for bit on the CPU, to rounding on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from analysis.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
+from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
+from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux, FluxField
+from analysis.lyman_alpha.setup import FluxSetup
+from analysis.slabs import ReadPlanes, SlabFields, Slabs
+from utils.errors import UserError
+
+PDF_BINS = 20  # of F in [0, 1]; as wide as those of published measurements (McDonald et al. 2000, ApJ 543, 1)
+TRUNCATE = 4.0  # standard deviations at which the smoothing ends
+VALUES_AT_ONCE = 2**20  # of optical depth, for temporary arrays of a few MiB
+
+
+class Sightlines:
+    """Evenly spaced sight-lines along one axis, in rows along the first of the two other axes. Ranks share the rows."""
+
+    def __init__(self, axis: int, slabs: Slabs, limit: int) -> None:
+        """`limit` is the largest number of lines; 0: one per cell."""
+        shape = slabs.shape
+        self.axis, self.cells = axis, shape[axis]
+        sides = [side for index, side in enumerate(shape) if index != axis]
+        counts = _line_counts(sides[0], sides[1], limit)
+        self.all_rows, columns = (
+            [number * side // count for number in range(count)] for side, count in zip(sides, counts, strict=True)
+        )
+        self.count = len(self.all_rows) * len(columns)  # of all ranks
+        own = slabs.planes  # rows are planes, except of lines along x
+        self.rows = [row for row in self.all_rows if own.start <= row < own.stop]
+        if axis == 0:
+            self.rows = self.all_rows[slabs.divide(len(self.all_rows))[slabs.world.rank]]
+        self.columns = torch.tensor(columns, device=slabs.world.device)
+        self.middle = (self.all_rows[len(self.all_rows) // 2], len(columns) // 2)  # a row, and a place in it
+
+    def empty(self) -> Tensor:
+        """Memory for values along this rank's lines, [rows, columns, cells]."""
+        return torch.empty((len(self.rows), len(self.columns), self.cells), device=self.columns.device)
+
+
+@dataclass
+class KnownFlux:
+    """The parts of an evaluation that later ones of the same volume use again; empty before the first one."""
+
+    fields: dict[str, FluxField] = field(default_factory=dict)  # target and baseline
+    target: list[Tensor] = field(default_factory=list)  # flux along this rank's lines of each axis, float16, on the CPU
+
+
+class FluxStatistics:
+    """The flux of a predicted volume, its target and the baseline. Every rank makes the same calls."""
+
+    def __init__(self, setup: FluxSetup, slabs: Slabs, known: KnownFlux | None = None) -> None:
+        """`known` is that of earlier evaluations of this volume, and is filled by the first one."""
+        self._setup, self._slabs, self._world, self._known = setup, slabs, slabs.world, known or KnownFlux()
+        self._lines = [Sightlines(axis, slabs, setup.options.sightlines) for axis in range(3)]
+        is_complete = all(lines.count * lines.cells == math.prod(slabs.shape) for lines in self._lines)
+        self._power = AnisotropicPower(slabs, setup.cell) if is_complete else None
+
+    @torch.no_grad()
+    def results(self, fields: SlabFields, pause: Callable[[], object] = lambda: None) -> Flux:
+        """The results, equal on every rank; to be called once. Calls `pause` between the parts, on every rank."""
+        setup, last, known = self._setup, self._lines[-1], self._known.fields
+        if not known:
+            known[TARGET] = self._measure(self._gas_depths(fields.target, pause))
+        prediction = self._measure(self._gas_depths(fields.predicted, pause))
+        if setup.dark and setup.baseline not in known:
+            known[setup.baseline] = self._measure(self._baseline_depths(fields.inputs, pause))
+        width = setup.universe.pixel_width(setup.cell)
+        wavenumbers = [
+            2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
+        ]
+        axis_k, k = self._average(wavenumbers)
+        return Flux(
+            redshift=setup.universe.redshift,
+            mean_flux=setup.mean_flux,
+            sightlines=[lines.count for lines in self._lines],
+            smoothing=setup.smoothing,
+            edges=np.linspace(0, 1, PDF_BINS + 1),
+            k=k,
+            axis_k=axis_k,
+            velocity=width * np.arange(last.cells),
+            mu_edges=np.linspace(0, 1, MU_BINS + 1),
+            p3d_k=self._power.k if self._power else np.empty((MU_BINS, 0)),
+            p3d_modes=self._power.modes if self._power else np.empty((MU_BINS, 0)),
+            fields={TARGET: known[TARGET], PREDICTION: prediction} | known,
+        )
+
+    # --- optical depth ---
+
+    def _gas_depths(self, read: ReadPlanes, pause: Callable[[], object]) -> list[Tensor]:
+        setup = self._setup
+
+        def values(axis: int, number: int, planes: slice) -> Tensor:
+            channel = (0, 1 + axis, 4)[number]  # density, velocity, temperature
+            return read(slice(channel, channel + 1), planes)[0]
+
+        def depth(axis: int, row: Tensor) -> Tensor:
+            channels = setup.gas[0], setup.gas[1 + axis], setup.gas[4]
+            density, velocity, temperature = (
+                channel.to_physical(part) for channel, part in zip(channels, row, strict=True)
+            )
+            return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
+
+        return self._depths(3, values, depth, pause)
+
+    def _baseline_depths(self, read: ReadPlanes, pause: Callable[[], object]) -> list[Tensor]:
+        setup, slabs = self._setup, self._slabs
+        density_channel, *velocity_channels = setup.dark
+        dark = slabs.empty()
+        with self._world.raise_together():
+            for piece in slabs.pieces():
+                dark[slabs.local(piece)] = density_channel.to_physical(read(slice(0, 1), piece)[0])
+        if setup.smoothing:
+            dark = smooth(dark, setup.smoothing / setup.cell, slabs)
+
+        def values(axis: int, number: int, planes: slice) -> Tensor:
+            return read(slice(1 + axis, 2 + axis), planes)[0] if number else dark[slabs.local(planes)]
+
+        def depth(axis: int, row: Tensor) -> Tensor:
+            density = row[0]
+            velocity = velocity_channels[axis].to_physical(row[1]) if velocity_channels else torch.zeros_like(density)
+            temperature = fgpa_temperature(density, setup.universe.redshift)
+            return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
+
+        return self._depths(2 if velocity_channels else 1, values, depth, pause)
+
+    def _depths(
+        self,
+        count: int,
+        values: Callable[[int, int, slice], Tensor],
+        depth: Callable[[int, Tensor], Tensor],
+        pause: Callable[[], object],
+    ) -> list[Tensor]:
+        """Optical depths along this rank's lines, [rows, columns, cells], along x, y and z.
+
+        values(axis, number, planes) -> [n, Y, Z] reads one of `count` fields that the lines along an axis need;
+        depth(axis, [count, columns, cells]) -> [columns, cells] computes a row.
+        """
+        slabs, (along_x, *others) = self._slabs, self._lines
+        sizes = len(along_x.all_rows), len(along_x.columns)
+        columns = [
+            slabs.to_columns(
+                (values(0, number, piece)[:, along_x.all_rows][..., along_x.columns] for piece in slabs.pieces()),
+                *sizes,
+            )
+            for number in range(count)
+        ]
+        depths = [along_x.empty()]
+        # Contiguous rows: torch may round exponentials of others differently.
+        for row, out in enumerate(depths[0]):
+            out.copy_(depth(0, torch.stack([field[:, row].T for field in columns])))
+            self._progress()  # a slab of hot gas takes minutes
+        del columns
+        pause()
+        for lines in others:
+            depths.append(lines.empty())
+            with self._world.raise_together():
+                for x, out in zip(lines.rows, depths[-1], strict=True):
+                    planes = [values(lines.axis, number, slice(x, x + 1))[0] for number in range(count)]
+                    rows = [plane.movedim(lines.axis - 1, -1)[lines.columns] for plane in planes]
+                    out.copy_(depth(lines.axis, torch.stack(rows)))
+                    self._progress()
+            pause()
+        return depths
+
+    def _progress(self) -> None:
+        self._world.heartbeat.progress("prediction")
+
+    # --- flux ---
+
+    def _measure(self, depths: list[Tensor]) -> FluxField:
+        """The flux of one field, rescaled, from this rank's optical depths along x, y and z."""
+        world, pixels = self._world, sum(lines.count * lines.cells for lines in self._lines)
+
+        @functools.cache
+        def mean_and_slope(scale: float) -> tuple[float, float]:
+            sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+            for part in (part for depth in depths for part in _parts(depth)):
+                flux = torch.exp(-scale * part)
+                sums[0] += flux.sum(dtype=torch.float64)
+                sums[1] -= flux.mul_(part).sum(dtype=torch.float64)
+            mean, slope = (world.sum(sums) / pixels).tolist()
+            return mean, slope
+
+        try:
+            scale = solve_scale(mean_and_slope, self._setup.mean_flux)
+        except UserError:  # a diverged network may predict gas that does not absorb at all
+            scale = math.nan
+        mean, width = mean_and_slope(scale)[0], self._setup.universe.pixel_width(self._setup.cell)
+        self._known.target = self._known.target or [self._flux(depth, scale) for depth in depths]
+        histogram = torch.zeros(PDF_BINS, dtype=torch.float64, device=world.device)
+        moments = torch.zeros(3, dtype=torch.float64, device=world.device)
+        powers = []
+        for lines, depth, target in zip(self._lines, depths, self._known.target, strict=True):
+            sums = torch.zeros(lines.cells // 2 + 1, dtype=torch.float64, device=world.device)
+            for part, true in zip(_parts(depth), _parts(target), strict=True):
+                flux = torch.exp(-scale * part)
+                bins = (flux * PDF_BINS).nan_to_num_(nan=0.0).long().clamp_(0, PDF_BINS - 1)
+                histogram += torch.bincount(bins.flatten(), minlength=PDF_BINS)
+                sums += power_sums(flux / mean - 1)
+                moments += _moments(flux, true.to(flux), self._setup.mean_flux)
+            powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width)[1].cpu().numpy())
+        axis_power, power = self._average(powers)
+        product, square, true_square = world.sum(moments).tolist()
+        return FluxField(
+            scale=scale,
+            unscaled_mean=mean_and_slope(1.0)[0],
+            mean=mean,
+            correlation=product / math.sqrt(square * true_square) if square * true_square else math.nan,
+            pdf=world.sum(histogram).cpu().numpy() * (PDF_BINS / pixels if math.isfinite(mean) else math.nan),
+            power=power,
+            axis_power=axis_power,
+            p3d=self._power_3d(depths, scale, mean),
+            sightline=self._middle_line(depths[-1], scale),
+        )
+
+    def _flux(self, depth: Tensor, scale: float) -> Tensor:
+        """The flux along this rank's lines of one axis, in half the memory of its optical depth, on the CPU."""
+        flux = torch.empty(depth.shape, dtype=torch.float16)
+        for part, out in zip(_parts(depth), _parts(flux), strict=True):
+            out.copy_(torch.exp(-scale * part))
+        return flux
+
+    def _power_3d(self, depths: list[Tensor], scale: float, mean: float) -> np.ndarray:
+        """P(k, mu) in (Mpc/h)³, the mean over the modes of all three axes; no bins unless all sight-lines are there."""
+        if self._power is None:
+            return np.empty((MU_BINS, 0))
+        sums = torch.zeros(self._power.modes.shape, dtype=torch.float64, device=self._world.device)
+        for axis, depth in enumerate(depths):
+            contrast = torch.empty_like(depth)
+            for part, out in zip(_parts(depth), _parts(contrast), strict=True):
+                out.copy_(torch.exp(-scale * part) / mean - 1)
+            if axis == 0:  # [own y, z, x]
+                contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
+            sums += self._power.sums(contrast.transpose(1, 2) if axis == 1 else contrast, axis)  # axis 1: [x, z, y]
+            self._progress()
+        return self._power.power(sums)
+
+    def _middle_line(self, depth: Tensor, scale: float) -> np.ndarray:
+        lines = self._lines[-1]
+        row, place = lines.middle
+        flux = torch.zeros(lines.cells, device=depth.device)
+        if row in lines.rows:
+            flux = torch.exp(-scale * depth[lines.rows.index(row), place])
+        return self._world.sum(flux).cpu().numpy()
+
+    def _average(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Values of each axis' modes, [3, bins], and their means over all sight-lines, [bins].
+
+        A bin is as wide as the first mode of the longest axis, so it holds at most one mode of each axis. An axis
+        without a mode in a bin is NaN there.
+        """
+        longest = max(lines.cells for lines in self._lines)
+        modes, sums = np.zeros((2, 3, longest // 2))
+        for axis, (lines, value) in enumerate(zip(self._lines, values, strict=True)):
+            nearest = (2 * longest * np.arange(1, len(value) + 1) + lines.cells) // (2 * lines.cells)
+            bins = np.minimum(nearest, longest // 2) - 1  # Nyquist's mode of an even axis may be beyond an odd one's
+            modes[axis, bins], sums[axis, bins] = 1, value
+        counts = np.array([lines.count for lines in self._lines])
+        return np.where(modes > 0, sums, math.nan), counts @ sums / (counts @ modes)
+
+
+def smooth(field: Tensor, sigma: float, slabs: Slabs) -> Tensor:
+    """Convolves a periodic field, of which each rank has its own planes [n, Y, Z], with a Gaussian of `sigma` cells.
+
+    Changes its argument. In real space, where the weights are positive: a density stays positive next to a dense clump.
+    If `sigma` is at least as long as a side, values along it become their mean.
+    """
+    along_x, along_y, along_z = (_smoothing_matrix(cells, sigma).to(field.device) for cells in slabs.shape)
+    switches = torch.backends.cuda.matmul
+    tf32, switches.allow_tf32 = switches.allow_tf32, False  # regardless of the precision of training
+    for plane in field:
+        plane.copy_(along_y @ plane @ along_z)
+    columns = slabs.to_columns((field[slabs.local(piece)] for piece in slabs.pieces()), *slabs.shape[1:])
+    for plane in columns.unbind(1):
+        plane.copy_(along_x @ plane)
+    switches.allow_tf32 = tf32
+    return slabs.to_planes(columns, slabs.shape[1])
+
+
+def _smoothing_matrix(cells: int, sigma: float) -> Tensor:
+    """The symmetric matrix [cells, cells] of the convolution along one axis."""
+    if sigma >= cells:
+        return torch.full((cells, cells), 1 / cells)
+    reach = math.ceil(TRUNCATE * sigma)
+    offsets = torch.arange(-reach, reach + 1)
+    weights = torch.exp(-(offsets.double() ** 2) / (2 * sigma**2))
+    row = torch.zeros(cells, dtype=torch.float64).index_add_(0, offsets % cells, weights / weights.sum())
+    places = torch.arange(cells)
+    return row.float()[(places[:, None] - places) % cells]
+
+
+def _parts(depth: Tensor) -> Iterator[Tensor]:
+    """Optical depths [rows, columns, cells] in parts [lines, cells] of bounded size; none if this rank has no rows."""
+    lines = depth.flatten(0, 1)
+    step = max(1, VALUES_AT_ONCE // lines.shape[1])
+    return (lines[start : start + step] for start in range(0, len(lines), step))
+
+
+def _moments(flux: Tensor, target: Tensor, mean: float) -> Tensor:
+    """Sums of the product and the squares of deviations from the common mean, [3], float64."""
+    deviation, true = flux.double() - mean, target.double() - mean
+    return torch.stack([(one * other).sum() for one, other in ((deviation, true), (deviation,) * 2, (true,) * 2)])
+
+
+def _line_counts(first: int, second: int, limit: int) -> tuple[int, int]:
+    """Rows and columns of at most `limit` lines across an area in cells; 0: one line per cell."""
+    if not limit:
+        return first, second
+    rows = min(first, limit, max(1, math.isqrt(limit * first // second)))
+    columns = min(second, limit // rows)
+    return min(first, limit // columns), columns

@@ -1,0 +1,99 @@
+"""The options and constants of the Lyman-alpha flux of one volume, and the reasons why it cannot be computed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from analysis.lyman_alpha.flux import STATED, Universe, published_mean_flux
+from analysis.lyman_alpha.results import FGPA, REAL_FGPA
+from utils.config import Config, parse_value, validate_section
+from utils.config.sections import EvaluationConfig
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
+from utils.data.files.hdf5 import FieldReader, Volume
+from utils.errors import UserError
+
+SMALLEST_SIDE = 4  # cells; shorter sight-lines have no modes below half of Nyquist's wavenumber
+RESOLVED = 0.5  # cells: a Gaussian of a smaller standard deviation changes nothing on the grid
+
+# Flags of evaluate.py for keys of the config's section `evaluation`.
+FLAGS = {
+    "mean_flux": "to which all fields are rescaled (the observed one at the file's redshift)",
+    "sightlines": "number along each axis, at most; 0: all (%(default)s)",
+    "pressure_smoothing": "of the dark matter for the baseline: standard deviation in Mpc/h (%(default)s)",
+}
+
+VELOCITY_UNITS = [VELOCITY_UNIT] * 3
+GAS_UNITS = [DENSITY_UNIT, *VELOCITY_UNITS, TEMPERATURE_UNIT]
+
+log = logging.getLogger(__name__)
+
+
+def add_flux_options(parser: argparse.ArgumentParser) -> None:
+    """Adds FLAGS and `--no_flux` to the parser of evaluate.py."""
+    group, defaults = parser.add_argument_group("Lyman-alpha flux"), EvaluationConfig()
+    group.add_argument("--no_flux", dest="flux", action="store_false", help="skip it")
+    for name, text in FLAGS.items():
+        group.add_argument(f"--{name}", type=parse_value, default=getattr(defaults, name), help=text)
+
+
+def take_flux_options(arguments: dict[str, Any]) -> EvaluationConfig:
+    """Removes the values of these flags and returns them as a section; UserError if one is outside its limits."""
+    values = {name: arguments.pop(name) for name in ("flux", *FLAGS)}
+    return validate_section(EvaluationConfig, values, "Lyman-alpha flux")
+
+
+@dataclass(frozen=True)
+class FluxSetup:
+    """The constants of all evaluations of one volume's flux."""
+
+    shape: tuple[int, int, int]
+    cell: float
+    universe: Universe
+    mean_flux: float
+    dark: Sequence[Channel]  # density and velocity; density alone, or none, if the units of the others are unknown
+    gas: Sequence[Channel]  # density, velocity and temperature
+    options: EvaluationConfig
+
+    @classmethod
+    def of(cls, volume: Volume | FieldReader, config: Config) -> FluxSetup | None:
+        """None if the flux is switched off, or if something is missing, which one line of the log reports."""
+        try:
+            return cls._of(volume, config) if config.evaluation.flux else None
+        except UserError as error:
+            log.info("Lyman-alpha flux skipped: %s", error)
+            return None
+
+    @classmethod
+    def _of(cls, volume: Volume | FieldReader, config: Config) -> FluxSetup:
+        """Raises UserError if something is missing."""
+        options, (inputs, gas), cell = config.evaluation, volume_channels(config), volume.cell
+        unstated = [name for name in STATED if name not in volume.simulation]
+        if unstated or cell is None:
+            missing = [*unstated, *(["box_size_mpc_h"] if cell is None else [])]
+            raise UserError(f"{volume.path} does not state {', '.join(missing)}")
+        if [channel.unit for channel in gas] != GAS_UNITS:
+            raise UserError("the gas lacks density, velocity or temperature in physical units")
+        if min(volume.shape) < SMALLEST_SIDE:
+            raise UserError(f"the volume has a side of fewer than {SMALLEST_SIDE} cells")
+        universe = Universe.of(volume.simulation)
+        if universe.omega_b <= 0:
+            raise UserError(f"{volume.path} states a universe without baryons")
+        mean_flux = options.mean_flux or published_mean_flux(universe.redshift)
+        has_velocity = [channel.unit for channel in inputs[1:]] == VELOCITY_UNITS
+        dark = inputs[: 4 if has_velocity else 1] if inputs[0].unit == DENSITY_UNIT else ()
+        return cls(volume.shape, cell, universe, mean_flux, dark, gas, options)
+
+    @property
+    def smoothing(self) -> float:
+        """Standard deviation in Mpc/h of the smoothing of the baseline's density; 0 if the cells do not resolve it."""
+        length = self.options.pressure_smoothing
+        return length if length >= RESOLVED * self.cell else 0.0
+
+    @property
+    def baseline(self) -> str:
+        """Name of the baseline."""
+        return FGPA if self.dark[1:] else REAL_FGPA

@@ -1,0 +1,317 @@
+"""Results of an evaluation: their file, scalars, tables and figures, and the page, which is self-contained HTML."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+from PIL import Image
+from reference_samples import ALONE
+from sample_results import sample_results
+
+from analysis.evaluation import figures, report, tables
+from analysis.evaluation.loss_curves import loss_curves
+from analysis.evaluation.results import Results, Spectrum, load, save
+from analysis.evaluation.training_figures import ERROR, EXAMINED, STRUCTURE, choose_planes
+from analysis.lyman_alpha.results import FluxField
+
+PICTURES = dict.fromkeys(figures.PICTURES, b"PNG")
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The texts of the cells of all tables."""
+    rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    return [[html.unescape(cell).strip("\n") for cell in re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row)] for row in rows]
+
+
+def images_of(page: str) -> list[bytes]:
+    """The embedded pictures."""
+    return [base64.b64decode(image) for image in re.findall(r'src="data:image/png;base64,(.*?)"', page)]
+
+
+@pytest.fixture(scope="module")
+def found() -> Results:
+    return sample_results(16, noise=0.2, epoch=3, cell=0.5)
+
+
+@pytest.fixture(scope="module")
+def with_flux() -> Results:
+    return sample_results(16, cell=0.5, flux=True)
+
+
+def test_the_page_is_self_contained_escaped_and_has_all_results(found: Results) -> None:
+    hostile = """</td></table><script>alert("1")</script><img src='file:evil' onerror=alert(1)>&amp;"""
+    provenance = {"commit": "abc1234", "epoch": "3 of the caller", hostile: 1, "checkpoint": hostile}
+    page = report.page(found, PICTURES, provenance)
+    for outside in ("href", "url(", "@import", "http:", "https:", "<script", "<link", "<iframe", "<img src='"):
+        assert outside not in page
+    assert "<title>Evaluation: epoch 3</title>" in page
+    assert images_of(page) == [b"PNG"] * 4, "there is no flux"
+    rows, summary = rows_of(page), tables.summary_table(found)
+    assert rows[: len(summary)] == summary, "it comes first"
+    assert all(row in rows for row in (*tables.channel_table(found), *tables.field_table(found)))
+    for row in (["commit", "abc1234"], ["cell (Mpc/h)", "0.5"], [hostile, "1"], ["checkpoint", hostile]):
+        assert row in rows
+    assert ["epoch", "3 of the caller"] in rows, "the caller's value has precedence"
+    unknown = replace(sample_results(8, channels=(1, 2)), r2=np.array([0.5, math.nan]))
+    ends = [row[2:] for row in tables.channel_table(unknown) if row[0].startswith("channel ")]
+    assert ends == [["0.5000", "unknown", "unknown"], ["non-finite", "unknown", "unknown"]]
+
+
+def test_the_conclusion_and_the_summary_name_what_is_wrong(found: Results, with_flux: Results) -> None:
+    """Newcomers missed in the table that FGPA had a smaller error."""
+    target, errors = with_flux.flux.fields["target"], {"target": 0, "prediction": 0.08, "FGPA": 0.05}
+    fields = {name: replace(target, power=(1 + error) * target.power) for name, error in errors.items()}
+    below = np.where(np.arange(5) == 1, 0.9 * found.l1, found.copied_l1)
+    for results, part in (
+        (found, "each channel is better than copying"),
+        (replace(found, copied_l1=below), "of gas velocity x is no better"),
+        (replace(found, r2=np.full(5, math.nan)), "of each channel is no better"),
+        (replace(with_flux, flux=replace(with_flux.flux, fields=fields)), " FGPA, which needs no network, has a smal"),
+    ):
+        text = tables.lines(results)[-1]
+        assert part in text
+        assert ("FGPA" in text) == ("FGPA" in part)
+    name, one = "log density", np.ones(len(found.spectra["log density"].k))
+    for correlation, power, place, says in (
+        (np.where(np.arange(len(one)) < 2, 1, 0.5), one, "Mpc/h)", "is right to 10% on all scales."),
+        (one, np.append(one[1:], 1e5), "no scale", "Mpc/h, at worst 1e+05 times"),  # fixed: only large scales counted
+        (0.3 * one, one, "Mpc/h)", "Not even structure of the largest scales is in the right place."),
+        (one, math.nan * one, "unknown", "have no structure, or are not finite"),
+    ):
+        changed = replace(found.spectra[name], predicted=power, target=one, cross=correlation * np.sqrt(power))
+        row = tables.summary_table(replace(found, spectra={**found.spectra, name: changed}))[1]
+        assert row[4].endswith(place)
+        assert says in row[5]
+
+
+def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> None:
+    found, flux = with_flux, with_flux.flux
+    rows = {row[0]: row[1:] for row in tables.channel_table(found)}
+    assert rows["gas velocity y"] == [
+        f"{found.l1[2]:.5f}",
+        f"{found.r2[2]:.4f}",
+        "km/s",
+        f"{900 * found.l1[2]:.3f} km/s",
+    ]
+    assert rows["gas density"][3] == f"{14 * found.l1[0] / math.log(10):.3f} dex"
+    columns = {row[0]: row[1:] for row in zip(*tables.field_table(found), strict=True)}
+    for name, spectrum in found.spectra.items():
+        shells = spectrum.reference_shells
+        values = [f"{value:.3f}" for value in (*spectrum.correlation[shells], *spectrum.ratio[shells])]
+        assert [*columns[name][: len(values)]] == values
+    table = tables.flux_table(flux)
+    shown = {row[table[0].index("FGPA")] for row in table}
+    for value in (flux.fields["FGPA"].scale, flux.power_error("FGPA"), *flux.band_errors("FGPA").values()):
+        assert f"{value:.3f}" in shown
+    lines = tables.lines(found)[:-1]
+    assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
+    page = report.page(found, PICTURES, {})
+    assert len(images_of(page)) == 6
+    assert "computed from the dark matter, not smoothed: the cells are too large." in page
+    assert all(row in rows_of(page) and any(line.startswith(row[0]) for line in lines) for row in table)
+
+
+@pytest.mark.parametrize("gaps", [[1, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp_path: Path, monkeypatch: Any) -> None:
+    """A short axis has no mode in some bins: it is NaN there. Even if no bin has modes of all axes."""
+    empty = dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(figures, "PICTURES", {**empty, "flux": figures.flux})
+    found = sample_results(16, cell=0.5, flux=True)
+    for values in (found.flux.axis_k, *(field.axis_power for field in found.flux.fields.values())):
+        values[0, gaps] = np.nan
+    report.write_report(tmp_path / "report", found, {}, ALONE)
+    text = (tmp_path / "report" / report.SUMMARY).read_text()
+    summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"JSON has no {constant}"))["flux"]
+    for values in (summary["k along x (s/km)"], summary["fields"]["FGPA"]["P1D along x (km/s)"]):
+        assert [place for place, value in enumerate(values) if value is None] == gaps
+    assert np.isfinite([*found.scalars().values()]).all()
+    assert "non-finite" not in " ".join(tables.lines(found))
+
+
+def test_loading_returns_exactly_what_was_saved(with_flux: Results, tmp_path: Path) -> None:
+    nothing = {"phase_diagram": None, "divergence_r2": math.nan, "distributions": {}, "spectra": {}, "metadata": {}}
+    for saved in (with_flux, replace(with_flux, **nothing), sample_results(8, channels=(1, 2), window=None, ema=True)):
+        save(saved, tmp_path / "new" / "evaluation.npz")
+        np.testing.assert_equal(asdict(load(tmp_path / "new" / "evaluation.npz")), asdict(saved))
+    np.savez(tmp_path / "pickle.npz", text=np.array([{}], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        load(tmp_path / "pickle.npz")
+
+
+def test_scalars_cover_flux_and_spectra(with_flux: Results) -> None:
+    flux, density, expected = with_flux.flux, with_flux.spectra["density"], {}
+    for name in ("prediction", "FGPA"):
+        ratio = flux.fields[name].power / flux.fields["target"].power
+        mode = flux.reference_modes[0]
+        expected[f"flux/P1D ratio at k = {flux.k[mode]:.3g}, {name}"] = ratio[mode]
+        expected[f"flux/P1D error, {name}"] = np.abs(ratio[flux.k <= min(0.1, flux.k[-1] / 2)] - 1).mean()
+        difference = np.abs(flux.fields[name].pdf - flux.fields["target"].pdf)
+        expected[f"flux/PDF distance, {name}"] = difference.sum() * 0.05 / 2
+        expected[f"flux/correlation, {name}"] = flux.fields[name].correlation
+    expected |= {"L1/all channels": with_flux.l1.mean(), "R2/temperature": with_flux.r2[4]}
+    expected["R2/velocity divergence"] = with_flux.divergence_r2
+    for shell in density.reference_shells:
+        expected[f"r/density at k = {density.k[shell]:.3g}"] = density.correlation[shell]
+    scalars = with_flux.scalars()
+    assert {name: scalars[f"Evaluation {name}"] for name in expected} == pytest.approx(expected)
+
+
+def test_the_resolution_is_where_a_curve_first_falls_below_a_level() -> None:
+    """Fixed: only too little power counted, so that T = 40 was reported as "not reached"."""
+    k, one = np.arange(1.0, 6.0), np.ones(5)
+    correlation, power = np.array([1.0, 0.98, 0.82, 0.42, 0.95]), np.array([1.0, 1.1, 0.9025, 0.64, 0.36])
+    found = Spectrum(k, one, predicted=power, target=one, cross=correlation * np.sqrt(power))
+    expected = {"r = 0.9": 2.5, "r = 0.5": 3.8, "T = 0.9": 3 + 1 / 3, "T = 0.5": None}
+    assert found.resolutions == {name: k and pytest.approx(k) for name, k in expected.items()}
+    far = Spectrum(k, one, predicted=1600 * one, target=one, cross=40 * one)
+    assert far.resolutions == {"r = 0.9": None, "r = 0.5": None, "T = 0.9": 1.0, "T = 0.5": 1.0}
+    assert far.resolution(np.array([1, 1, np.nan, 1, 1]), 0.9) == 3, "not finite"
+    k = np.arange(1.0, 33.0)
+    assert [k[shell] for shell in Spectrum(k, k, k, k, k).reference_shells] == [2.0, 8.0, 16.0]
+
+
+def test_errors_of_flux_power_in_bands_and_bins(with_flux: Results) -> None:
+    """A band without a mode is absent; bins of k and mu without a mode, and small scales, are not used."""
+    flux = with_flux.flux
+    k = np.array([0.004, 0.008, 0.02])
+    p3d_k = np.array([[0.5, 1.0, 3.9], [np.nan, 1.5, 4.0]])
+    ratios = {"power": np.array([1.1, 0.7, 1.2]), "p3d": np.array([[1.1, 0.9, 5.0], [np.nan, 1.2, 7.0]])}
+    fields = {
+        name: replace(flux.fields[name], **{key: factor**is_other for key, factor in ratios.items()})
+        for is_other, name in enumerate(("target", "prediction"))
+    }
+    modes = np.isfinite(p3d_k).astype(float)
+    found = replace(flux, k=k, p3d_k=p3d_k, p3d_modes=modes, fields=fields)
+    assert found.band_errors("prediction") == {
+        "0.003 to 0.01 s/km": pytest.approx(np.sqrt((0.1**2 + 0.3**2) / 2)),
+        "0.01 to 0.03 s/km": pytest.approx(0.2),
+        "0.003 to 0.03 s/km": pytest.approx(np.sqrt((0.1**2 + 0.3**2 + 0.2**2) / 3)),
+    }
+    assert found.p3d_errors("prediction") == {"to 2 h/Mpc": pytest.approx(np.sqrt((0.1**2 + 0.1**2 + 0.2**2) / 3))}
+    none = np.empty((4, 0))
+    assert replace(found, p3d_k=none, p3d_modes=none).p3d_errors("prediction") == {}
+
+
+def physical(values: np.ndarray) -> list[np.ndarray]:
+    """The published transforms rho = exp(14 x), v = 900 x km/s, T = exp(8 (x + 1.5)) K; logarithms are decimal."""
+    values = values.astype(np.float64)
+    return [14 * values[0] / math.log(10), *(900 * values[1:4]), *(8 * (values[4:] + 1.5) / math.log(10))]
+
+
+def test_figures_show_their_data(with_flux: Results) -> None:
+    """Slices with y to the right and z upwards; densities of cells per unit of area and of the axis."""
+    histograms, phases = with_flux.distributions.values(), with_flux.phase_diagram
+    given, target, predicted = (physical(with_flux.slices[name]) for name in ("input", "target", "predicted"))
+    residuals = [ours - theirs for ours, theirs in zip(predicted, target, strict=True)]
+    area = np.outer(np.diff(phases.temperature_edges), np.diff(phases.density_edges))
+    curves, fields = with_flux.spectra.values(), with_flux.flux.fields.values()
+    for name, expected in {
+        "slices": [plane.T for plane in (*given, *target, *predicted, *residuals)],
+        "spectra": [values for curve in curves for values in (curve.ratio, curve.correlation)],
+        "distributions": [each.predicted / 16**3 / np.diff(each.edges) for each in histograms],
+        "phase_diagram": [counts.T / 16**3 / area for counts in (phases.target, phases.predicted)],
+        "flux": [values for f in fields for values in (with_flux.flux.k * f.power / math.pi, f.pdf, f.sightline)],
+    }.items():
+        drawn: list[np.ndarray] = []
+        for axes in figures.PICTURES[name](with_flux).axes:
+            drawn += [line.get_ydata() for line in axes.lines]
+            drawn += [patch.get_data().values for patch in axes.patches if isinstance(patch, StepPatch)]
+            drawn += [np.ma.filled(each.get_array(), 0) for each in (*axes.images, *axes.collections)]
+        for values in expected:
+            same = (other for other in drawn if np.shape(other) == values.shape)
+            assert any(np.allclose(values, other, rtol=1e-6, atol=1e-9, equal_nan=True) for other in same), name
+
+
+def test_loss_curves_show_losses_and_metrics() -> None:
+    records = [
+        {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1, "Loss/valid/valid": 2.2},
+        {"step": 5, "Step/loss": 1.5, "Step/learning rate": 0.1},
+        {"step": 10, "Loss/train": 1.0, "Loss/valid": 1.1, "Accuracy/valid": 0.5, "Learning Rate": 0.1},
+    ]
+    figure = loss_curves(records, "cross_entropy", "demo/2ranks/00")
+    assert figure.get_suptitle() == "demo/2ranks/00, epoch 1, step 10"
+    lines = {line.get_label(): list(line.get_ydata()) for axes in figure.axes[:2] for line in axes.lines}
+    ends = {"validation": [2.1, 1.1], "validation, valid": [2.2], "accuracy": [0.5]}
+    assert lines == {"training, per interval": [1.5], "training, per epoch": [2.0, 1.0], **ends}
+    assert len(loss_curves(records[:1], "l1", "").axes) == 2, "without metrics"
+
+
+def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() -> None:
+    """Of the first crops only: the last one, which exceeds both, is not examined.
+
+    The loader reuses its buffers; input and target were once those of a later crop than the prediction.
+    """
+    targets = torch.zeros(EXAMINED + 1, 5, 4, 4, 4)
+    targets[3, 0, 1, 2, 2], targets[6, 0, 2, 1, 1], targets[6, 1, 3, 1, 1], targets[-1] = 5, 4, 9, 99
+    targets[-1, 0, 0, 0, 0] = 1000
+    inputs = torch.arange(EXAMINED + 1.0).view(-1, 1, 1, 1, 1).expand(-1, 1, 4, 4, 4)
+    buffers = torch.empty(5, 1, 4, 4, 4), torch.empty(5, 5, 4, 4, 4)
+
+    def predict(crops: torch.Tensor) -> torch.Tensor:
+        return torch.stack([crop.repeat(5, 1, 1, 1) * targets[int(crop.max()), :1] for crop in crops])
+
+    def epoch(number: int) -> Iterator[list[torch.Tensor]]:
+        for batch in zip(inputs.split(5), targets.split(5), strict=True):
+            yield [buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True)]
+
+    step, loader = SimpleNamespace(predict=predict), SimpleNamespace(epoch=epoch)
+    chosen = choose_planes(step, loader)
+    structure, error = chosen[STRUCTURE].fields, chosen[ERROR].fields
+    np.testing.assert_array_equal(structure["target"], targets[3, :, 1])
+    np.testing.assert_array_equal(structure["predicted"][1], 3 * targets[3, 0, 1])
+    assert (error["input"] == 6).all()
+    np.testing.assert_array_equal(error["target"], targets[6, :, 2])
+    targets[8, 2, 0] = math.nan
+    assert (choose_planes(step, loader)[ERROR].fields["input"] == 8).all(), "not finite"
+
+
+def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Results, monkeypatch: Any) -> None:
+    monkeypatch.setattr(figures, "DOTS_PER_INCH", 50)
+    measured, density = with_flux.flux, with_flux.spectra["density"]
+    predicted = with_flux.slices["predicted"] * np.nan
+    predicted[0] = 1e4  # exp(140000) overflows
+    nan = {key: value * np.nan for key, value in vars(measured.fields["FGPA"]).items()}
+    diverged = replace(
+        with_flux,
+        spectra={
+            "constant": replace(density, predicted=0 * density.k, cross=0 * density.k),
+            "density": replace(density, target=0 * density.k * np.nan),
+        },
+        flux=replace(measured, fields={**measured.fields, "prediction": FluxField(**nan)}),
+        slices={**with_flux.slices, "predicted": predicted},
+    )
+    checkpoint = "/logs/demo/2ranks/00/checkpoints/step_00000800/weights.pt"
+    for results, metadata, title in (
+        (with_flux, {"run": "/logs/demo/2ranks/00", "epoch": 4, "step": 800}, "demo/2ranks/00, epoch 4, step 800"),
+        (diverged, {"checkpoint": checkpoint, "step": 800}, "demo/2ranks/00, step 800"),
+    ):
+        drawn = figures.draw_all(replace(results, metadata=metadata))
+        assert list(drawn) == list(figures.PICTURES)
+        for name, figure in drawn.items():
+            assert figure.get_suptitle() == title
+            picture = Image.open(io.BytesIO(figures.encode_png(figure)))
+            assert len(np.unique(np.asarray(picture.convert("L")))) > 10, f"{name} is empty"
+    monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux, "flux_3d": figures.flux_3d})
+    assert list(figures.draw_all(replace(with_flux, flux=replace(measured, p3d_k=np.empty((4, 0)))))) == ["flux"]
+    assert not figures.draw_all(replace(with_flux, flux=None))
+    monkeypatch.undo()
+    unknown = sample_results(16, channels=(1, 2))
+    drawn = figures.draw_all(unknown)
+    assert list(drawn) == ["slices", "spectra", "distributions"]
+    image = drawn["slices"].axes[2].images[0].get_array()
+    np.testing.assert_allclose(image, unknown.slices["predicted"][0].T, err_msg="not in physical units")

@@ -1,0 +1,299 @@
+"""Statistics of volumes agree with numpy, with an independent library, and on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import run_ranks
+from reference_samples import ALONE
+from sample_results import slab_fields
+from volume_files import smooth_field
+
+from analysis import modes
+from analysis.evaluation.bispectrum import equilateral_bispectrum
+from analysis.evaluation.results import Results, Spectrum
+from analysis.evaluation.spectra import KShells
+from analysis.evaluation.statistics import VolumeStatistics
+from analysis.slabs import Slabs
+from utils.config.sections import TransformConfig
+from utils.data.channels import Channel, input_channels, target_channels
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+
+GAS = target_channels(5, TransformConfig())
+SHAPE = (12, 10, 7)  # no mode lies on the edge of a shell
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def volumes(shape: tuple[int, int, int] = SHAPE, channels: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """(predicted, target), [C, X, Y, Z], channel values; the prediction is close to the target."""
+    target = 0.4 * smooth_field(channels, shape, np.random.default_rng(0)).astype(np.float32)
+    return target + 0.02 * noise(*target.shape, seed=1), target
+
+
+def evaluated(
+    predicted: np.ndarray, target: np.ndarray, channels: Any = GAS, cell: float | None = 0.5, world: World = ALONE
+) -> Results:
+    slabs = Slabs(target.shape[1:], world)  # type: ignore[arg-type]
+    inputs = 0.5 * target[:4] if len(target) >= 4 else np.zeros((4, *target.shape[1:]), np.float32)
+    statistics = VolumeStatistics(channels, input_channels(4, TransformConfig()), cell, slabs)
+    return statistics.results(slab_fields(slabs, inputs, predicted, target), {"epoch": 3})
+
+
+@pytest.fixture(scope="module")
+def found() -> Results:
+    return evaluated(*volumes())
+
+
+def physical(values: np.ndarray) -> list[np.ndarray]:
+    return [channel.to_physical(field.astype(np.float64)) for channel, field in zip(GAS, values, strict=True)]
+
+
+def spectrum(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> Spectrum:
+    shells = KShells(Slabs(target.shape, ALONE), cell)
+    return shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
+
+
+def powers(found: Spectrum) -> np.ndarray:
+    return np.stack([found.predicted, found.target, found.cross])
+
+
+def power(predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
+    return powers(spectrum(predicted, target))
+
+
+def divergence(velocity: Sequence[np.ndarray]) -> np.ndarray:
+    """Of periodic fields; central differences."""
+    return sum(np.roll(part, -1, axis) - np.roll(part, 1, axis) for axis, part in enumerate(velocity)) / (2 * 0.5)
+
+
+def agree(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+    """Counts and texts exactly; other numbers within a tolerance relative to the largest value."""
+    assert type(one) is type(other)
+    if dataclasses.is_dataclass(one):
+        one, other = vars(one), vars(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for name, value in one.items():
+            agree(value, other[name], 0 if name in ("distributions", "phase_diagram", "slices") else tolerance)
+    elif isinstance(one, float | np.ndarray):
+        largest = np.nanmax(np.abs(other))
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * largest)
+    else:
+        assert one == other
+
+
+def test_errors_slices_and_histograms_agree_with_numpy(found: Results) -> None:
+    predicted, target = volumes()
+    p, t = (values.astype(np.float64).reshape(5, -1) for values in (predicted, target))
+    np.testing.assert_allclose(found.l1, np.abs(p - t).mean(1), rtol=1e-6)
+    residual = ((p - t) ** 2).sum(1) / ((t - t.mean(1, keepdims=True)) ** 2).sum(1)
+    np.testing.assert_allclose(found.r2, 1 - residual, rtol=1e-6)
+    assert ((found.r2 > 0.5) & (found.r2 < 1)).all(), "the example is neither perfect nor useless"
+    for name, values in (("predicted", predicted), ("target", target), ("input", 0.5 * target[:4])):
+        np.testing.assert_array_equal(found.slices[name], values[:, 6])
+    ours, theirs = physical(predicted), physical(target)
+    assert found.mass_ratio == pytest.approx(ours[0].mean() / theirs[0].mean(), rel=1e-6)
+    phase = found.phase_diagram
+    for name, fields in (("predicted", ours), ("target", theirs)):
+        decimal = [np.log10(field) if channel.is_log else field for channel, field in zip(GAS, fields, strict=True)]
+        for channel, values in zip(GAS, decimal, strict=True):
+            distribution = found.distributions[channel.name]
+            assert (distribution.unit, distribution.is_log) == (channel.unit, channel.is_log)
+            counts, edges = getattr(distribution, name), distribution.edges
+            assert len(edges) > 100
+            np.testing.assert_array_equal(counts, np.histogram(values, edges)[0])
+            assert counts.sum() == values.size
+        bins = phase.density_edges, phase.temperature_edges
+        expected = np.histogram2d(decimal[0].ravel(), decimal[4].ravel(), bins)[0]
+        np.testing.assert_array_equal(getattr(phase, name), expected)
+
+
+def test_r2_of_a_channel_far_from_zero_is_accurate_and_that_of_a_constant_is_nan() -> None:
+    """Σt² − (Σt)²/N would lose twelve digits."""
+    target = 2e4 + noise(1, *SHAPE)
+    predicted = 0.9 * target + 0.1 * (2e4 + noise(1, *SHAPE, seed=1))
+    p, t = predicted.astype(np.float64), target.astype(np.float64)
+    r2 = evaluated(predicted, target, (Channel("channel 0"),)).r2[0]
+    assert r2 == pytest.approx(1 - ((p - t) ** 2).sum() / ((t - t.mean()) ** 2).sum(), rel=1e-9)
+    predicted, target = volumes()
+    target[1:4] = 0.25
+    found = evaluated(predicted, target)
+    assert np.isnan([*found.r2[1:4], found.divergence_r2]).all()
+    assert np.isfinite(found.r2[[0, 4]]).all()
+    assert found.distributions["velocity divergence"].target.sum() == target[0].size
+
+
+def test_values_outside_the_histogram_are_counted_in_the_end_bins() -> None:
+    """Every cell is counted, and non-finite values do not end the evaluation."""
+    predicted, target = volumes()
+    target[0, 0], target[0, 1, 0] = 3.0, -3.0  # e^±42
+    predicted[2, 3, 2, 2:6] = np.inf, -np.inf, np.nan, 1e30
+    found = evaluated(predicted, target)
+    density, velocity = found.distributions["gas density"], found.distributions["gas velocity y"]
+    assert (density.target[-1], density.target[0]) == (SHAPE[1] * SHAPE[2], SHAPE[2])
+    assert (velocity.predicted[-1], velocity.predicted[0]) == (2, 2)
+    assert velocity.predicted.sum() == density.target.sum() == target[0].size
+    assert np.isnan(found.r2).tolist() == [False, False, True, False, False]
+
+
+def test_spectra_and_divergence_are_those_of_the_physical_fields(found: Results) -> None:
+    ours, theirs = (physical(values) for values in volumes())
+    expected = {
+        "density": power(ours[0], theirs[0]),
+        "log density": power(np.log(ours[0]), np.log(theirs[0])),
+        "velocity": sum(power(ours[axis], theirs[axis]) for axis in (1, 2, 3)),
+        "divergence": power(divergence(ours[1:4]), divergence(theirs[1:4])),
+        "log temperature": power(np.log(ours[4]), np.log(theirs[4])),
+    }
+    assert list(found.spectra) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(powers(found.spectra[name]), values, rtol=1e-4, atol=1e-5 * np.abs(values).max())
+    assert found.spectra["density"].k[0] == pytest.approx(2 * np.pi / (12 * 0.5), rel=0.2)
+    p, t = (divergence(values[1:4]) for values in (ours, theirs))
+    assert found.divergence_r2 == pytest.approx(1 - ((p - t) ** 2).sum() / (t**2).sum(), rel=1e-5)
+    distribution = found.distributions["velocity divergence"]
+    assert 7.9 * t.std() < distribution.edges[-1] == -distribution.edges[0] < 8.9 * t.std()
+    for counts, values in ((distribution.predicted, p), (distribution.target, t)):
+        expected = np.histogram(np.clip(values, *distribution.edges[[0, -1]]), distribution.edges)[0]
+        assert np.abs(counts - expected).sum() <= 4  # float32 may move a value across a bin edge
+        assert counts.sum() == t.size
+
+
+def test_without_a_cell_size_lengths_are_in_cells(found: Results) -> None:
+    plain = evaluated(*volumes(), cell=None)
+    assert (plain.cell, plain.wavenumber_unit) == (None, "rad/cell")
+    np.testing.assert_allclose(plain.spectra["velocity"].k, 0.5 * found.spectra["velocity"].k)
+    np.testing.assert_allclose(powers(plain.spectra["velocity"]), powers(found.spectra["velocity"]) / 0.5**3, rtol=1e-5)
+    units = [each.distributions["velocity divergence"].unit for each in (plain, found)]
+    assert units == ["km/s per cell", "km/s per Mpc/h"]
+    assert plain.divergence_r2 == pytest.approx(found.divergence_r2, rel=1e-5)
+
+
+def on_ranks(world: World) -> tuple[Results, Results]:
+    """The second volume has fewer planes than eight ranks."""
+    return evaluated(*volumes(), world=world), evaluated(*volumes((5, 7, 6)), world=world)
+
+
+def test_results_do_not_depend_on_ranks_and_pieces(found: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = on_ranks(ALONE)
+    for answer in run_ranks(on_ranks, 8):
+        for results, expected in zip(answer, alone, strict=True):
+            agree(results, expected)
+    for values in (1, 300):  # a plane; four planes, three pieces
+        monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", values)
+        agree(evaluated(*volumes()), found, 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_the_results_of_the_cpu() -> None:
+    predicted, target = volumes((24, 20, 16))
+    alone = evaluated(predicted, target)
+    found = evaluated(predicted, target, world=World(Launch("test"), torch.device("cuda")))
+    for name, distribution in found.distributions.items():
+        # Different rounding may move single cells to a neighboring bin.
+        assert np.abs(distribution.target - alone.distributions[name].target).sum() <= 8
+    assert found.phase_diagram is not None
+    assert found.phase_diagram.predicted.sum() == predicted[0].size
+    agree(dataclasses.replace(found, distributions=alone.distributions, phase_diagram=alone.phase_diagram), alone, 1e-5)
+
+
+def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
+    predicted, target = volumes(channels=7)
+    found = evaluated(predicted, target, target_channels(7, TransformConfig()))
+    assert list(found.spectra) == list(found.distributions) == [f"channel {number}" for number in range(7)]
+    values, distribution = power(predicted[6], target[6]), found.distributions["channel 6"]
+    np.testing.assert_allclose(powers(found.spectra["channel 6"]), values, rtol=1e-5, atol=1e-5 * np.abs(values).max())
+    assert (distribution.edges[0], distribution.edges[-1], distribution.unit) == (-1.5, 1.5, None)
+    np.testing.assert_array_equal(distribution.target, np.histogram(target[6], distribution.edges)[0])
+    assert found.phase_diagram is None
+    assert np.isnan(found.divergence_r2)
+    assert all(np.isfinite(value) for value in found.scalars().values())
+    for unknown, missing in (("velocity_scale_km_s", "divergence"), ("density_log_scale", "log density")):
+        found = evaluated(*volumes(), target_channels(5, TransformConfig(**{unknown: None})))
+        assert missing not in found.spectra
+        assert {"log temperature", "gas velocity x" if "velocity" in unknown else "gas density"} <= {*found.spectra}
+
+
+def related(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Two correlated fields with non-zero means."""
+    common = noise(*shape).astype(float)
+    return 2.0 * common + noise(*shape, seed=1) + 3.0, common - 0.5 * noise(*shape, seed=2) - 1.0
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (9, 16, 15), (24, 6, 7)])
+def test_power_and_cross_power_agree_with_powerbox(shape: tuple[int, int, int]) -> None:
+    """Even and odd sides. No mode is exactly between two shells, where rounding would decide."""
+    tools = pytest.importorskip("powerbox.tools")
+    cell = 0.37
+    first, second = related(shape)
+    found = spectrum(first, second, cell)
+    edges = (np.arange(max(shape) // 2 + 1) + 0.5) * 2 * np.pi / (max(shape) * cell)
+    lengths = [cells * cell for cells in shape]
+
+    def theirs(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        result = tools.get_power(one, lengths, deltax2=other, bins=edges, dimensionless=False)
+        return (result.power, result.bin_avg) if hasattr(result, "power") else result[:2]  # before powerbox 1.0
+
+    for ours, pair in ((found.predicted, (first, first)), (found.target, (second, second))):
+        power, k = theirs(*pair)
+        np.testing.assert_allclose(ours, power, rtol=1e-5)
+        np.testing.assert_allclose(found.k, k, rtol=1e-9)
+    cross, _ = theirs(first, second)
+    np.testing.assert_allclose(found.cross, cross, rtol=1e-5, atol=1e-5 * np.abs(cross).max())
+    axes = np.meshgrid(*(np.fft.fftfreq(cells) * max(shape) for cells in shape), indexing="ij")
+    shells = np.floor(np.sqrt(sum(axis**2 for axis in axes)) + 0.5).astype(int)
+    np.testing.assert_array_equal(found.modes, np.bincount(shells.ravel())[1 : max(shape) // 2 + 1])
+
+
+def test_a_large_mean_and_few_columns_at_once_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, values in steps of 1/256 fit next to a mean of 2^14; a transform of both together would lose them."""
+    fields = [np.round(256 * field) / 256 for field in related((16, 16, 16))]
+    near, far = spectrum(*fields), spectrum(*(field + 2**14 for field in fields))
+    for name in ("predicted", "target", "cross"):
+        np.testing.assert_allclose(getattr(far, name), getattr(near, name), rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(modes, "MODES_AT_ONCE", 500)  # three columns at a time, one in the last batch
+    for name, values in vars(spectrum(*fields)).items():
+        np.testing.assert_allclose(values, getattr(near, name), rtol=1e-12)
+
+
+def sum_over_triangles(field: np.ndarray, low: float, high: float) -> tuple[int, float]:
+    """The number of ordered triangles in a shell, and the bispectrum: all pairs of waves, one by one."""
+    shape, longest = field.shape, max(field.shape)
+    modes = np.fft.fftn(field) / field.size
+    limits = [(side - 1) // 2 for side in shape]
+    waves = {
+        wave
+        for wave in itertools.product(*(range(-limit, limit + 1) for limit in limits))
+        if low < math.hypot(*(n * longest / side for n, side in zip(wave, shape, strict=True))) < high
+    }
+    products = []
+    for first, second in itertools.product(waves, repeat=2):
+        third = tuple(-a - b for a, b in zip(first, second, strict=True))
+        if third in waves:
+            products.append(modes[first] * modes[second] * modes[third])
+    mean = sum(products).real / len(products) if products else math.nan
+    return len(products), mean * (field.size * 0.5**3) ** 2
+
+
+def test_the_bispectrum_agrees_with_a_sum_over_all_triangles() -> None:
+    """Also of a box whose sides differ, where the first shell has none."""
+    for shape in ((10, 10, 10), (9, 12, 7)):
+        fields = [np.exp(0.7 * noise(*shape, seed=seed)) for seed in (0, 1)]
+        found = equilateral_bispectrum([*map(torch.tensor, fields)], Slabs(shape, ALONE), 0.5)
+        for shell, (low, high) in enumerate(((0.5, 1.5), (1.5, 2.5))):
+            for field, values in zip(fields, (found.predicted, found.target), strict=True):
+                count, expected = sum_over_triangles(field, low, high)
+                assert (count > 0) == (shell > 0 or shape == (10, 10, 10))
+                np.testing.assert_allclose(values[shell], expected, rtol=1e-4, err_msg=f"{shape} {shell}")

@@ -1,0 +1,284 @@
+"""The flux of a volume, and P(k, mu), agree with numpy and closed forms, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import run_ranks
+from reference_samples import ALONE
+from sample_results import SIMULATION, slab_fields
+from scipy.ndimage import gaussian_filter
+from volume_files import smooth_field
+
+from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
+from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
+from analysis.lyman_alpha.power import RATIO, AnisotropicPower
+from analysis.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux, FluxField
+from analysis.lyman_alpha.setup import FluxSetup
+from analysis.modes import bin_edges
+from analysis.slabs import Slabs
+from utils.config import Config
+from utils.config.sections import TransformConfig
+from utils.data.channels import target_channels
+from utils.data.files.hdf5 import Volume
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+
+SHAPE, CELL = (12, 10, 8), 0.2
+UNIVERSE = Universe.of(SIMULATION)
+WIDTH = UNIVERSE.pixel_width(CELL)
+TRANSFORM = TransformConfig(velocity_scale_km_s=300.0)
+GAS = target_channels(5, TRANSFORM)
+HIGH = {**SIMULATION, "redshift": 6.0}
+Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def setup(
+    inputs: int = 4,
+    transform: Any = TRANSFORM,
+    shape: Any = SHAPE,
+    cell: Any = CELL,
+    simulation: Any = SIMULATION,
+    **options: Any,
+) -> FluxSetup | None:
+    values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
+    volume = Volume("box.h5", *values, cell=cell, simulation=simulation)
+    triples = {"inputs": [[1, 2, 3]] if inputs == 4 else [], "targets": [[1, 2, 3]]}
+    config = Config(N_in_channels=inputs, transform=transform, vector_channels=triples, evaluation=options)
+    return FluxSetup.of(volume, config)
+
+
+def fields() -> Fields:
+    """(inputs, predicted, target), channel values: densities from 0.2 to 5, velocities up to 100 km/s."""
+    rng = np.random.default_rng(0)
+    target = np.stack([scale * smooth_field(1, SHAPE, rng)[0] for scale in (0.2, 0.6, 0.6, 0.6, 0.1)])
+    target[4] -= 0.3
+    predicted = target + 0.01 * rng.standard_normal(target.shape)
+    return tuple(values.astype(np.float32) for values in (1.1 * target[:4], predicted, target))
+
+
+def measured(volumes: Fields, world: World = ALONE, known: KnownFlux | None = None, **options: Any) -> Flux:
+    slabs = Slabs(SHAPE, world)
+    prepared = setup(**{"mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
+    return FluxStatistics(prepared, slabs, known).results(slab_fields(slabs, *volumes))
+
+
+@pytest.fixture(scope="module")
+def found() -> Flux:
+    return measured(fields())
+
+
+def agree(one: Flux, other: Flux, tolerance: float = 0.0) -> None:
+    assert list(one.fields) == list(other.fields)
+    for name, field in one.fields.items():
+        for part, values in vars(field).items():
+            np.testing.assert_allclose(values, vars(other.fields[name])[part], rtol=tolerance, err_msg=f"{name} {part}")
+
+
+def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -> list[np.ndarray]:
+    """Optical depths [lines, cells] of all sight-lines along x, y and z."""
+    found = []
+    for axis in range(3):
+        lines = (np.moveaxis(field, axis, -1) for field in (density, velocity[axis], temperature))
+        parts = (torch.from_numpy(field.reshape(-1, field.shape[-1]).astype(np.float32)) for field in lines)
+        found.append(optical_depth(*parts, UNIVERSE, CELL).numpy().astype(np.float64))
+    return found
+
+
+def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
+    density, *velocity, temperature = (
+        channel.to_physical(part.astype(np.float64)) for channel, part in zip(GAS, values, strict=True)
+    )
+    return depths(density, np.stack(velocity), temperature)
+
+
+def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
+    """P(k, mu) of all modes along x, y and z; the last test is of these sums."""
+    power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
+    for axis, tau in enumerate(taus):
+        others = [side for other, side in enumerate(SHAPE) if other != axis]
+        flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
+        sums.append(power.sums(torch.tensor(flux / field.mean - 1).float(), axis))
+    return power.power(sum(sums))
+
+
+def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
+    """The baseline is smoothed by 0.75 cells."""
+    inputs, predicted, target = fields()
+    dark = np.exp(14 * inputs[0].astype(np.float64))
+    dark = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
+    temperature = fgpa_temperature(torch.from_numpy(dark), SIMULATION["redshift"]).numpy()
+    expected = {
+        TARGET: depths_of_gas(target),
+        PREDICTION: depths_of_gas(predicted),
+        FGPA: depths(dark, 300 * inputs[1:4], temperature),
+    }
+    assert list(found.fields) == list(expected)
+    assert found.sightlines == [80, 96, 120]
+    for name, taus in expected.items():
+        field, pixels = found.fields[name], np.concatenate([tau.ravel() for tau in taus])
+        assert field.unscaled_mean == pytest.approx(np.exp(-pixels).mean(), rel=1e-5)
+        flux = np.exp(-field.scale * pixels)
+        assert flux.mean() == pytest.approx(field.mean, rel=1e-5)
+        assert field.mean == pytest.approx(0.7, rel=2e-6)
+        counts = np.histogram(flux, found.edges)[0]
+        np.testing.assert_allclose(field.pdf, counts / (pixels.size * 0.05), atol=3 / (pixels.size * 0.05))
+        weighted, modes = np.zeros(6), np.zeros(6)
+        for axis, tau in enumerate(taus):
+            lines, cells = tau.shape
+            transform = np.fft.rfft(np.exp(-field.scale * tau) / field.mean - 1)
+            power = (np.abs(transform) ** 2).mean(0)[1:] * WIDTH / cells
+            bins = np.rint(np.arange(1, cells // 2 + 1) * 12 / cells + 1e-9).astype(int) - 1  # along x there are 12
+            np.testing.assert_allclose(field.axis_power[axis, bins], power, rtol=1e-4)
+            assert np.isnan(field.axis_power[axis]).sum() == 6 - len(bins)
+            weighted[bins] += lines * power
+            modes[bins] += lines
+        np.testing.assert_allclose(field.power, weighted / modes, rtol=1e-4)
+        np.testing.assert_allclose(field.p3d, power_by_direction(taus, field), rtol=1e-4)
+        theirs = np.concatenate([tau.ravel() for tau in expected[TARGET]]) * found.fields[TARGET].scale
+        assert field.correlation == pytest.approx(np.corrcoef(flux, np.exp(-theirs))[0, 1], rel=1e-5)
+        middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
+        np.testing.assert_allclose(field.sightline, middle, rtol=1e-4)
+    np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
+    along_x_and_y = (80 / 12 + 96 / 10) / 176  # along z the first mode is in the second bin
+    assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * along_x_and_y)
+
+
+def test_the_last_mode_of_an_even_axis_next_to_odd_ones_is_not_lost() -> None:
+    statistics = FluxStatistics(setup(shape=(5, 4, 5)), Slabs((5, 4, 5), ALONE))
+    assert np.isfinite(statistics._average([np.ones(2)] * 3)[0]).all()
+
+
+def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space() -> None:
+    inputs, predicted, target = fields()
+    flux = measured((inputs[:1], predicted, target), inputs=1)
+    assert list(flux.fields) == [TARGET, PREDICTION, REAL_FGPA]
+    at_rest = np.concatenate([inputs[:1], np.zeros_like(inputs[1:])])
+    expected = measured((at_rest, predicted, target)).fields[FGPA]
+    np.testing.assert_allclose(flux.fields[REAL_FGPA].power, expected.power, rtol=1e-12)
+    seven = measured((fields()[0][[0] * 7], predicted, target), inputs=7)
+    assert list(seven.fields) == [TARGET, PREDICTION], "the units of seven channels are unknown"
+
+
+def test_the_smoothing_is_applied_if_cells_resolve_it_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends at the mean. Training switches TF32 on; the baseline must not depend on that."""
+    assert [setup(pressure_smoothing=length).smoothing for length in (0.0, 0.099, 0.1)] == [0, 0, 0.1]
+    field = torch.rand(5, 6, 7, generator=torch.Generator().manual_seed(0))
+    np.testing.assert_allclose(smooth(field.clone(), math.inf, Slabs((5, 6, 7), ALONE)), field.mean(), rtol=1e-6)
+    switches, seen = torch.backends.cuda.matmul, []
+    before, switches.allow_tf32 = switches.allow_tf32, True
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: seen.append(switches.allow_tf32))
+    smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ALONE))
+    after, switches.allow_tf32 = switches.allow_tf32, before
+    assert (set(seen), after) == ({False}, True)
+
+
+def on_ranks(world: World) -> tuple[Flux, Flux]:
+    """With nine sight-lines per axis there are three rows, fewer than four ranks."""
+    return measured(fields(), world=world), measured(fields(), world=world, sightlines=9)
+
+
+def test_results_do_not_depend_on_ranks_and_pieces(found: Flux, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, answers = on_ranks(ALONE), run_ranks(on_ranks, 4)
+    for answer in answers:
+        for flux, expected, first in zip(answer, alone, answers[0], strict=True):
+            agree(flux, expected, 1e-6)
+            agree(flux, first)
+    monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", 300)  # three planes
+    agree(measured(fields()), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_the_results_of_the_cpu(found: Flux) -> None:
+    for name, field in measured(fields(), world=World(Launch("test"), torch.device("cuda"))).fields.items():
+        for part in ("scale", "mean", "power", "axis_power", "sightline"):
+            np.testing.assert_allclose(getattr(field, part), getattr(found.fields[name], part), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("axis", "limit"), [(0, 100), (1, 65), (2, 7)])
+def test_sight_lines_are_evenly_spaced_and_shared(axis: int, limit: int) -> None:
+    shape = (30, 20, 300)
+    worlds = [World(Launch("test", rank=rank, world_size=3), torch.device("cpu")) for rank in range(3)]
+    lines = [Sightlines(axis, Slabs(shape, world), limit) for world in worlds]
+    rows, columns = sorted(row for part in lines for row in part.rows), lines[0].columns.tolist()
+    assert limit / 2 < lines[0].count == len(rows) * len(columns) <= limit
+    sides = [side for other, side in enumerate(shape) if other != axis]
+    for places, side in ((rows, sides[0]), (columns, sides[1])):
+        gaps = np.diff([*places, places[0] + side])
+        assert gaps.max() - gaps.min() <= 1
+
+
+def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress(found: Flux, monkeypatch: Any) -> None:
+    """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
+    (inputs, predicted, target), known, calls = fields(), KnownFlux(), []
+    monkeypatch.setattr(ALONE.heartbeat, "progress", calls.append)
+    measured((inputs, target, target), known=known)
+    rows, exchanges = 3 * (10 + 12 + 12), 3 + 3 + 2  # of target, prediction and baseline
+    assert len(calls) >= rows + exchanges
+    agree(measured((0 * inputs, predicted, 0 * target), known=known), found)
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e30, -1e30])
+def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, found: Flux) -> None:
+    inputs, predicted, target = fields()
+    predicted[:, 3, 4] = value
+    flux = measured((inputs, predicted, target))
+    for name in (TARGET, FGPA):
+        np.testing.assert_array_equal(flux.fields[name].power, found.fields[name].power)
+    field = flux.fields[PREDICTION]
+    assert math.isnan(field.mean) == np.isnan(field.power).all() == np.isnan(field.pdf).all()
+    assert math.isnan(field.mean) or value == -1e30
+    empty = measured((inputs, np.full_like(predicted, -1e3), target)).fields[PREDICTION]
+    assert math.isnan(empty.mean), "gas that does not absorb cannot be rescaled"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"simulation": {}}, "box.h5 does not state redshift, cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology"),
+        ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
+        ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
+        ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
+        ({"transform": TransformConfig(temperature_log10_scale=None)}, "lacks density, velocity or temperature in"),
+    ],
+)
+def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: Any, reason: str, caplog: Any) -> None:
+    """The switch skips it silently; a given mean flux needs no fit."""
+    caplog.set_level("INFO")
+    assert setup(**changes) is setup(flux=False) is None
+    (line,) = caplog.messages
+    assert line.startswith("Lyman-alpha flux skipped: ")
+    assert reason in line
+    assert setup(simulation=HIGH, mean_flux=0.1) is not None
+    assert 0.7 < setup().mean_flux < 0.9
+
+
+def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
+    """P(k, mu) = (1 + beta mu²)² k**-1.5 (Kaiser 1987): all modes have this power, with random phases."""
+    side, model, modes, sums = 24, np.zeros((2, 4, 20)), np.zeros((4, 20)), []
+    volume, edges = (side * CELL) ** 3, bin_edges(side // 2, RATIO)
+    found = AnisotropicPower(Slabs((side,) * 3, ALONE), CELL)
+    waves = np.stack(np.meshgrid(*[np.fft.fftfreq(side) * side] * 3, indexing="ij"))
+    k = np.sqrt((waves**2).sum(0))
+    for axis in range(3):
+        mu = np.abs(waves[axis]) / np.maximum(k, 1e-9)
+        true = (1 + 0.8 * mu**2) ** 2 * np.maximum(k, 0.5) ** -1.5
+        noise = np.fft.fftn(np.random.default_rng(axis).standard_normal([side] * 3))
+        field = np.fft.ifftn(noise / np.abs(noise) * np.sqrt(true / volume)).real * side**3
+        sums.append(found.sums(torch.tensor(field).float(), axis))
+        used = (k > 0.5) & (k < edges[-1])
+        place = np.minimum(4 * mu[used], 3).astype(int), np.digitize(k[used], edges) - 1
+        for row, values in zip((*model, modes), (true, k, np.ones_like(k)), strict=True):
+            np.add.at(row, place, values[used])
+    some, power = slice(len(edges) - 1), found.power(sum(sums))
+    np.testing.assert_array_equal(found.modes, modes[:, some])
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(power, (model[0] / modes)[:, some], rtol=1e-5)
+        fundamental = 2 * math.pi / (side * CELL)
+        np.testing.assert_allclose(found.k, (model[1] / modes)[:, some] * fundamental, rtol=1e-9)
+    assert np.isnan(power[1:3, 0]).tolist() == [True, False], "the longest waves have mu = 0, 1/√2 or 1"
