@@ -16,7 +16,6 @@ from analysis.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_
 from analysis.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
 from analysis.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from utils import cli
-from utils.data.files.hdf5 import FieldReader
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
@@ -25,6 +24,7 @@ from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.log import configure_logging
 from utils.training.checkpoint import load_weights
+from utils.volumes.hdf5 import FieldReader
 
 
 @one_line_errors()

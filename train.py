@@ -11,7 +11,7 @@ from analysis.evaluation.callback import build_evaluation, evaluation_volume, re
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.data import open_loaders, resolve_config
+from utils.data.loaders import open_loaders, resolve_config
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data.files.hdf5 import slab_planes
 from utils.distributed.world import World
+from utils.volumes.hdf5 import slab_planes
 
 ReadPlanes = Callable[[slice, slice], Tensor]  # channels, own planes -> [C, n, Y, Z], float32, on the world's device
 

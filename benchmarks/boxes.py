@@ -28,7 +28,7 @@ from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from benchmarks import common
 from utils.config.sections import EvaluationConfig
-from utils.data import Batch
+from utils.data.loaders import Batch
 from utils.steps import build
 
 SIGHTLINES = 0  # all: P3D needs them

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import common
 from utils import config as configs
-from utils.data import get_loader
+from utils.data.loaders import get_loader
 from utils.steps import build
 from utils.training.checkpoint_writer import BackgroundWriter
 from utils.training.state import TrainState

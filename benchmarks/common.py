@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from utils import cli
-from utils.data import Batch, Loader
+from utils.data.loaders import Batch, Loader
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors

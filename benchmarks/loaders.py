@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import common
 from utils import config as configs
 from utils.config import Config
-from utils.data import LOADERS, DataSplits, get_loader, symmetry
-from utils.data.convert_to_npy import convert
-from utils.data.loaders import dali
+from utils.data import symmetry
+from utils.data.loaders import LOADERS, DataSplits, dali, get_loader
 from utils.data.loaders.base import sample_plan
 from utils.errors import UserError
+from utils.volumes.convert_to_npy import convert
 
 FIELDS = {"Nbody": 4, "Hydro": 5}  # channels
 # Batches that may be ready when a measurement begins: our loaders keep three, the DataLoader two per worker and more.

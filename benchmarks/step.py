@@ -39,7 +39,7 @@ import torch
 from benchmarks import common, layers, loaders, peer, step_profile
 from utils import config as configs
 from utils.config import Config
-from utils.data import Batch, get_loader
+from utils.data.loaders import Batch, get_loader
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
 from utils.errors import UserError

@@ -38,10 +38,9 @@ from benchmarks.common import over_seeds
 from networks.losses import accuracy
 from utils import config as configs
 from utils.cli import read_changes
-from utils.data import get_loader
+from utils.data.loaders import get_loader
 from utils.data.loaders.classification import ClassificationLoader, open_splits
 from utils.data.plan import ShufflePlan
-from utils.data.volumes import with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -51,6 +50,7 @@ from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_di
 from utils.training.choice import run_directory
 from utils.training.loggers.base import read_records
 from utils.training.provenance import read_provenance
+from utils.volumes.opened import with_file_values
 
 LOSS, ACCURACY = "Loss/valid", "training accuracy"
 LIMIT = 3600.0  # seconds of a run

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from simulation.fourier import in_order
-from utils.data.powers import power
 from utils.errors import UserError
+from utils.powers import power
 
 Result = TypeVar("Result")
 Tile = tuple[Tensor, ...]

@@ -6,7 +6,7 @@
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
 v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values, and those of the
 physics. With --format nyx it writes the physical fields instead, in the layout of Nyx's snapshots, which
-utils.data.import_volume reads. The command needs about 150 bytes of memory per cell.
+utils.volumes.import_volume reads. The command needs about 150 bytes of memory per cell.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from simulation.fourier import backward, forward, multiplied, one_thread
 from simulation.linear_theory import GrowthClock, cosmology_names, linear_power, make_cosmology, velocity_unit
 from simulation.particle_mesh import lpt_particles, mass_and_momentum
 from utils.cli import Parser, positive
-from utils.data.files.nyx import from_physical, layout_attributes
-from utils.data.files.snapshots import FIELDS
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
+from utils.volumes.nyx import from_physical, layout_attributes
+from utils.volumes.snapshots import FIELDS
 
 FORMAT_VERSION = 2
 DEFAULT_CELL = 0.15625  # Mpc/h

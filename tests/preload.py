@@ -20,7 +20,7 @@ MODULES = (
     "predict",
     "evaluate",
     "export",
-    "utils.data.convert_to_npy",
+    "utils.volumes.convert_to_npy",
     "simulation.simulate",
 )
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from utils.config import Config
-from utils.data import Batch, symmetry
+from utils.data import symmetry
+from utils.data.loaders import Batch
 from utils.data.plan import Box, SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World

@@ -16,8 +16,8 @@ from analysis.lyman_alpha.setup import FluxSetup
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
 from utils.config.sections import TransformConfig
-from utils.data.channels import input_channels, target_channels
-from utils.data.files.hdf5 import Volume
+from utils.volumes.channels import input_channels, target_channels
+from utils.volumes.hdf5 import Volume
 
 # What a file states of its simulation.
 SIMULATION: dict[str, float | str] = {

@@ -17,7 +17,7 @@ from trainings import TOP, YAML, metrics, train_on
 import train
 from analysis.evaluation.baselines import class_frequency_loss
 from utils import config as configs
-from utils.data import open_loaders
+from utils.data.loaders import open_loaders
 from utils.data.loaders.classification import open_splits
 from utils.distributed.world import World
 from utils.steps import build

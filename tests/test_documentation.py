@@ -200,7 +200,7 @@ def test_commands_exist_with_their_flags_configs_and_keys(page: Path) -> None:
     assert unknown_keys(settings) == []
     # Only this project's flags have underscores.
     flags = {flag for span in code_spans(page) for flag in re.findall(r"(?<![\w-])--[a-z]+_\w+", span)}
-    assert flags <= set().union(*map(flags_of, (*MODULES.values(), "utils.data.import_volume")))
+    assert flags <= set().union(*map(flags_of, (*MODULES.values(), "utils.volumes.import_volume")))
 
 
 @docs

@@ -25,10 +25,10 @@ from simulation import channels as simulated
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
-from utils.data.channels import input_channels, target_channels, volume_channels
-from utils.data.files.attributes import file_transform, simulation_of
 from utils.steps import build
 from utils.training import checkpoint
+from utils.volumes.attributes import file_transform, simulation_of
+from utils.volumes.channels import input_channels, target_channels, volume_channels
 
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].
 SIZES = [(1, 4, 4, 4), (2, 4, 8, 12), (3, 16, 4, 4), (1, 12, 12, 12)]

@@ -23,15 +23,16 @@ from trainings import ALONE, TOP, YAML, directory, metrics
 import export
 import predict
 import train
-from utils import cli, data
+from utils import cli
 from utils import config as configs
+from utils.data import loaders
 from utils.data.loaders.base import sample_plan
-from utils.data.volumes import split_settings
 from utils.distributed import world as worlds
 from utils.distributed.signals import Signals
 from utils.errors import UserError
 from utils.optim import optimizers
 from utils.steps.eager import EagerStep
+from utils.volumes.opened import split_settings
 
 
 def section(title: str) -> tuple[str, str, str]:
@@ -60,11 +61,11 @@ def test_the_documented_loader_carries_out_the_sample_plan(data_flags: list[str]
     module = ModuleType(path.removesuffix(".py").replace("/", "."))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     execute(source, vars(module))
-    monkeypatch.setattr(data, "LOADERS", data.LOADERS | eval(f"{{{line}}}", vars(data) | {"plain": module}))
+    monkeypatch.setattr(loaders, "LOADERS", loaders.LOADERS | eval(f"{{{line}}}", vars(loaders) | {"plain": module}))
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", *data_flags, "--data_loader_config=plain"])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    loaders = data.open_loaders(config, ALONE)
-    for split, loader in (("train", loaders.train), ("valid", loaders.valid)):
+    opened = loaders.open_loaders(config, ALONE)
+    for split, loader in (("train", opened.train), ("valid", opened.valid)):
         fields = read_fields(getattr(config, split_settings(config, split).key))
         plan = sample_plan(config, split, [fields[0].shape[1:]])
         for epoch, first in ((0, 0), (1, 0), (2, 3)):

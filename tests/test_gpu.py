@@ -19,10 +19,7 @@ from trainings import assert_same_training, last, metrics
 
 import train
 from networks import strided
-from utils.data import Loader
-from utils.data.convert_to_npy import convert
-from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.files.npy import open_npy_volume
+from utils.data.loaders import Loader
 from utils.data.loaders.base import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
 from utils.data.loaders.dali import DaliLoader
@@ -33,6 +30,9 @@ from utils.distributed.signals import Signals
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
 from utils.training.checkpoint_writer import HostCopy
+from utils.volumes.convert_to_npy import convert
+from utils.volumes.hdf5 import Volume, open_volume
+from utils.volumes.npy import open_npy_volume
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from networks.film import EMBEDDING
 from networks.unet import UNet
-from utils.data.powers import power
+from utils.powers import power
 
 EXPONENTS = (2 / 3, -2 / 3, -1 / 3, 1.503, 0.225)
 PIECES = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 63, 100, 256)
@@ -29,7 +29,7 @@ class SameBitsAtAllPlaces(TorchDispatchMode):
         name = func.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
         exponent = args[1] if name == "pow" else None
         is_exact = isinstance(exponent, int | float) and exponent in PRODUCTS_AND_ROOTS
-        assert name not in ROUNDED_BY_PLACE or is_exact, f"{func} rounds by place; see utils.data.powers"
+        assert name not in ROUNDED_BY_PLACE or is_exact, f"{func} rounds by place; see utils.powers"
         return func(*args, **(kwargs or {}))
 
 

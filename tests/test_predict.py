@@ -28,14 +28,14 @@ from analysis.inference.trained_network import TrainedNetwork
 from analysis.inference.window_grid import build_window_grid
 from analysis.slabs import Slabs
 from utils.config.sections import TransformConfig
-from utils.data import import_volume
-from utils.data.channels import target_channels
-from utils.data.files.hdf5 import FieldReader
-from utils.data.files.writer import BlockWriter
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
+from utils.volumes import import_volume
+from utils.volumes.channels import target_channels
+from utils.volumes.hdf5 import FieldReader
+from utils.volumes.writer import BlockWriter
 
 BOX = (24, 16, 16)
 SIMULATION = {"box_size_mpc_h": 12.0, "redshift": 2.0, "seed": 3, "cosmology": "planck18"}

@@ -16,8 +16,8 @@ from processes import TOP, Completed
 from processes import run as run_script
 from steps.test_compile import why_no_compiler
 
-from utils.data.convert_to_npy import convert
 from utils.data.loaders import dali
+from utils.volumes.convert_to_npy import convert
 
 # The sizes are a test's. enable_jit of bs64_opt is true in the tutorial; compiling takes most of the time of this test.
 YAML = """

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from utils.config import Config
-from utils.data import Loader
-from utils.data.channels import common_channels, volume_channels
+from utils.data.loaders import Loader
 from utils.distributed.world import World
+from utils.volumes.channels import common_channels, volume_channels
 
 HISTOGRAM_BINS = 8192
 HISTOGRAM_RANGE = (-1.5, 1.5)

@@ -21,10 +21,7 @@ from analysis.inference.window_grid import WindowGrid, build_window_grid
 from analysis.lyman_alpha.forest import KnownFlux
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
-from utils.data import Loader, get_loader
-from utils.data.files.attributes import conditions_of
-from utils.data.files.hdf5 import Volume, reading
-from utils.data.volumes import open_boxes
+from utils.data.loaders import Loader, get_loader
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -32,6 +29,9 @@ from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
 from utils.training.callbacks import Evaluation
 from utils.training.run import Run
+from utils.volumes.attributes import conditions_of
+from utils.volumes.hdf5 import Volume, reading
+from utils.volumes.opened import open_boxes
 
 log = logging.getLogger(__name__)
 

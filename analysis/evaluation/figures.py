@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
-from utils.data.channels import DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
+from utils.volumes.channels import DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from analysis.lyman_alpha.results import Flux, FluxField
-from utils.data.channels import Channel
 from utils.files import atomic_write
 from utils.training import tags
 from utils.training.checkpoint import FOLDER
 from utils.training.loggers.base import run_name
+from utils.volumes.channels import Channel
 
 LOG_DENSITY = "log density"
 LEVELS = (0.9, 0.5)  # of r and T, whose wavenumbers are the effective resolution

@@ -19,7 +19,7 @@ from analysis.evaluation.bispectrum import equilateral_bispectrum
 from analysis.evaluation.results import LOG_DENSITY, Bispectrum, Distribution, PhaseDiagram, Results
 from analysis.evaluation.spectra import KShells
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, common_channels
+from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, common_channels
 
 # The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
 LOG10_RANGES = {DENSITY_UNIT: (-4.0, 6.0), TEMPERATURE_UNIT: (2.0, 9.0)}

@@ -8,7 +8,7 @@ import numpy as np
 
 from analysis.evaluation.results import LOG_DENSITY, Results, Spectrum
 from analysis.lyman_alpha.results import PREDICTION, Flux
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 
 GOOD_CORRELATION = 0.9
 POWER_TOLERANCE = 0.1

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from analysis.evaluation import figures, report
 from analysis.evaluation.loss_curves import loss_curves, progress
 from utils.config import Config
-from utils.data import Loader
-from utils.data.channels import volume_channels
+from utils.data.loaders import Loader
 from utils.files import atomic_write
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.loggers.base import METRICS, read_records, run_name
 from utils.training.run import Run
+from utils.volumes.channels import volume_channels
 
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
 STRUCTURE, ERROR = "the most structure", "the largest error"

@@ -13,13 +13,13 @@ from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from analysis.lyman_alpha.setup import FluxSetup
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
-from utils.data.channels import INPUTS, TARGETS, VELOCITY, volume_channels
-from utils.data.files.attributes import Simulation, differences_of, file_transform
-from utils.data.files.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading
-from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
+from utils.volumes.attributes import Simulation, differences_of, file_transform
+from utils.volumes.channels import INPUTS, TARGETS, VELOCITY, volume_channels
+from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading
+from utils.volumes.values import check_sample
 
 INPUT, OUTPUT = DATASETS
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"

@@ -16,11 +16,11 @@ from torch.export import Dim
 
 from analysis.inference.trained_network import TrainedNetwork
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
-from utils.data.channels import Channel, check_physical_units
-from utils.data.files.attributes import CONDITION_UNITS, FLOOR
 from utils.errors import UserError
 from utils.files import atomic_write
 from utils.steps import convolutions
+from utils.volumes.attributes import CONDITION_UNITS, FLOOR
+from utils.volumes.channels import Channel, check_physical_units
 
 METADATA = "metadata.json"
 FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from analysis.inference.sliding_window import Block
-from utils.data.channels import Channel, check_physical_units
-from utils.data.files import nyx
-from utils.data.files.attributes import UNIVERSE
-from utils.data.files.hdf5 import DATASETS, FieldReader
-from utils.data.files.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE
 from utils.errors import UserError
+from utils.volumes import nyx
+from utils.volumes.attributes import UNIVERSE
+from utils.volumes.channels import Channel, check_physical_units
+from utils.volumes.hdf5 import DATASETS, FieldReader
+from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE
 
 INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"
 FORMATS = ("volume", "nyx")

@@ -15,15 +15,15 @@ from analysis.inference.layouts import Layout
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
 from analysis.inference.window_grid import Box, WindowGrid, split_blocks, window_count
-from utils.data.files.hdf5 import FieldReader, cells_text
-from utils.data.files.values import check_sample
-from utils.data.files.writer import BlockWriter, ResumableHDF5File
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.progress import Progress, format_duration
 from utils.training.checkpoint import digest
 from utils.training.provenance import provenance
+from utils.volumes.hdf5 import FieldReader, cells_text
+from utils.volumes.values import check_sample
+from utils.volumes.writer import BlockWriter, ResumableHDF5File
 
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")

@@ -25,9 +25,9 @@ from analysis.inference.window_grid import (
     wrapped_segments,
 )
 from analysis.slabs import Slabs
-from utils.data.files.page_cache import memory_limit
 from utils.data.symmetry import Vectors, apply_on_device, channel_table, inverse
 from utils.distributed.world import World
+from utils.volumes.page_cache import memory_limit
 
 ReadBox = Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
 Predict = Callable[[torch.Tensor], torch.Tensor]

@@ -24,19 +24,19 @@ from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
 from utils.data import symmetry
-from utils.data.channels import Channel, volume_channels
-from utils.data.files.attributes import (
-    Simulation,
-    conditions_of,
-    warn_of_other_simulation,
-    warn_of_untrained_conditions,
-)
-from utils.data.files.hdf5 import FieldReader
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.steps import build
 from utils.steps.eager import load_network
 from utils.training.checkpoint import read_weights
+from utils.volumes.attributes import (
+    Simulation,
+    conditions_of,
+    warn_of_other_simulation,
+    warn_of_untrained_conditions,
+)
+from utils.volumes.channels import Channel, volume_channels
+from utils.volumes.hdf5 import FieldReader
 
 log = logging.getLogger(__name__)
 

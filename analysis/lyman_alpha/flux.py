@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data.files.attributes import Simulation
-from utils.data.powers import power
 from utils.errors import UserError
+from utils.powers import power
+from utils.volumes.attributes import Simulation
 
 # CODATA 2022 and IAU 2015, SI units.
 BOLTZMANN = 1.380649e-23

@@ -12,9 +12,9 @@ from analysis.lyman_alpha.flux import STATED, Universe, published_mean_flux
 from analysis.lyman_alpha.results import FGPA, REAL_FGPA
 from utils.config import Config, parse_value, validate_section
 from utils.config.sections import EvaluationConfig
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
-from utils.data.files.hdf5 import FieldReader, Volume
 from utils.errors import UserError
+from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
+from utils.volumes.hdf5 import FieldReader, Volume
 
 SMALLEST_SIDE = 4  # cells; shorter sight-lines have no modes below half of Nyquist's wavenumber
 RESOLVED = 0.5  # cells: a Gaussian of a smaller standard deviation changes nothing on the grid

@@ -20,16 +20,15 @@ from reference_samples import ALONE, digest, rank_batches, read_fields, referenc
 from volume_files import write_volume
 
 from utils.config import Config, load, validate
-from utils.data import LOADERS, DataSplits, get_loader
-from utils.data.convert_to_npy import convert
-from utils.data.files import shared_memory
-from utils.data.loaders import auto, dali, gpu_resident, threaded
+from utils.data.loaders import LOADERS, DataSplits, auto, dali, get_loader, gpu_resident, threaded
 from utils.data.loaders.base import memory_format, sample_plan
 from utils.data.loaders.synthetic import SyntheticLoader
-from utils.data.volumes import open_split, open_split_npy, with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.volumes import shared_memory
+from utils.volumes.convert_to_npy import convert
+from utils.volumes.opened import open_split, open_split_npy, with_file_values
 
 TOP = Path(__file__).parents[2]
 GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and an incomplete one

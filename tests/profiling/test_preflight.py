@@ -23,10 +23,10 @@ from networks import NETWORKS
 from networks.unet import UNet
 from utils.config import Config
 from utils.config.sections import NetworkConfig
-from utils.data.files import shared_memory
 from utils.profiling import memory, preflight
 from utils.profiling.memory import activation_bytes, training_memory
 from utils.steps.graph import GraphStep
+from utils.volumes import shared_memory
 
 SAME_VOLUME = "training and validation use the same volume; results look better than they are"
 Report = Callable[..., tuple[int, str, str]]

@@ -24,8 +24,8 @@ from analysis.slabs import Slabs
 from simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
 from simulation.simulate import SimulationOptions
 from utils.config.sections import TransformConfig
-from utils.data import import_volume
-from utils.data.channels import input_channels, target_channels
+from utils.volumes import import_volume
+from utils.volumes.channels import input_channels, target_channels
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]

@@ -20,7 +20,7 @@ from torch import nn
 from trainings import ALONE, CLOCKS
 
 from utils.config import Config
-from utils.data import Batch, DataSplits, Loader
+from utils.data.loaders import Batch, DataSplits, Loader
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError

@@ -182,7 +182,7 @@ class DatasetConfig(Section):
 
 
 class TransformConfig(Section):
-    """Transforms from physical values to channels x, see utils/data/channels.py; None: no physical units.
+    """Transforms from physical values to channels x, see utils/volumes/channels.py; None: no physical units.
 
     Attributes of the data files take precedence over the defaults, which are those of the published data set, stated by
     scripts of its later users: density / mean = exp(14 x), v = 9e7 x cm/s, T / K = exp(8 (x + 1.5)).

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from utils.data import symmetry
-from utils.data.volumes import SPLITS
+from utils.volumes.opened import SPLITS
 
 Box = tuple[int, int, int]  # cells along x, y and z
 

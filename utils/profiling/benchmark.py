@@ -25,7 +25,7 @@ from pydantic import Field
 from utils.cli import Options
 from utils.config import Config, describe_config, parse_value, validate_section
 from utils.config.sections import Section
-from utils.data import AnyBatch, Loader, open_loaders
+from utils.data.loaders import AnyBatch, Loader, open_loaders
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from utils.config import Config
-from utils.data.files.page_cache import memory_limit
 from utils.data.loaders.base import meta_batch
 from utils.distributed.devices import uses_gpus
 from utils.distributed.world import World
@@ -18,6 +17,7 @@ from utils.errors import UserError
 from utils.files import GIB
 from utils.optim.optimizers import state_bytes
 from utils.steps import build, own_network
+from utils.volumes.page_cache import memory_limit
 
 log = logging.getLogger(__name__)
 

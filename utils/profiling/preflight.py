@@ -17,8 +17,7 @@ import torch
 
 from utils.cli import Options
 from utils.config import Config, describe_config
-from utils.data import get_loader, open_loaders
-from utils.data.volumes import check_all_values, with_file_values
+from utils.data.loaders import get_loader, open_loaders
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World
@@ -34,6 +33,7 @@ from utils.training.checkpoint_writer import check_space
 from utils.training.choice import LEARNING_RATE, choose, is_free, run_directory, run_request
 from utils.training.loggers import check_loggers
 from utils.training.resume import Start, find_start
+from utils.volumes.opened import check_all_values, with_file_values
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ import torch
 
 from utils import git_commit
 from utils.config import Config
-from utils.data import get_loader
-from utils.data.volumes import SPLITS, split_settings
+from utils.data.loaders import get_loader
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, name_ranks
 from utils.errors import UserError
 from utils.files import MIB, read_json
 from utils.log import once_per_job
+from utils.volumes.opened import SPLITS, split_settings
 
 log = once_per_job(__name__)
 

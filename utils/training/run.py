@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils import config as configs
-from utils.data import get_loader
-from utils.data.volumes import training_simulation
+from utils.data.loaders import get_loader
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
@@ -35,6 +34,7 @@ from utils.training.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed
 from utils.training.provenance import common_data_record, data_changes, provenance, read_provenance
 from utils.training.resume import Start, find_start
 from utils.training.state import FitResult, TrainState
+from utils.volumes.opened import training_simulation
 
 log = once_per_job(__name__)
 

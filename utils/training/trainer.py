@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 
 from utils.config import Config
-from utils.data import AnyBatch, DataSplits
+from utils.data.loaders import AnyBatch, DataSplits
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped, UserError
 from utils.log import once_per_job

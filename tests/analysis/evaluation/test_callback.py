@@ -25,7 +25,6 @@ from analysis.evaluation.results import Results, load
 from analysis.evaluation.statistics import VolumeStatistics
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from networks import build_loss
-from utils.data.files.hdf5 import open_volume
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.signals import StopSignals
@@ -34,6 +33,7 @@ from utils.training.checkpoint import read_weights
 from utils.training.evaluations import FILES, FOLDER
 from utils.training.loggers.base import read_records
 from utils.training.state import FitResult
+from utils.volumes.hdf5 import open_volume
 
 EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 

@@ -23,9 +23,9 @@ from analysis.evaluation.spectra import KShells
 from analysis.evaluation.statistics import VolumeStatistics
 from analysis.slabs import Slabs
 from utils.config.sections import TransformConfig
-from utils.data.channels import Channel, input_channels, target_channels
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
+from utils.volumes.channels import Channel, input_channels, target_channels
 
 GAS = target_channels(5, TransformConfig())
 SHAPE = (12, 10, 7)  # no mode lies on the edge of a shell
@@ -191,7 +191,7 @@ def test_results_do_not_depend_on_ranks_and_pieces(found: Results, monkeypatch: 
         for results, expected in zip(answer, alone, strict=True):
             agree(results, expected)
     for values in (1, 300):  # a plane; four planes, three pieces
-        monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", values)
+        monkeypatch.setattr("utils.volumes.hdf5.SLAB_VALUES", values)
         agree(evaluated(*volumes()), found, 1e-12)
 
 

@@ -23,10 +23,10 @@ from analysis.modes import bin_edges
 from analysis.slabs import Slabs
 from utils.config import Config
 from utils.config.sections import TransformConfig
-from utils.data.channels import target_channels
-from utils.data.files.hdf5 import Volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
+from utils.volumes.channels import target_channels
+from utils.volumes.hdf5 import Volume
 
 SHAPE, CELL = (12, 10, 8), 0.2
 UNIVERSE = Universe.of(SIMULATION)
@@ -188,7 +188,7 @@ def test_results_do_not_depend_on_ranks_and_pieces(found: Flux, monkeypatch: pyt
         for flux, expected, first in zip(answer, alone, answers[0], strict=True):
             agree(flux, expected, 1e-6)
             agree(flux, first)
-    monkeypatch.setattr("utils.data.files.hdf5.SLAB_VALUES", 300)  # three planes
+    monkeypatch.setattr("utils.volumes.hdf5.SLAB_VALUES", 300)  # three planes
     agree(measured(fields()), found)
 
 

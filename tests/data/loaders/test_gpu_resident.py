@@ -20,8 +20,6 @@ from triton_interpreter import interpreted
 from volume_files import write_volume
 
 from utils.data import symmetry
-from utils.data.files import hdf5
-from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.loaders import crop_kernels, gpu_resident
 from utils.data.loaders.base import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
@@ -29,6 +27,8 @@ from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_
 from utils.data.loaders.prefetcher import HostPrefetcher
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.errors import UserError
+from utils.volumes import hdf5
+from utils.volumes.hdf5 import Volume, open_volume
 
 BOX, CROP = 7, 3
 ALL = np.arange(symmetry.COUNT)

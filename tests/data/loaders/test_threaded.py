@@ -13,10 +13,10 @@ from processes import wait_until
 from reference_samples import Fields, cubes, digest, loader_of, rank_batches, read_fields, reference
 from volume_files import write_volume
 
-from utils.data.files.hdf5 import Volume
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.errors import UserError
+from utils.volumes.hdf5 import Volume
 
 BOX, CROP = 12, 9  # numpy copies crops of this size without the interpreter lock, so that threads overlap
 PLAN = SamplePlan(20, cubes(BOX), CROP, seed=3)

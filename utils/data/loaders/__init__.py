@@ -1,1 +1,71 @@
-"""One module per loader, and the kernels that cut crops."""
+"""Loaders. All read the same sample plan; a new one is a module here and a line in LOADERS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from utils.config import Config, did_you_mean
+from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
+from utils.data.loaders.base import AnyBatch, Batch, DataSplits, Loader
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.volumes.opened import check_data, with_file_values
+
+__all__ = [
+    "LOADERS",
+    "AnyBatch",
+    "Batch",
+    "DataSplits",
+    "Loader",
+    "LoaderSpec",
+    "get_loader",
+    "open_loaders",
+    "resolve_config",
+]
+
+
+class LoaderSpec(NamedTuple):
+    """An entry of LOADERS.
+
+    build: build(config, world, reserve) returns the loaders of both splits for one rank. Every rank calls it, and all
+      fail if one does. The batch sizes of the config are resolved for the world (`Config.for_world`). `reserve` is the
+      number of bytes that training needs on a GPU, for loaders that keep volumes there.
+    reads: the kind of files that the loader reads, None if it reads none.
+    """
+
+    build: Callable[..., DataSplits]
+    reads: Literal["hdf5", "npy", "classification"] | None = "hdf5"
+
+
+LOADERS = {
+    "lowmem": LoaderSpec(threaded.build_lowmem),
+    "inmem": LoaderSpec(threaded.build_inmem),
+    "dali-lowmem": LoaderSpec(dali.build, reads="npy"),
+    "resident": LoaderSpec(gpu_resident.build),
+    "synthetic": LoaderSpec(synthetic.build, reads=None),
+    "classification": LoaderSpec(classification.build, reads="classification"),
+    "auto": LoaderSpec(auto.build),
+}
+
+
+def get_loader(name: str) -> LoaderSpec:
+    """The loader `name`; UserError if the name is unknown."""
+    if name not in LOADERS:
+        known = ", ".join(LOADERS)
+        hint = did_you_mean(name, LOADERS) or "; choose one with --data_loader_config"
+        raise UserError(f"unknown data_loader_config {name}; known: {known}{hint}")
+    return LOADERS[name]
+
+
+def resolve_config(config: Config, world: World) -> Config:
+    """The config with the batch sizes of this world and the transform of its files. Every rank calls it."""
+    with world.raise_together():
+        return with_file_values(config.for_world(world.size), get_loader(config.data_loader_config).reads)
+
+
+def open_loaders(config: Config, world: World, reserve: int = 0) -> DataSplits:
+    """Checks the data and builds the loaders of both splits for this rank; see `LoaderSpec.build`."""
+    spec = get_loader(config.data_loader_config)
+    check_data(config, spec.reads, world)
+    return spec.build(config, world, reserve)

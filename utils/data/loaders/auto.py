@@ -16,9 +16,9 @@ import logging
 from utils.config import Config
 from utils.data.loaders import dali, gpu_resident, threaded
 from utils.data.loaders.base import DataSplits
-from utils.data.volumes import SPLITS, of_both_splits, open_split
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.volumes.opened import SPLITS, of_both_splits, open_split
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import torch
 
 from utils.config import Config
 from utils.data.datasets import get_dataset
-from utils.data.files.hdf5 import Volume
-from utils.data.files.page_cache import warm_page_cache
 from utils.data.plan import Box, SamplePlan, rank_batches
-from utils.data.volumes import SPLITS, channel_counts, of_both_splits, split_conditions, split_settings, volume_names
 from utils.distributed.world import World
+from utils.volumes.hdf5 import Volume
+from utils.volumes.opened import SPLITS, channel_counts, of_both_splits, split_conditions, split_settings, volume_names
+from utils.volumes.page_cache import warm_page_cache
 
 
 class Batch(NamedTuple):

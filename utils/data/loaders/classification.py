@@ -15,9 +15,9 @@ from utils.config import Config
 from utils.data.datasets import ClassificationData, Dataset, get_dataset, open_dataset
 from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
-from utils.data.volumes import split_settings
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.volumes.opened import split_settings
 
 log = logging.getLogger(__name__)
 

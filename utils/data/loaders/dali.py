@@ -20,15 +20,15 @@ import torch
 
 from utils.config import Config
 from utils.data import symmetry
-from utils.data.files.hdf5 import Volume
-from utils.data.files.npy import FIELDS
 from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders
 from utils.data.loaders.crops import CropReader
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, HostPrefetcher
 from utils.data.plan import SamplePlan
-from utils.data.volumes import open_npy_volumes
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.volumes.hdf5 import Volume
+from utils.volumes.npy import FIELDS
+from utils.volumes.opened import open_npy_volumes
 
 QUEUE = 2  # batches that DALI has at a time
 SPARE = 2  # buffers for the batch that is being read, and for one whose copy to the device may still run

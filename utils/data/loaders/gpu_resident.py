@@ -14,18 +14,18 @@ from collections.abc import Generator, Sequence
 import torch
 
 from utils.config import Config
-from utils.data.files.hdf5 import Volume
-from utils.data.files.page_cache import warm_page_cache
 from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills
 from utils.data.loaders.threaded import build_inmem
 from utils.data.plan import EpochPlan, SamplePlan
-from utils.data.volumes import of_both_splits, open_volumes
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
 from utils.progress import Progress
+from utils.volumes.hdf5 import Volume
+from utils.volumes.opened import of_both_splits, open_volumes
+from utils.volumes.page_cache import warm_page_cache
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
 

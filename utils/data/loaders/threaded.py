@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from utils.config import Config
-from utils.data.files.hdf5 import Volume
-from utils.data.files.shared_memory import check_room, share_volume
 from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders, memory_format
 from utils.data.loaders.crops import BATCHES_AHEAD, CropCopier, CropReader
 from utils.data.loaders.prefetcher import CudaPrefetcher, copies
 from utils.data.plan import SamplePlan
-from utils.data.volumes import of_both_splits, open_volumes
 from utils.distributed.world import World
 from utils.files import GIB
+from utils.volumes.hdf5 import Volume
+from utils.volumes.opened import of_both_splits, open_volumes
+from utils.volumes.shared_memory import check_room, share_volume
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.files.hdf5 import Volume
-from utils.data.files.page_cache import available_memory
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB
 from utils.progress import Progress
+from utils.volumes.hdf5 import Volume
+from utils.volumes.page_cache import available_memory
 
 SHARED_MEMORY = "/dev/shm"
 REMEDY = "use --data_loader_config=lowmem"

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.files.hdf5 import IMPORTER, Volume, nonfinite_place, reading
 from utils.errors import UserError
 from utils.progress import Progress
+from utils.volumes.hdf5 import IMPORTER, Volume, nonfinite_place, reading
 
 # Channels are scaled to lie roughly in [-1, 1]. A channel is taken for physical if a tenth of its values are beyond
 # PHYSICAL. No transform comes close: the published one reaches about 3 (shocks of 3000 km/s), standardized fields have

@@ -16,10 +16,10 @@ from volume_files import write_volume
 from simulation import channels as simulated
 from utils import config as configs
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import cell_size, common_simulation, file_transform
-from utils.data.files.hdf5 import FieldReader
-from utils.data.volumes import with_file_values
 from utils.errors import UserError
+from utils.volumes.attributes import cell_size, common_simulation, file_transform
+from utils.volumes.hdf5 import FieldReader
+from utils.volumes.opened import with_file_values
 
 DEFAULT = TransformConfig()
 OTHER = {"velocity_scale_km_s": 500.0, "temperature_log10_center": 4.0}

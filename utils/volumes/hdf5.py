@@ -19,13 +19,13 @@ import h5py
 import numpy as np
 
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
-from utils.data.files.page_cache import MADV_WILLNEED, advise
 from utils.errors import UserError, os_reason, os_remedy
+from utils.volumes.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
+from utils.volumes.page_cache import MADV_WILLNEED, advise
 
 DATASETS = ("Nbody", "Hydro")
 NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
-IMPORTER = "python -m utils.data.import_volume"  # makes channels of physical values
+IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent, checked and converted in slabs
 LARGE_CHUNK = 2**28  # bytes
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed

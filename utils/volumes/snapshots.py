@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.files.hdf5 import check_real, reading
 from utils.errors import UserError
+from utils.volumes.hdf5 import check_real, reading
 
 Shape = tuple[int, int, int]
 

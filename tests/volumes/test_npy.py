@@ -13,11 +13,11 @@ from log_lines import refusal
 from reference_samples import read_fields
 from volume_files import write_volume
 
-from utils.data.convert_to_npy import convert, main
-from utils.data.files import hdf5
-from utils.data.files.hdf5 import open_volume
-from utils.data.files.npy import open_npy_volume
 from utils.errors import UserError
+from utils.volumes import hdf5
+from utils.volumes.convert_to_npy import convert, main
+from utils.volumes.hdf5 import open_volume
+from utils.volumes.npy import open_npy_volume
 
 KEYS = ("train_path_npy_data", "train_path_npy_label")
 ZEROS = np.zeros((12, 12, 12, 4), np.float32)
@@ -85,4 +85,4 @@ def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(tmp_path:
         open_npy_volume(paths, KEYS, str(source), (4, 5), open_volume(source, (4, 5)))
     assert "\n" not in str(caught.value)
     assert str(inputs) in str(caught.value)
-    assert f"python -m utils.data.convert_to_npy -i {source}" in str(caught.value)
+    assert f"python -m utils.volumes.convert_to_npy -i {source}" in str(caught.value)

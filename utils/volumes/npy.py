@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.files.hdf5 import DATASETS, Volume
 from utils.errors import UserError
+from utils.volumes.hdf5 import DATASETS, Volume
 
-FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/data/convert_to_npy.py writes them
+FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/volumes/convert_to_npy.py writes them
 
 
 def open_npy_volume(
@@ -30,7 +30,7 @@ def open_npy_volume(
     `keys` are the config's names of the paths, `source` is the HDF5 file from which they are converted, and `names` are
     its datasets.
     """
-    command = f"python -m utils.data.convert_to_npy -i {source} --overwrite"
+    command = f"python -m utils.volumes.convert_to_npy -i {source} --overwrite"
     if tuple(names) != DATASETS:
         command += f" -d {names[0]} -l {names[1]}"
     files: list[str] = []

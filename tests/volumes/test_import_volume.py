@@ -22,13 +22,12 @@ from analysis.evaluation.volume import config_of_files
 from utils import cli
 from utils import config as configs
 from utils.config.sections import TransformConfig
-from utils.data import import_volume, imported_config
-from utils.data.channels import volume_channels
-from utils.data.convert_to_npy import convert
-from utils.data.files import hdf5
-from utils.data.files.hdf5 import open_volume
-from utils.data.import_volume import main
 from utils.steps import build
+from utils.volumes import hdf5, import_volume, imported_config
+from utils.volumes.channels import volume_channels
+from utils.volumes.convert_to_npy import convert
+from utils.volumes.hdf5 import open_volume
+from utils.volumes.import_volume import main
 
 SHAPE = (12, 6, 8)
 FIELDS = physical_fields(SHAPE)
@@ -98,7 +97,7 @@ def test_every_layout_gives_the_published_channels_and_attributes_that_state_eve
     np.testing.assert_allclose(volume.inputs[0], np.log(density) / 14, atol=1e-7)
     np.testing.assert_allclose(volume.targets, targets, atol=3e-7)
     simulation = {"box_size_mpc_h": 6.0, "redshift": 3.0, "density_floor_of_mean": np.exp(-14), **COSMOLOGY}
-    origin = {"input": str(source), "made_by": "utils.data.import_volume", "periodic": name != "arrays"}
+    origin = {"input": str(source), "made_by": "utils.volumes.import_volume", "periodic": name != "arrays"}
     assert contents(box)[1] == pytest.approx({**simulation, **origin, **TransformConfig().model_dump()})
 
 

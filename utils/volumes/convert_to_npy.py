@@ -1,6 +1,6 @@
 """Converts an HDF5 volume to two `.npy` files with the axes [X, Y, Z, C], float32 in C order.
 
-    python -m utils.data.convert_to_npy -i train.h5 -d Nbody -l Hydro
+    python -m utils.volumes.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
 writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
 The datasets may be of any type of number. The memory needed does not depend on the size of the volume, but on that of
@@ -18,11 +18,11 @@ import h5py
 import numpy as np
 
 from utils.cli import Parser
-from utils.data.files.hdf5 import DATASETS, checked_dataset, open_file, stored_slabs
-from utils.data.files.npy import FIELDS
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
+from utils.volumes.hdf5 import DATASETS, checked_dataset, open_file, stored_slabs
+from utils.volumes.npy import FIELDS
 
 
 def convert(

@@ -1,13 +1,13 @@
 """Imports a simulation's fields into a volume that train.py and predict.py read: HDF5 with `Nbody` and `Hydro`.
 
-    python -m utils.data.import_volume --input snapshot_1.h5 --validation snapshot_2.h5 --output box.h5
+    python -m utils.volumes.import_volume --input snapshot_1.h5 --validation snapshot_2.h5 --output box.h5
                                           Nyx's HDF5 ("nyx-lyaf"): box_train.h5 and box_val.h5
-    python -m utils.data.import_volume --input snapshot.h5 --output box.h5 --split 0.25
+    python -m utils.volumes.import_volume --input snapshot.h5 --output box.h5 --split 0.25
                                           one box, of which a quarter is for validation
-    python -m utils.data.import_volume --input SDRBENCH-EXASKY-NYX-512x512x512 --output box.h5 \\
+    python -m utils.volumes.import_volume --input SDRBENCH-EXASKY-NYX-512x512x512 --output box.h5 \\
         --shape 512,512,512 --velocity_units cm/s
                                           a directory of raw float32 fields: box.h5
-    python -m utils.data.import_volume --input CAMELS/3D_grids --output box.h5 --index 7 --validation_index 8 \\
+    python -m utils.volumes.import_volume --input CAMELS/3D_grids --output box.h5 --index 7 --validation_index 8 \\
         --box_size 25                     a directory of NumPy grids
 
 It also writes box.yaml, a config that trains on the volumes: python train.py --yaml_config box.yaml
@@ -34,11 +34,15 @@ import numpy as np
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
-from utils.data.channels import Channel, input_channels, target_channels, vectors_of
-from utils.data.files.attributes import CELL, FLOOR, UNIVERSE
-from utils.data.files.hdf5 import DATASETS, stored_slabs
-from utils.data.files.nyx import open_nyx
-from utils.data.files.snapshots import (
+from utils.errors import UserError, one_line_errors, os_errors_for_users
+from utils.files import atomic_write, check_target, make_output_directory
+from utils.progress import Progress
+from utils.volumes.attributes import CELL, FLOOR, UNIVERSE
+from utils.volumes.channels import Channel, input_channels, target_channels, vectors_of
+from utils.volumes.hdf5 import DATASETS, stored_slabs
+from utils.volumes.imported_config import write_config
+from utils.volumes.nyx import open_nyx
+from utils.volumes.snapshots import (
     DARK_MATTER_DENSITY,
     DARK_MATTER_VELOCITY,
     GAS_DENSITY,
@@ -51,10 +55,6 @@ from utils.data.files.snapshots import (
     open_npy,
     open_raw,
 )
-from utils.data.imported_config import write_config
-from utils.errors import UserError, one_line_errors, os_errors_for_users
-from utils.files import atomic_write, check_target, make_output_directory
-from utils.progress import Progress
 
 # The fields that an input may have.
 DARK_FIELDS = ((DARK_MATTER_DENSITY,), (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY))
@@ -155,7 +155,7 @@ def plan_source(options: Options) -> Source:
     parts, simulation = plan_parts(snapshot.shape, options), describe(snapshot, options)
     datasets, cell = plan_channels(snapshot, options), simulation.pop(CELL, None)
     attributes = {
-        "made_by": "utils.data.import_volume",
+        "made_by": "utils.volumes.import_volume",
         "input": str(Path(options.input).resolve()),
         "periodic": snapshot.periodic and options.split is None,
         **simulation,
@@ -348,7 +348,7 @@ def _check_units(field: GridField, mean: float, rms: float) -> None:
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Reads the command line; raises UserError if it is wrong."""
     parser = Parser(__doc__)
-    parser.prog = "python -m utils.data.import_volume"
+    parser.prog = "python -m utils.volumes.import_volume"
     parser.add_argument("--input", required=True, help="HDF5 file of Nyx, or directory of raw or NumPy files")
     parser.add_argument("--output", required=True, type=hdf5_output, help="HDF5 file to write")
     parser.add_argument("--shape", type=_shape, metavar="X,Y,Z", help="cells of raw files")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from utils.config.sections import TransformConfig
-from utils.data.channels import VELOCITY, common_channels, input_channels, target_channels
-from utils.data.files.hdf5 import open_volume
-from utils.data.files.values import check_all
+from utils.volumes.channels import VELOCITY, common_channels, input_channels, target_channels
+from utils.volumes.hdf5 import open_volume
+from utils.volumes.values import check_all
 
 DEFAULT = TransformConfig()
 DARK, GAS = input_channels(4, DEFAULT), target_channels(5, DEFAULT)

@@ -15,10 +15,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from utils.data.files.attributes import CELL, UNIVERSE, plain_attributes, universe_of
-from utils.data.files.hdf5 import NATIVE, open_file, reading
-from utils.data.files.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
 from utils.errors import UserError
+from utils.volumes.attributes import CELL, UNIVERSE, plain_attributes, universe_of
+from utils.volumes.hdf5 import NATIVE, open_file, reading
+from utils.volumes.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
 
 FORMAT = "nyx-lyaf"
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of datasets that state none

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.yaml_files import EXTENDS, dump
-from utils.data.channels import vectors_of
-from utils.data.files.hdf5 import DATASETS
-from utils.data.volumes import box_entry
 from utils.errors import os_errors_for_users
 from utils.files import atomic_write
+from utils.volumes.channels import vectors_of
+from utils.volumes.hdf5 import DATASETS
+from utils.volumes.opened import box_entry
 
 SHIPPED = "UNet.yaml"
 CROPS = {"base": 64, "demo": 32}  # data_size of the configs to extend

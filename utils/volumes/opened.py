@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.config import Config, validate_section
-from utils.data.channels import vectors_of, volume_channels
-from utils.data.files.attributes import (
+from utils.distributed.world import World
+from utils.errors import UserError, os_errors_for_users
+from utils.files import GIB, atomic_write, copy_file
+from utils.volumes.attributes import (
     Simulation,
     common_simulation,
     conditions_of,
@@ -21,12 +23,10 @@ from utils.data.files.attributes import (
     plain_attributes,
     warn_of_untrained_conditions,
 )
-from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading
-from utils.data.files.npy import open_npy_volume
-from utils.data.files.values import check_all, check_distinct, check_samples
-from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
-from utils.files import GIB, atomic_write, copy_file
+from utils.volumes.channels import vectors_of, volume_channels
+from utils.volumes.hdf5 import Volume, cells_text, open_file, open_volume, reading
+from utils.volumes.npy import open_npy_volume
+from utils.volumes.values import check_all, check_distinct, check_samples
 
 SPLITS = {"train": 0, "valid": 1}  # and the part of the random stream's key
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`

@@ -13,11 +13,11 @@ import pytest
 from reference_samples import read_fields
 from volume_files import write_volume
 
-from utils.data.files import hdf5
-from utils.data.files.hdf5 import Volume, as_float32, open_volume
-from utils.data.files.values import check_all, check_distinct, check_samples
-from utils.data.volumes import stage
 from utils.errors import UserError
+from utils.volumes import hdf5
+from utils.volumes.hdf5 import Volume, as_float32, open_volume
+from utils.volumes.opened import stage
+from utils.volumes.values import check_all, check_distinct, check_samples
 
 CHANNELS = (4, 5)
 FIELDS = [np.random.default_rng(0).random((channels, 6, 6, 6), dtype=np.float32) for channels in CHANNELS]

@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.data.files.writer import BlockWriter, ResumableHDF5File
 from utils.errors import UserError
+from utils.volumes.writer import BlockWriter, ResumableHDF5File
 
 SHAPES = {"one": (2, 10, 7, 5), "other": (1, 10, 7, 5), "group/scalar": (10, 7, 5)}
 RNG = np.random.default_rng(0)

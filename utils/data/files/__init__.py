@@ -1,1 +1,0 @@
-"""Volumes in files and in memory."""
