@@ -27,8 +27,8 @@ from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.log import configure_logging
-from utils.training.checkpoint import load_weights
-from utils.training.provenance import provenance
+from utils.run.checkpoint import load_weights
+from utils.run.provenance import provenance
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import check_target
 from utils.log import configure_logging
-from utils.training.checkpoint import digest, weights_file
-from utils.training.provenance import provenance
+from utils.run.checkpoint import digest, weights_file
+from utils.run.provenance import provenance
 
 UNITS = ("physical", "channel")
 

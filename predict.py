@@ -23,7 +23,7 @@ from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.log import configure_logging
-from utils.training.checkpoint import load_weights
+from utils.run.checkpoint import load_weights
 from utils.volumes.hdf5 import FieldReader
 
 

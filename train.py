@@ -21,11 +21,11 @@ from utils.log import configure_logging, once_per_job
 from utils.profiling import benchmark, preflight
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import build_profiler
+from utils.run.choice import identity, run_request
+from utils.run.run import Run
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
-from utils.training.choice import identity, run_request
-from utils.training.run import Run
 from utils.training.trainer import Trainer
 
 log = once_per_job(__name__)

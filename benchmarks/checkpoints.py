@@ -18,9 +18,9 @@ from pathlib import Path
 from benchmarks import common
 from utils import config as configs
 from utils.data.loaders import get_loader
+from utils.run.state import TrainState
+from utils.run.writer import BackgroundWriter
 from utils.steps import build
-from utils.training.checkpoint_writer import BackgroundWriter
-from utils.training.state import TrainState
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -29,7 +29,7 @@ from utils.files import atomic_write
 from utils.profiling.timing import spread as spread
 from utils.profiling.timing import summary as summary
 from utils.profiling.timing import synchronize
-from utils.training.provenance import provenance
+from utils.run.provenance import provenance
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"

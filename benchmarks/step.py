@@ -45,13 +45,13 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import read_json
 from utils.profiling import timing
+from utils.run.provenance import device_name
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.steps.graph import WARMUP_STEPS, GraphStep
 from utils.steps.kernels import compile_kernels
-from utils.training.provenance import device_name
 
 STARTED = time.perf_counter()
 LEARNING_RATE = 2e-4

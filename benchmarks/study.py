@@ -44,12 +44,12 @@ from utils.data.plan import ShufflePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.run import tags
+from utils.run.checkpoint import FOLDER, read_weights, saved_steps, step_directory
+from utils.run.choice import run_directory
+from utils.run.loggers.base import read_records
+from utils.run.provenance import read_provenance
 from utils.steps import build
-from utils.training import tags
-from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
-from utils.training.choice import run_directory
-from utils.training.loggers.base import read_records
-from utils.training.provenance import read_provenance
 from utils.volumes.opened import with_file_values
 
 LOSS, ACCURACY = "Loss/valid", "training accuracy"

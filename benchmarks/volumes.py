@@ -33,7 +33,7 @@ from benchmarks import common
 from utils.distributed.threads import usable_cpus
 from utils.errors import UserError
 from utils.files import read_json
-from utils.training.checkpoint import FOLDER
+from utils.run.checkpoint import FOLDER
 
 SIDE = 64  # cells of the box that is repeated
 MEASURES = {"seconds": 1.0, "peak GB": 1e9, "GB read": 1e9}

@@ -27,7 +27,7 @@ VolumeFile = Callable[..., Path]
 LONG_FILES = (
     "tests/slurm/test_submit.py",
     "tests/test_tutorial.py",
-    "tests/training/test_resume.py",
+    "tests/run/test_resume.py",
     "tests/distributed/test_signals.py",
     "tests/distributed/test_heartbeat.py",
     "tests/steps/test_compile.py",

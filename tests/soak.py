@@ -38,7 +38,7 @@ from volume_files import write_volume  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.optim.optimizers import OPTIMIZERS  # noqa: E402
-from utils.training.checkpoint import FOLDER, saved_steps  # noqa: E402
+from utils.run.checkpoint import FOLDER, saved_steps  # noqa: E402
 
 # A save every third step in addition to each epoch's end: many kills hit a save. With this learning rate the
 # validation loss is lowest after the first epoch, then after the fourth one, and never after the last one.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
-UTILS = "errors powers | progress log | files | config | cli | distributed | optim | volumes | data | steps | training"
-UTILS += " | profiling"
+UTILS = "errors powers | progress log | files | config | cli | distributed | optim | volumes | data | steps | run"
+UTILS += " | training | profiling"
 ANALYSIS = "slabs | modes | inference | lyman_alpha | evaluation"
 LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")]
 LAYERS += [[f"analysis.{name.strip()}"] for name in ANALYSIS.split("|")] + [["simulation"]]

@@ -26,8 +26,8 @@ from analysis.evaluation import figures
 from analysis.inference.trained_network import TrainedNetwork
 from simulation.simulate import SimulationOptions, file_attributes
 from utils.config.sections import Condition
+from utils.run.evaluations import FOLDER
 from utils.steps.eager import EagerStep
-from utils.training.evaluations import FOLDER
 from utils.volumes.attributes import CONDITIONS, simulation_of
 
 REDSHIFTS, SIDES = {"first": 2.0, "second": 4.0, "valid": 2.0, "late": 5.0, "silent": None}, {"second": 24.0}

@@ -25,8 +25,8 @@ from simulation import channels as simulated
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
+from utils.run import checkpoint
 from utils.steps import build
-from utils.training import checkpoint
 from utils.volumes.attributes import file_transform, simulation_of
 from utils.volumes.channels import input_channels, target_channels, volume_channels
 

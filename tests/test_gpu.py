@@ -27,9 +27,9 @@ from utils.data.loaders.gpu_resident import GpuResidentLoader, load_resident
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.signals import Signals
+from utils.run.writer import HostCopy
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
-from utils.training.checkpoint_writer import HostCopy
 from utils.volumes.convert_to_npy import convert
 from utils.volumes.hdf5 import Volume, open_volume
 from utils.volumes.npy import open_npy_volume

@@ -31,7 +31,7 @@ from utils.config.sections import TransformConfig
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
+from utils.run.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 from utils.volumes import import_volume
 from utils.volumes.channels import target_channels
 from utils.volumes.hdf5 import FieldReader

@@ -15,9 +15,9 @@ import train
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
+from utils.run import checkpoint, tags
+from utils.run.checkpoint import BEST, FOLDER
 from utils.steps.eager import EagerStep
-from utils.training import checkpoint, tags
-from utils.training.checkpoint import BEST, FOLDER
 
 YAML = str(TOP / "config" / "UNet.yaml")
 ALONE = World(Launch("test"), torch.device("cpu"))

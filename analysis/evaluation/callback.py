@@ -25,10 +25,10 @@ from utils.data.loaders import Loader, get_loader
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.run import evaluations, tags
+from utils.run.run import Run
 from utils.steps.eager import EagerStep
-from utils.training import evaluations, tags
-from utils.training.callbacks import Evaluation
-from utils.training.run import Run
+from utils.training.hooks import Evaluation
 from utils.volumes.attributes import conditions_of
 from utils.volumes.hdf5 import Volume, reading
 from utils.volumes.opened import open_boxes

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.evaluation.figures import new_figure
-from utils.training import tags
+from utils.run import tags
 
 LOSSES = {
     tags.STEP_LOSS: "training, per interval",

@@ -20,9 +20,9 @@ from analysis.lyman_alpha.results import FGPA, REAL_FGPA, Flux
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory
-from utils.training import evaluations, tags
-from utils.training.loggers.base import METRICS, read_records, run_name
-from utils.training.provenance import read_provenance
+from utils.run import evaluations, tags
+from utils.run.loggers.base import METRICS, read_records, run_name
+from utils.run.provenance import read_provenance
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 TEMPLATE = Path(__file__).with_name("report.html.j2")

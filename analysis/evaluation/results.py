@@ -12,9 +12,9 @@ import numpy as np
 
 from analysis.lyman_alpha.results import Flux, FluxField
 from utils.files import atomic_write
-from utils.training import tags
-from utils.training.checkpoint import FOLDER
-from utils.training.loggers.base import run_name
+from utils.run import tags
+from utils.run.checkpoint import FOLDER
+from utils.run.loggers.base import run_name
 from utils.volumes.channels import Channel
 
 LOG_DENSITY = "log density"

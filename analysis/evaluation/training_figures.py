@@ -15,10 +15,10 @@ from analysis.evaluation.loss_curves import loss_curves, progress
 from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
+from utils.run import tags
+from utils.run.loggers.base import METRICS, read_records, run_name
+from utils.run.run import Run
 from utils.steps.eager import EagerStep
-from utils.training import tags
-from utils.training.loggers.base import METRICS, read_records, run_name
-from utils.training.run import Run
 from utils.volumes.channels import volume_channels
 
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most

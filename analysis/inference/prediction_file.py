@@ -19,8 +19,8 @@ from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.progress import Progress, format_duration
-from utils.training.checkpoint import digest
-from utils.training.provenance import provenance
+from utils.run.checkpoint import digest
+from utils.run.provenance import provenance
 from utils.volumes.hdf5 import FieldReader, cells_text
 from utils.volumes.values import check_sample
 from utils.volumes.writer import BlockWriter, ResumableHDF5File

@@ -26,9 +26,9 @@ from utils.config import Config
 from utils.data import symmetry
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.run.checkpoint import read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
-from utils.training.checkpoint import read_weights
 from utils.volumes.attributes import (
     Simulation,
     conditions_of,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils.training import tags
+from utils.run import tags
 
 TARGET, PREDICTION = "target", "prediction"  # names of fields, and of the baseline:
 FGPA, REAL_FGPA = "FGPA", "FGPA in real space"  # with the dark matter's peculiar velocities, and without

@@ -19,8 +19,8 @@ from trainings import directory
 
 from utils.distributed.signals import Request, StopCoordinator, StopSignals
 from utils.distributed.world import World
-from utils.training import checkpoint
-from utils.training.checkpoint import FOLDER
+from utils.run import checkpoint
+from utils.run.checkpoint import FOLDER
 
 LONG = "--num_epochs=100000"  # runs until a signal stops it
 EPOCHS = 40  # one or two seconds
@@ -121,7 +121,7 @@ def test_all_ranks_have_the_same_answer_one_exchange_later() -> None:
 
 
 def test_after_a_signal_the_same_command_resumes(train: Start, tmp_path: Path) -> None:
-    """tests/training/test_resume.py compares the weights."""
+    """tests/run/test_resume.py compares the weights."""
     settings = ["--set=stop_signal=SIGUSR2", f"--num_epochs={EPOCHS}", "--set=log_interval=3"]
     stopped = train(*settings)
     stopped.wait_for("epoch 3/")

@@ -14,8 +14,8 @@ from trainings import STEPS, YAML, directory, last, metrics
 
 import train
 from networks import build_loss
+from utils.run.checkpoint import FOLDER, Checkpoint, step_directory
 from utils.steps.eager import EagerStep
-from utils.training.checkpoint import FOLDER, Checkpoint, step_directory
 
 
 def make(decay: float | None = 0.3, norm: str = "batch", **options: Any) -> EagerStep:

@@ -16,7 +16,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.config.sections import LrScheduleConfig
 from utils.optim.schedules import SCHEDULES, build_schedule, warn_of_long_warmup
-from utils.training.choice import is_free
+from utils.run.choice import is_free
 
 
 def scheduled(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:

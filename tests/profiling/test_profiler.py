@@ -23,7 +23,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler, nsys_capture
 from utils.steps.annotate import annotate
-from utils.training.callbacks import Profiler
+from utils.training.hooks import Profiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

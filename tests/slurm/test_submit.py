@@ -17,7 +17,7 @@ from slurm_cluster import Cluster, Job, Unavailable, private_cluster
 from trainings import assert_same_training, directory
 
 from utils import config as configs
-from utils.training.checkpoint import FOLDER, saved_steps
+from utils.run.checkpoint import FOLDER, saved_steps
 
 pytestmark = pytest.mark.slurm
 

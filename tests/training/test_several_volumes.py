@@ -14,7 +14,7 @@ from volume_files import write_volume
 
 import train
 from analysis.evaluation import results
-from utils.training import evaluations
+from utils.run import evaluations
 
 BOXES = {"a": (16, 8, 12), "b": (8, 20, 9), "valid": (12, 8, 16)}
 

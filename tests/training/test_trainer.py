@@ -24,14 +24,15 @@ from utils.data.loaders import Batch, DataSplits, Loader
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
+from utils.run import writer as checkpoint_writer
+from utils.run.loggers.base import Logger
+from utils.run.state import TrainState
+from utils.run.writer import CheckpointWriter
 from utils.steps.eager import EagerStep
-from utils.training import checkpoint_writer, metrics
+from utils.training import metrics
 from utils.training import trainer as trainers
-from utils.training.callbacks import Profiler
-from utils.training.checkpoint_writer import CheckpointWriter
-from utils.training.loggers.base import Logger
+from utils.training.hooks import Profiler
 from utils.training.metrics import LossRecorder
-from utils.training.state import TrainState
 from utils.training.trainer import Trainer
 
 STEPS, EPOCHS, BATCH = 5, 3, 2

@@ -86,7 +86,7 @@ class NeutralKeys(Section):
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
     timeouts: TimeoutsConfig = TimeoutsConfig()
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
-    # Names of LOGGERS in utils/training/loggers. out.log and metrics.jsonl are always written.
+    # Names of LOGGERS in utils/run/loggers. out.log and metrics.jsonl are always written.
     loggers: list[str] = Field(default=["tensorboard"])
     report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations
 

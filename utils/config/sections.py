@@ -233,7 +233,7 @@ class TimeoutsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints in addition to the one at the end of the run; see utils/training/checkpoint.py."""
+    """Checkpoints in addition to the one at the end of the run; see utils/run/checkpoint.py."""
 
     # epochs from one checkpoint to the next; 0: not by epochs, only at the end of the run; the best is one of these
     every_epochs: Count = 1

@@ -34,10 +34,10 @@ from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import nsys_capture
 from utils.profiling.timing import summary, synchronize
 from utils.progress import Progress
+from utils.run.provenance import provenance
 from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
-from utils.training.provenance import provenance
 
 log = logging.getLogger(__name__)
 

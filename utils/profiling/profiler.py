@@ -22,7 +22,7 @@ from utils.errors import UserError
 from utils.profiling.timing import synchronize
 from utils.steps import annotate
 from utils.steps.annotate import Range
-from utils.training.callbacks import Profiler
+from utils.training.hooks import Profiler
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""The training loop, its state and checkpoints."""
+"""The training loop."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from utils.distributed.world import World
-from utils.training import tags
+from utils.run import tags
 
 
 class StepRecord(NamedTuple):

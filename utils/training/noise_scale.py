@@ -8,7 +8,7 @@ Source: McCandlish, Kaplan, Amodei & OpenAI Dota Team 2018, arXiv:1812.06162, ap
 
 from __future__ import annotations
 
-from utils.training import tags
+from utils.run import tags
 
 MIN_STEPS = 20  # below that, no result is given
 SMOOTHING = 0.99  # decay per step of the weight of earlier steps: the mean is over about the last hundred

@@ -14,18 +14,18 @@ from utils.errors import Stopped, UserError
 from utils.log import once_per_job
 from utils.optim.schedules import build_schedule
 from utils.progress import Progress, format_duration
+from utils.run import tags
+from utils.run.run import Run
+from utils.run.start import random_states
+from utils.run.state import FitResult, TrainState
+from utils.run.writer import SaveTimer
 from utils.steps.annotate import annotate
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.steps.kernels import compile_kernels
-from utils.training import tags
-from utils.training.callbacks import Evaluation, Profiler
-from utils.training.checkpoint_writer import SaveTimer
+from utils.training.hooks import Evaluation, Profiler
 from utils.training.metrics import LossRecorder, SlowestRank, StepRecord, StepTimer, Stopwatch, Validation, WeightedMean
 from utils.training.noise_scale import NoiseScale
-from utils.training.resume import random_states
-from utils.training.run import Run
-from utils.training.state import FitResult, TrainState
 
 log = once_per_job(__name__)
 

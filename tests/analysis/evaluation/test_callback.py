@@ -29,10 +29,10 @@ from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
-from utils.training.checkpoint import read_weights
-from utils.training.evaluations import FILES, FOLDER
-from utils.training.loggers.base import read_records
-from utils.training.state import FitResult
+from utils.run.checkpoint import read_weights
+from utils.run.evaluations import FILES, FOLDER
+from utils.run.loggers.base import read_records
+from utils.run.state import FitResult
 from utils.volumes.hdf5 import open_volume
 
 EVERY_EPOCH = "--set=evaluation.every_epochs=1"

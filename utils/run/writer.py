@@ -19,9 +19,9 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.log import once_per_job
 from utils.optim.optimizers import state_bytes
+from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
+from utils.run.state import TrainState
 from utils.steps import build
-from utils.training.checkpoint import BEST, saved_steps, step_directory, stored_config, write
-from utils.training.state import TrainState
 
 log = once_per_job(__name__)
 

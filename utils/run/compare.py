@@ -1,7 +1,7 @@
 """Compares runs: the config keys that differ, and the results, also of runs that are not finished.
 
-python -m utils.training.compare runs/demo/2ranks/00 runs/demo/2ranks/00-2
-python -m utils.training.compare runs --sort best --csv runs.csv    # all runs below runs
+python -m utils.run.compare runs/demo/2ranks/00 runs/demo/2ranks/00-2
+python -m utils.run.compare runs --sort best --csv runs.csv    # all runs below runs
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from utils.config import Config
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, read_json
 from utils.progress import format_duration
-from utils.training import tags
-from utils.training.choice import CONFIG, PROVENANCE, SUMMARY
-from utils.training.loggers.base import METRICS, read_records
+from utils.run import tags
+from utils.run.choice import CONFIG, PROVENANCE, SUMMARY
+from utils.run.loggers.base import METRICS, read_records
 
 NOTHING = "-"
 # Sections and keys that define the validation loss.

@@ -13,7 +13,7 @@ from log_lines import refusal
 from trainings import TOP
 
 from utils.config import Config, to_yaml
-from utils.training import compare
+from utils.run import compare
 
 DEMO = TOP / "example_logs" / "demo"
 

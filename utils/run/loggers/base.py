@@ -1,4 +1,4 @@
-"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/training/loggers."""
+"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/run/loggers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from utils.config import Config
 from utils.errors import os_reason
 from utils.files import atomic_write
 from utils.log import once_per_job
-from utils.training import tags
+from utils.run import tags
 
 METRICS = "metrics.jsonl"
 

@@ -34,7 +34,7 @@ from utils.distributed.rendezvous import digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import read_json
-from utils.training.provenance import command
+from utils.run.provenance import command
 
 LOCK, CONFIG, PROVENANCE, SUMMARY = ".lock", "config.yaml", "provenance.json", "summary.json"
 LEARNING_RATE = "learning_rate.png"  # the preflight's plot

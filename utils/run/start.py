@@ -16,9 +16,8 @@ import torch
 from utils import config as configs
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.steps.eager import EagerStep
-from utils.training import checkpoint
-from utils.training.checkpoint import (
+from utils.run import checkpoint
+from utils.run.checkpoint import (
     FOLDER,
     WEIGHTS,
     Checkpoint,
@@ -26,7 +25,8 @@ from utils.training.checkpoint import (
     stored_config,
     verify,
 )
-from utils.training.state import TrainState
+from utils.run.state import TrainState
+from utils.steps.eager import EagerStep
 
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")

@@ -21,7 +21,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
 from utils.log import once_per_job
-from utils.training.state import TrainState
+from utils.run.state import TrainState
 
 log = once_per_job(__name__)
 

@@ -26,11 +26,11 @@ import train
 from utils.distributed.devices import out_of_memory_for_users
 from utils.errors import Stopped, UserError
 from utils.log import configure_logging, log_file, once_per_job
-from utils.training import loggers
-from utils.training.loggers import LOGGERS, build_loggers
-from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunRecords
-from utils.training.loggers.tensorboard import TensorBoardLogger
-from utils.training.loggers.wandb import SETTINGS
+from utils.run import loggers
+from utils.run.loggers import LOGGERS, build_loggers
+from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
+from utils.run.loggers.tensorboard import TensorBoardLogger
+from utils.run.loggers.wandb import SETTINGS
 
 
 def record(logger: Logger, steps: Iterable[int]) -> None:
@@ -157,7 +157,7 @@ def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """As docs/logging.md adds it."""
     section = (TOP / "docs/logging.md").read_text(encoding="utf-8").partition("\n## How to add a logger\n")[2]
     source, line = re.findall(r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
-    module = ModuleType("utils.training.loggers.csv")
+    module = ModuleType("utils.run.loggers.csv")
     exec(compile(source, "docs/logging.md", "exec", dont_inherit=True), vars(module))
     monkeypatch.setattr(loggers, "LOGGERS", LOGGERS | eval(f"{{{line}}}", vars(loggers) | vars(module)))
     for resumed, steps in ((-1, range(3)), (1, range(2, 4))):

@@ -14,7 +14,7 @@ from typing import Any
 
 from utils import config as configs
 from utils.config import Config
-from utils.training.loggers.base import LoggedRun, Logger
+from utils.run.loggers.base import LoggedRun, Logger
 
 FOLDER, HPARAMS = "logs", ".hparams"
 # Hyperparameters that HPARAMS shows at once, also if they are the defaults; it has five columns for them.

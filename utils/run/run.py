@@ -1,6 +1,6 @@
 """One training run: its directory, from which checkpoint it starts, what it records, and how it ends.
 
-utils/training/choice.py holds the rule by which a command uses a new directory or continues an earlier run. Rank 0
+utils/run/choice.py holds the rule by which a command uses a new directory or continues an earlier run. Rank 0
 holds the directory's lock while the run is open, so that one process at a time writes to it.
 """
 
@@ -21,19 +21,19 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, recover, remove
 from utils.log import log_file, once_per_job
+from utils.run import tags
+from utils.run.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
+from utils.run.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, is_free
+from utils.run.evaluations import FOLDER as EVALUATIONS
+from utils.run.evaluations import remove_after
+from utils.run.loggers import build_loggers, check_loggers
+from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
+from utils.run.provenance import common_data_record, data_changes, provenance, read_provenance
+from utils.run.start import Start, find_start
+from utils.run.state import FitResult, TrainState
+from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
 from utils.steps import build, convolutions
 from utils.steps.eager import EagerStep
-from utils.training import tags
-from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
-from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter, check_space
-from utils.training.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, is_free
-from utils.training.evaluations import FOLDER as EVALUATIONS
-from utils.training.evaluations import remove_after
-from utils.training.loggers import build_loggers, check_loggers
-from utils.training.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.training.provenance import common_data_record, data_changes, provenance, read_provenance
-from utils.training.resume import Start, find_start
-from utils.training.state import FitResult, TrainState
 from utils.volumes.opened import training_simulation
 
 log = once_per_job(__name__)

@@ -44,13 +44,14 @@ from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.profiling.benchmark import Benchmark
+from utils.run import checkpoint
+from utils.run import run as runs
+from utils.run import writer as checkpoint_writer
+from utils.run.checkpoint import BEST, FOLDER, WEIGHTS, saved_steps, step_directory
+from utils.run.choice import SUMMARY
+from utils.run.loggers.base import RunRecords
+from utils.run.start import Start
 from utils.steps.eager import EagerStep
-from utils.training import checkpoint, checkpoint_writer
-from utils.training import run as runs
-from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, saved_steps, step_directory
-from utils.training.choice import SUMMARY
-from utils.training.loggers.base import RunRecords
-from utils.training.resume import Start
 from utils.training.trainer import Trainer
 
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]

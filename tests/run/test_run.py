@@ -26,12 +26,12 @@ from utils.distributed.launch import lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.training import checkpoint
-from utils.training import run as runs
-from utils.training.checkpoint import FOLDER, step_directory
-from utils.training.choice import LOCK, Request, choose
-from utils.training.provenance import BLOCKS, HEAD, command, data_changes, data_record
-from utils.training.run import Run
+from utils.run import checkpoint
+from utils.run import run as runs
+from utils.run.checkpoint import FOLDER, step_directory
+from utils.run.choice import LOCK, Request, choose
+from utils.run.provenance import BLOCKS, HEAD, command, data_changes, data_record
+from utils.run.run import Run
 
 
 def config(**changes: Any) -> Config:

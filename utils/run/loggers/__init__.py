@@ -11,9 +11,9 @@ from typing import NamedTuple
 from utils.config import did_you_mean
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.training.loggers.base import LoggedRun, Logger
-from utils.training.loggers.tensorboard import TensorBoardLogger
-from utils.training.loggers.wandb import WandbLogger, check_wandb
+from utils.run.loggers.base import LoggedRun, Logger
+from utils.run.loggers.tensorboard import TensorBoardLogger
+from utils.run.loggers.wandb import WandbLogger, check_wandb
 
 
 class LoggerSpec(NamedTuple):

@@ -26,12 +26,12 @@ from utils.distributed import world as worlds
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import recover
-from utils.training import checkpoint as checkpoints
-from utils.training import checkpoint_writer
-from utils.training.checkpoint import BEST, CHECKSUMS, TRAINING, WEIGHTS, load_newest, read_weights, step_directory
-from utils.training.checkpoint_writer import BackgroundWriter
-from utils.training.resume import Start, find_start
-from utils.training.state import TrainState
+from utils.run import checkpoint as checkpoints
+from utils.run import writer as checkpoint_writer
+from utils.run.checkpoint import BEST, CHECKSUMS, TRAINING, WEIGHTS, load_newest, read_weights, step_directory
+from utils.run.start import Start, find_start
+from utils.run.state import TrainState
+from utils.run.writer import BackgroundWriter
 
 
 def tensors(value: float) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from utils.config import Config
 from utils.errors import EXIT_RESUMABLE, Stopped, UserError
 from utils.files import atomic_write
 from utils.log import once_per_job
-from utils.training import tags
-from utils.training.loggers.base import LoggedRun, Logger
+from utils.run import tags
+from utils.run.loggers.base import LoggedRun, Logger
 
 log = once_per_job(__name__)
 
