@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
-from utils import cli
+from utils import cli, preflight
 from utils import config as configs
 from utils.config import Config
 from utils.data.loaders import open_loaders, resolve_config
@@ -18,14 +18,14 @@ from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.log import configure_logging, once_per_job
-from utils.profiling import benchmark, preflight
-from utils.profiling.memory import reserved_bytes
+from utils.profiling import benchmark
 from utils.profiling.profiler import build_profiler
 from utils.run.choice import identity, run_request
 from utils.run.run import Run
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
+from utils.steps.memory import reserved_bytes
 from utils.training.trainer import Trainer
 
 log = once_per_job(__name__)

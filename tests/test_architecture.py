@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
 UTILS = "errors powers | progress log | files | config | cli | distributed | optim | volumes | data | steps | run"
-UTILS += " | training | profiling"
+UTILS += " | training | profiling | preflight"
 ANALYSIS = "slabs | modes | inference | lyman_alpha | evaluation"
 LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")]
 LAYERS += [[f"analysis.{name.strip()}"] for name in ANALYSIS.split("|")] + [["simulation"]]
@@ -109,7 +109,7 @@ def test_networks_imports_only_torch_and_itself_and_only_builders_import_it() ->
         return found.name.split(".")[0] not in allowed | ({"triton"} if module in TRITON_MODULES else set())
 
     assert faults("networks", forbidden) == []
-    builders = ("utils.steps", "utils.profiling.preflight", "analysis.inference.export")
+    builders = ("utils.steps", "utils.preflight", "analysis.inference.export")
     builders += ("analysis.inference.trained_network",)
 
     def builds(module: str, found: Import) -> bool:

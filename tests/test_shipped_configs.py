@@ -9,9 +9,9 @@ import pytest
 from trainings import YAML
 
 import train
+from utils import preflight
 from utils.config import Config, load, read_file, to_yaml
 from utils.optim.schedules import build_schedule
-from utils.profiling import preflight
 
 # name: global_batch_size, Nsamples, Nsamples_val, num_epochs, data_loader_config, AMP + apex. The fast ones have this
 # project's loader, and its fused kernels in place of the compiler.

@@ -17,8 +17,8 @@ from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.optim import soap
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
 from utils.optim.soap import Soap, owners
-from utils.profiling.memory import training_memory
 from utils.steps.build import network as build_model
+from utils.steps.memory import training_memory
 
 SMALL = {"network": NetworkConfig(width=4, scales=2)}
 LR, YES, NO = 0.01, torch.tensor(True), torch.tensor(False)

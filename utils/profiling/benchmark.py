@@ -30,7 +30,6 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
 from utils.optim.schedules import build_schedule
-from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import nsys_capture
 from utils.profiling.timing import summary, synchronize
 from utils.progress import Progress
@@ -38,6 +37,7 @@ from utils.run.provenance import provenance
 from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
+from utils.steps.memory import reserved_bytes
 
 log = logging.getLogger(__name__)
 

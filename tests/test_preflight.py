@@ -21,11 +21,12 @@ from trainings import TOP, directory
 import train
 from networks import NETWORKS
 from networks.unet import UNet
+from utils import preflight
 from utils.config import Config
 from utils.config.sections import NetworkConfig
-from utils.profiling import memory, preflight
-from utils.profiling.memory import activation_bytes, training_memory
+from utils.steps import memory
 from utils.steps.graph import GraphStep
+from utils.steps.memory import activation_bytes, training_memory
 from utils.volumes import shared_memory
 
 SAME_VOLUME = "training and validation use the same volume; results look better than they are"

@@ -24,7 +24,6 @@ from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.optim.schedules import log_learning_rate, plot_learning_rate
 from utils.profiling.benchmark import read_settings
-from utils.profiling.memory import check_memory, fits_one_step, reserved_bytes
 from utils.profiling.profiler import build_profiler
 from utils.run.checkpoint import FOLDER
 from utils.run.choice import LEARNING_RATE, choose, is_free, run_directory, run_request
@@ -33,6 +32,7 @@ from utils.run.start import Start, find_start
 from utils.run.writer import check_space
 from utils.steps import build
 from utils.steps.eager import EagerStep
+from utils.steps.memory import check_memory, fits_one_step, reserved_bytes
 from utils.volumes.opened import check_all_values, with_file_values
 
 log = logging.getLogger(__name__)
