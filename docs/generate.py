@@ -24,6 +24,7 @@ import yaml
 import evaluate
 import export
 import predict
+from docs import modules
 from utils import cli
 from utils.config import Config
 from utils.config.sections import Section
@@ -142,6 +143,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags-evaluate": lambda: flags(evaluate.build_parser()),
     "flags-export": lambda: flags(export.build_parser()),
     "config-keys": config_keys,
+    "modules": lambda: table(["module", "contents"], modules.module_rows()),
+    "key-readers": lambda: table(["key", "read by"], modules.key_rows()),
 }
 
 

@@ -29,7 +29,7 @@ import pytest
 import yaml
 from processes import TOP
 
-from docs import generate
+from docs import generate, modules
 from utils import __version__, config
 
 RESULTS, README = TOP / "benchmarks/results", TOP / "README.md"
@@ -210,6 +210,12 @@ def test_tables_are_up_to_date_and_quoted_blocks_are_lines_of_their_files(page: 
     for file, block in re.findall(r"<!-- quoted from (\S+) -->\s*```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         lines = {line.strip() for line in (TOP / file).read_text(encoding="utf-8").splitlines()}
         assert [line for line in block.splitlines() if line.strip() not in lines] == []
+
+
+def test_every_module_has_a_caption_and_every_key_a_reader() -> None:
+    """docs/index.md lists both."""
+    assert [path for path, caption in modules.module_rows() if " " not in caption] == []
+    assert [key for key, readers in modules.key_rows() if not readers] == []
 
 
 def test_metadata_agrees() -> None:

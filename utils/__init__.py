@@ -1,4 +1,4 @@
-"""All parts of a training run except the networks, which are in `networks`."""
+"""How networks are trained. Predictions and evaluations are in `analysis`, the simulator in `simulation`."""
 
 import importlib.util
 import os
