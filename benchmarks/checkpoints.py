@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     keys = {"network.width": options.width, "network.scales": options.scales, "data_size": options.crop}
     keys |= {"local_batch_size": options.batch, "Nsamples_val": options.batch, "data_loader_config": "synthetic"}
     config, world, state = configs.load(common.YAML, "base", keys).for_world(1), common.this_machine(), TrainState()
-    inputs, targets, *_ = next(get_loader("synthetic").build(config, world).train.epoch(0))
+    batch = next(get_loader("synthetic").build(config, world).train.epoch(0))
     step = build.step(config, world, build.model(config))
     pauses: list[float] = []
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             state.step += 1
             writer.save(step.state(), state, wait=False)
             pauses.append(time.perf_counter() - started)
-        common.seconds_of(lambda: step(inputs, targets, 1e-4), world.device, options.steps)
+        common.seconds_of(lambda: step(batch, 1e-4), world.device, options.steps)
         seconds = time.perf_counter() - started
         writer.close()
         return seconds

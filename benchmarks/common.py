@@ -198,7 +198,7 @@ def endless(loader: Loader) -> Generator[Batch, None, None]:
     """Batches of epoch after epoch."""
     epoch = 0
     while True:
-        yield from loader.epoch(epoch)  # type: ignore[misc] # no benchmark has conditions
+        yield from loader.epoch(epoch)
         epoch += 1
 
 

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import nn
 
+from utils.data.loaders import Batch
 from utils.errors import UserError
 
 
@@ -45,24 +46,24 @@ class Step:
         self._optimizer = torch.optim.Adam(self.network.parameters(), fused=True)
         self._scaler = torch.amp.GradScaler(device.type)
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+    def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        loss = self._differentiate(inputs, targets)
+        loss = self._differentiate(batch)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return loss
 
-    def _differentiate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _differentiate(self, batch: Batch) -> torch.Tensor:
         self._optimizer.zero_grad()
         with torch.autocast(self._device.type, torch.float16):
-            loss: torch.Tensor = self._loss(self.network(inputs), targets, self._lambda_rho)
+            loss: torch.Tensor = self._loss(self.network(batch.inputs), batch.targets, self._lambda_rho)
             loss.item()
         self._scaler.scale(loss).backward()
         return loss.detach()
 
-    def warm_up(self, *batch: torch.Tensor) -> None:
-        self._differentiate(*batch)
+    def warm_up(self, batch: Batch) -> None:
+        self._differentiate(batch)
 
     @property
     def gradient_norm(self) -> torch.Tensor:

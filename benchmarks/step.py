@@ -142,7 +142,7 @@ class Training:
         self._batches = stack.enter_context(closing(common.endless(opened.train)))
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
-        self.flops = training_flops(self.step.network, self._fixed.inputs)
+        self.flops = training_flops(self.step.network, *self._fixed.network_inputs)
         self.first_seconds = common.seconds_of(lambda: self._start(world), self._device)
         if self.config.enable_jit and not self.step.compiled:
             raise UserError("the compiler failed: see its warning")
@@ -152,7 +152,7 @@ class Training:
         self.gradient_norms: list[float] = []
         end = time.perf_counter() + WARMUP_SECONDS
         for batch in itertools.chain([first], self._batches):
-            self.losses.append(float(self.step(*batch, LEARNING_RATE)))
+            self.losses.append(float(self.step(batch, LEARNING_RATE)))
             self.gradient_norms.append(float(self.step.gradient_norm))
             enough = len(self.losses) >= least and time.perf_counter() > end
             if enough or len(self.losses) >= max(least, options.warmup_steps):
@@ -163,13 +163,13 @@ class Training:
 
     def _start(self, world: World) -> None:
         compile_kernels(self.config, world)
-        self.step.warm_up(*self._fixed)
+        self.step.warm_up(self._fixed)
 
     def synthetic(self) -> object:
-        return self.step(*self._fixed, LEARNING_RATE)
+        return self.step(self._fixed, LEARNING_RATE)
 
     def full(self) -> object:
-        return self.step(*next(self._batches), LEARNING_RATE)
+        return self.step(next(self._batches), LEARNING_RATE)
 
     def rate(self, action: Callable[[], object]) -> float:
         """Samples/s of one trial."""

@@ -29,9 +29,11 @@ class NetworkWithLoss(nn.Module):
         super().__init__()
         self.network, self.loss, self.metrics = network, loss, metrics
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
-        """`conditions` is one tensor if the network takes conditions, else none."""
-        return self.loss(self.network(inputs, *conditions), targets)
+    def forward(
+        self, inputs: torch.Tensor, targets: torch.Tensor, conditions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        outputs = self.network(inputs) if conditions is None else self.network(inputs, conditions)
+        return self.loss(outputs, targets)
 
 
 class Loss(nn.Module):

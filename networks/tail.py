@@ -39,11 +39,13 @@ class NetworkWithFusedTail(NetworkWithLoss):
     this is the loss of the network's output.
     """
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, targets: torch.Tensor, conditions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert isinstance(self.network, UNet)
         assert isinstance(self.network.last, OutputConvTranspose3d)
         assert isinstance(self.loss, L1Loss)
-        x, last = self.network.before_last(inputs, *conditions), self.network.last
+        x, last = self.network.before_last(inputs, conditions), self.network.last
         dtype = precise_dtype(x)
         if dtype is not None and fused.fusible(targets):
             with without_autocast(x):

@@ -26,6 +26,7 @@ from step_trace import batch_of, fake_gpu, phases  # noqa: E402
 from analysis.inference.sliding_window import forward_pass  # noqa: E402
 from benchmarks import common  # noqa: E402
 from utils import config as configs  # noqa: E402
+from utils.data.loaders import Batch  # noqa: E402
 from utils.distributed.launch import Launch  # noqa: E402
 from utils.distributed.world import World  # noqa: E402
 from utils.optim import soap  # noqa: E402
@@ -78,12 +79,12 @@ def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     with fake_gpu(trace, GPU):
         with Construction():
             step = build.step(config, world, build.model(config), GraphStep)
-        batch = [part.to(GPU) for part in batch_of(config)]
+        batch = Batch(*(part.to(GPU) for part in batch_of(config)))
         with trace:
-            step(*batch, LR)
+            step(batch, LR)
         recorded = mock.patch.object(soap, "is_recorded", return_value=True)
         with step._on_stream(), phases(trace), recorded:
-            step._train(*batch)
+            step._train(batch)
     return choices(trace)
 
 

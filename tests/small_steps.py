@@ -13,6 +13,7 @@ from networks import build_loss, build_network, initialize
 from networks.losses import NetworkWithLoss
 from utils.config import Config
 from utils.config.sections import OptimizerConfig
+from utils.data.loaders import Batch
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
@@ -51,17 +52,16 @@ def make_step(
     return kind(NetworkWithLoss(network, loss or build_loss("l1")), built, Config(**options), world)
 
 
-def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(4, 4, 8, 8, 8, generator=generator), torch.rand(4, 5, 8, 8, 8, generator=generator)
+    return Batch(*(torch.rand(4, channels, 8, 8, 8, generator=generator) for channels in (4, 5)))
 
 
-def bad_batch(how: str, seed: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+def bad_batch(how: str, seed: int = 50) -> Batch:
     """A batch with a bad value in one cell of one sample, or everywhere: `how` is "-inf in inputs", for example."""
-    inputs, targets = batch(seed)
-    value, *_, place = how.split()
-    (targets if place == "targets" else inputs)[... if " all " in how else (1, 2, 3, 4, 5)] = float(value)
-    return inputs, targets
+    bad, (value, *_, place) = batch(seed), how.split()
+    getattr(bad, place)[... if " all " in how else (1, 2, 3, 4, 5)] = float(value)
+    return bad
 
 
 def flat_parameters(step: EagerStep) -> torch.Tensor:
@@ -93,10 +93,10 @@ def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def step_that_skips(step: EagerStep, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def step_that_skips(step: EagerStep, given: Batch) -> torch.Tensor:
     """The loss of a step; asserts that it changes no bit and that its norm shows the reason to all ranks."""
     before = snapshot(step)
-    loss = step(inputs, targets, LR)
+    loss = step(given, LR)
     assert not step.gradient_norm.isfinite()
     after = snapshot(step)
     assert differing({name: after[name] for name in before}, before) == []

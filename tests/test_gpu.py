@@ -116,11 +116,11 @@ def interrupted(kind: type[EagerStep], after: int, signals: Signals) -> type[Eag
     class InterruptedStep(kind):
         calls = 0
 
-        def __call__(self, *batch: Any) -> torch.Tensor:
+        def __call__(self, *arguments: Any) -> torch.Tensor:
             self.calls += 1
             if self.calls == after:
                 signals.received = "SIGTERM"
-            return super().__call__(*batch)
+            return super().__call__(*arguments)
 
     return InterruptedStep
 

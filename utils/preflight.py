@@ -149,7 +149,6 @@ def _train_one_step(config: Config, world: World, start: Start | None) -> None:
         with build.step(config, world, build.model(config)) as step:
             if start is not None:
                 start.restore(step, world)
-            inputs, targets, *conditions = next(loaders.train.epoch(0))
-            loss = float(step(inputs, targets, config.lr_schedule.start_lr, *conditions))
+            loss = float(step(next(loaders.train.epoch(0)), config.lr_schedule.start_lr))
     seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
     log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)

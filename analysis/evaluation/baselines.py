@@ -27,8 +27,8 @@ def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: Worl
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     """Cross-entropy of predicting each class with its frequency in the validation samples."""
     labels_seen: Counter[int] = Counter()
-    for _, labels, *_ in loader.epoch(0):
-        labels_seen.update(labels.tolist())
+    for batch in loader.epoch(0):
+        labels_seen.update(batch.targets.tolist())
     gathered = world.gather_json([*labels_seen.items()])
     counts: Counter[int] = sum((Counter(dict(part)) for part in gathered), Counter())
     samples = counts.total()
@@ -46,7 +46,8 @@ def volume_losses(loader: Loader, loss: nn.Module, world: World, copied: int | N
     loss.eval()
     constants = _best_constants(loss, _histograms(loader, world))
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, samples
-    for inputs, targets, *_ in loader.epoch(0):
+    for batch in loader.epoch(0):
+        inputs, targets = batch.inputs, batch.targets
         constant = constants.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
         shared = min(inputs.shape[1], targets.shape[1]) if copied is None else copied
         copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
@@ -60,8 +61,8 @@ def _histograms(loader: Loader, world: World) -> torch.Tensor:
     """Number of target values per channel and bin, [channels, bins], over all ranks; the outer bins hold the rest."""
     low, high = HISTOGRAM_RANGE
     counts = torch.zeros(1, HISTOGRAM_BINS, dtype=torch.float64)  # becomes [channels, bins] with the first batch
-    for _, targets, *_ in loader.epoch(0):
-        bins = ((targets - low) * (HISTOGRAM_BINS / (high - low))).long().clamp(0, HISTOGRAM_BINS - 1)
+    for batch in loader.epoch(0):
+        bins = ((batch.targets - low) * (HISTOGRAM_BINS / (high - low))).long().clamp(0, HISTOGRAM_BINS - 1)
         # Unlike histc, bincount is deterministic on a GPU.
         histograms = [torch.bincount(channel.flatten(), minlength=HISTOGRAM_BINS) for channel in bins.unbind(1)]
         counts = counts + torch.stack(histograms).double().cpu()

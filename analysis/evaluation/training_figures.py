@@ -70,11 +70,11 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
     """
     chosen: dict[str, Plane] = {}
     batches, examined = loader.epoch(0), 0
-    for inputs, targets, *others in batches:
+    for batch in batches:
         # Of the whole batch, as in a validation: another size would need other kernels.
-        predictions = step.predict(inputs, *others)
-        for crop in range(min(len(inputs), EXAMINED - examined)):
-            source, target, predicted = (part[crop : crop + 1] for part in (inputs, targets, predictions))
+        predictions = step.predict(*batch.network_inputs)
+        for crop in range(min(len(batch.inputs), EXAMINED - examined)):
+            source, target, predicted = (part[crop : crop + 1] for part in (batch.inputs, batch.targets, predictions))
             fields = {"input": source, "target": target, "predicted": predicted}
             difference = (fields["predicted"].float() - target.float()).abs().mean((0, 1, 3, 4))
             deviation = target[0, 0].float().std((1, 2))
@@ -86,7 +86,7 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
                         key: field[0, :, int(place)].float().cpu().numpy().copy() for key, field in fields.items()
                     }
                     chosen[name] = Plane(score, planes)
-        examined += len(inputs)
+        examined += len(batch.inputs)
         if examined >= EXAMINED:
             break
     batches.close()

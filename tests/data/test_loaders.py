@@ -93,14 +93,14 @@ def build_loaders(config: Config, world: World = ALONE) -> DataSplits:
 
 def read(loaders: DataSplits, readings: list[Reading], channels_last: bool = False) -> list[list[list[str]]]:
     """The digests of each reading's batches; closes the loaders."""
-    found = []
+    found, form = [], memory_format(channels_last)
     with loaders:
         for split, epoch, first, taken in readings:
             loader = loaders.train if split == "train" else loaders.valid
             found.append([])
             with closing(loader.epoch(epoch, first)) as batches:
                 for batch in itertools.islice(batches, taken):
-                    assert all(part.is_contiguous(memory_format=memory_format(channels_last)) for part in batch[:2])
+                    assert all(part.is_contiguous(memory_format=form) for part in (batch.inputs, batch.targets))
                     found[-1].append(digest(batch))
                     assert digest(batch) == found[-1][-1], "a batch changes before the next one is asked for"
             if first == 0 and taken is None:

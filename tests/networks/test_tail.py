@@ -17,6 +17,7 @@ from networks.space_to_depth import dense_weight, space_to_depth
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import NetworkConfig
+from utils.data.loaders import Batch
 from utils.steps import build
 
 NETWORK: dict[str, Any] = {"scales": 2, "space_to_depth": ["down1", "last"]}
@@ -133,11 +134,10 @@ def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
         network = NetworkConfig(width=4, scales=2, space_to_depth=["last"])
         options: dict[str, Any] = {"accumulation_steps": 2, "ema_decay": 0.9, "enable_amp": True}
         config = Config(data_size=4, network=network, fused_tail=fused_tail, **options)
-        step = build.step(config, ALONE, build.model(config))
+        step, given = build.step(config, ALONE, build.model(config)), Batch(*batch(size=4))
         assert isinstance(step._trained, NetworkWithFusedTail) == fused_tail
-        inputs, targets = batch(size=4)
-        losses = [float(step(inputs, targets, 1e-3)) for _ in range(2)]
-        states.append({**step.network.state_dict(), "loss": torch.tensor([*losses, step.evaluate(inputs, targets)[0]])})
+        losses = [*(step(given, 1e-3) for _ in range(2)), step.evaluate(given)[0]]
+        states.append({**step.network.state_dict(), "loss": torch.stack(losses)})
     assert differing(*states) == []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_steps import LR, batch, differing, make_step, small_network, weights
+from small_steps import LR, bad_batch, batch, differing, make_step, small_network, weights
 from trainings import STEPS, YAML, directory, last, metrics
 
 import train
@@ -32,7 +32,7 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_average(o
     assert plain.state().keys() == {"network", "optimizer", "scaler"}
     mean = copy.deepcopy(plain.network)
     for number in range(5):
-        losses = [one(*batch(number), LR) for one in (plain, step)]
+        losses = [one(batch(number), LR) for one in (plain, step)]
         assert torch.equal(*losses)
         kept = min(0.3, (1 + number) / (10 + number))  # the first updates decay faster
         with torch.no_grad():
@@ -48,22 +48,20 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_average(o
     half = "precision" in options
     torch.testing.assert_close(step.predict(inputs), expected, rtol=1e-5, atol=2e-3 if half else 1e-6)
     loss = float((expected - targets).abs().mean())
-    assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(loss, rel=1e-4 if half else 1e-5)
-    assert float(plain.evaluate(inputs, targets)[0]) != pytest.approx(loss, rel=1e-3)
-    assert torch.equal(plain(*batch(5), LR), step(*batch(5), LR)), "evaluation has changed nothing"
+    assert float(step.evaluate(batch(9))[0]) == pytest.approx(loss, rel=1e-4 if half else 1e-5)
+    assert float(plain.evaluate(batch(9))[0]) != pytest.approx(loss, rel=1e-3)
+    assert torch.equal(plain(batch(5), LR), step(batch(5), LR)), "evaluation has changed nothing"
 
 
 def test_a_warm_up_and_a_skipped_update_leave_the_average_unchanged() -> None:
     step, undisturbed = make(norm="none"), make(norm="none")
     for number in range(3):
-        inputs, targets = batch(50)
-        targets[1, 2, 3, 4, 5] = float("nan")
         before = {name: value.clone() for name, value in weights(step).items()}
-        assert not step(inputs, targets, LR).isfinite()
-        step.warm_up(*batch())
+        assert not step(bad_batch("nan in targets"), LR).isfinite()
+        step.warm_up(batch())
         assert differing(weights(step), before) == []
         for one in (step, undisturbed):
-            one(*batch(number), LR)
+            one(batch(number), LR)
     assert differing(weights(step), weights(undisturbed)) == []
     assert int(step.state()["average"]["updates"]) == 3
 
@@ -72,8 +70,8 @@ def test_an_average_starts_at_the_loaded_weights() -> None:
     """Weights of a run without an average, loaded at the start or later."""
     source, resumed, fresh, trained = make(None), make(), make(), make()
     for number in range(3):
-        source(*batch(number), LR)
-        trained(*batch(number + 10), LR)
+        source(batch(number), LR)
+        trained(batch(number + 10), LR)
     resumed.load_state(source.state())
     for step in (fresh, trained):
         step.load_weights(source.network.state_dict())
@@ -88,8 +86,8 @@ def test_channel_weights_affect_the_training_loss_only() -> None:
     """The validation loss has no channel weights, before and after a training step."""
     step, plain = (make_step("adam", loss=build_loss("l1", weights=one)) for one in ([5.0, 1.0, 1.0, 1.0, 1.0], None))
     for _ in range(2):
-        assert torch.equal(step.evaluate(*batch())[0], plain.evaluate(*batch())[0])
-        assert not torch.isclose(step(*batch(), 0.0), plain(*batch(), 0.0), rtol=1e-3)
+        assert torch.equal(step.evaluate(batch())[0], plain.evaluate(batch())[0])
+        assert not torch.isclose(step(batch(), 0.0), plain(batch(), 0.0), rtol=1e-3)
 
 
 def trained_weights(saved: Checkpoint) -> dict[str, torch.Tensor]:

@@ -93,8 +93,8 @@ class HookedStep(EagerStep):
         HookedStep.after(HookedStep.calls)
         return loss
 
-    def evaluate(self, *batch: torch.Tensor) -> torch.Tensor:
-        found = super().evaluate(*batch)
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        found = super().evaluate(batch)
         return torch.full_like(found, self.valid[self.calls]) if self.valid else found
 
     @classmethod
@@ -164,10 +164,10 @@ def test_a_stop_in_the_validation_and_a_kill_after_its_repetition_record_no_poin
     assert run(ALONE, [*flags, f"--set=expdir={tmp_path / 'whole'}"])
     with monkeypatch.context() as patch:
 
-        def evaluate(step: HookedStep, *batch: torch.Tensor) -> torch.Tensor:
+        def evaluate(step: HookedStep, batch: Any) -> torch.Tensor:
             if step.calls:
                 patch.setattr(Signals, "received", "SIGTERM")
-            return EagerStep.evaluate(step, *batch)
+            return EagerStep.evaluate(step, batch)
 
         patch.setattr(HookedStep, "evaluate", evaluate)
         assert not run(ALONE, parts)

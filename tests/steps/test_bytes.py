@@ -35,9 +35,9 @@ def bytes_by_phase(changes: Mapping[str, Any], name: str = "bs64_opt", trace: Tr
         step = build.step(config, World(Launch("test"), CPU), build.model(config), EagerStep)
         batch = batch_of(config)
         with trace:
-            step(*batch, 1e-4)
+            step(batch, 1e-4)
         with phases(trace):
-            step(*batch, 1e-4)
+            step(batch, 1e-4)
     assert list(trace.layouts) == []
     sums: Counter[str] = Counter()
     for (phase, _), size in [*trace.read.items(), *trace.written.items()]:

@@ -18,6 +18,7 @@ from trainings import directory, metrics
 
 import train
 from networks import build_network, initialize
+from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.steps import compile as compilers
 from utils.steps.compile import Compiled
@@ -38,7 +39,7 @@ needs_compiler = pytest.mark.skipif(why_no_compiler() is not None, reason=str(wh
 
 
 def losses(step: EagerStep, seed: int = 0) -> list[float]:
-    return [float(step(*batch(seed + number), LR)) for number in range(2)]
+    return [float(step(batch(seed + number), LR)) for number in range(2)]
 
 
 def trained_on_ranks(world: World) -> list[list[float]]:
@@ -68,7 +69,7 @@ def test_a_failing_compiler_gives_one_warning_and_the_plain_step(monkeypatch, ca
     monkeypatch.setattr(compilers.torch, "compile", lambda module: module)
     inputs, targets = batch()
     with pytest.raises(RuntimeError, match="channels"):
-        make_step(enable_jit=True)(inputs[:, :3], targets, LR)
+        make_step(enable_jit=True)(Batch(inputs[:, :3], targets), LR)
     with pytest.raises(AssertionError, match="itself"):
         Compiled(mock.Mock(spec=nn.Module, side_effect=AssertionError("from the module itself")))(inputs)
     assert len(caplog.messages) == 1
@@ -88,9 +89,9 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tup
         step = make_step("sgd", world=world_on("cuda"), network=network, enable_amp=True, enable_jit=compiled)
         generator = torch.Generator().manual_seed(1)
         pair = (torch.rand(4, channels, 16, 16, 16, generator=generator) for channels in (4, 5))
-        inputs, targets = (part.cuda().contiguous(memory_format=torch.channels_last_3d) for part in pair)
-        step.warm_up(inputs, targets)
-        curves.append([float(step(inputs, targets, LR)) for _ in range(6)])
+        given = Batch(*(part.cuda().contiguous(memory_format=torch.channels_last_3d) for part in pair))
+        step.warm_up(given)
+        curves.append([float(step(given, LR)) for _ in range(6)])
         assert step.compiled is compiled
     assert curves[1] == pytest.approx(curves[0], rel=1e-2)
     assert curves[0][-1] < curves[0][0]

@@ -15,6 +15,7 @@ from processes import run_ranks
 from small_steps import flat_parameters, make_step, small_network, world_on
 
 from networks import build_loss
+from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.steps.eager import EagerStep
 
@@ -63,8 +64,8 @@ def train(world: World, name: str, **options) -> list[np.ndarray]:
         inputs = torch.rand(GLOBAL_BATCH, 4, 8, 8, 8, generator=generator) - 0.5
         targets = 0.2 * torch.cat([inputs, inputs[:, :1] ** 2], 1)
         batch = [inputs, targets, *([torch.arange(8.0)[:, None]] if "conditioned" in name else [])]
-        part = [tensor[world.rank :: world.size].to(flat_parameters(step)) for tensor in batch]
-        step(*part[:2], 0.02 if "sgd" in name else 1e-3, *part[2:])
+        part = Batch(*(tensor[world.rank :: world.size].to(flat_parameters(step)) for tensor in batch))
+        step(part, 0.02 if "sgd" in name else 1e-3)
     state = step.state()["optimizer"]["state"].values()
     statistics = [entry[key] for entry in state for key in entry if key.startswith("statistics")]
     assert (len(statistics) > 4) == ("soap" in name)
@@ -118,11 +119,11 @@ def same_step_twice(world: World) -> list[np.ndarray]:
     """The gradients of the first and of the second step after the warm-up, of one batch and without updates."""
     step = build_step(world, "sgd float32", static_graph=True)
     generator = torch.Generator().manual_seed(world.rank)
-    batch = [torch.rand(2, channels, 8, 8, 8, generator=generator) - 0.5 for channels in (4, 5)]
-    step.warm_up(*batch)
+    batch = Batch(*(torch.rand(2, channels, 8, 8, 8, generator=generator) - 0.5 for channels in (4, 5)))
+    step.warm_up(batch)
     gradients = []
     for _ in range(2):
-        step(*batch, 0.0)
+        step(batch, 0.0)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in step.network.parameters()]).numpy())
     return gradients
 

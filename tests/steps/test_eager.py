@@ -26,6 +26,7 @@ from small_steps import (
 )
 from torch import nn
 
+from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.optim.optimizers import OPTIMIZERS
 from utils.steps.eager import EagerStep
@@ -45,18 +46,17 @@ MODES: list[dict[str, Any]] = [
 
 def test_one_step_is_forward_backward_clip_and_update_at_the_given_learning_rate() -> None:
     step, plain, clipped = make_step(), make_step(), make_step(clip_grad_norm=1e-3)
-    inputs, targets = batch()
     start = flat_parameters(plain)
-    loss = step(inputs, targets, LR)
-    expected = plain._trained(inputs, targets)
+    loss = step(batch(), LR)
+    expected = plain._trained(*batch())
     gradients = torch.autograd.grad(expected, list(plain.network.parameters()))
     assert torch.equal(loss, expected.detach())
     assert not loss.requires_grad
-    assert not step.evaluate(inputs, targets).requires_grad
+    assert not step.evaluate(batch()).requires_grad
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     torch.testing.assert_close(flat_parameters(step), start - LR * flat, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(step.gradient_norm, flat.norm())
-    clipped(inputs, targets, LR)
+    clipped(batch(), LR)
     torch.testing.assert_close(clipped.gradient_norm, step.gradient_norm, msg="the norm before clipping")
     assert float((flat_parameters(clipped) - start).norm()) == pytest.approx(LR * 1e-3, rel=1e-2)
 
@@ -65,11 +65,11 @@ def test_float16_halves_its_scale_at_an_overflow_and_saves_it(tmp_path) -> None:
     """The saved state includes the scale and the number of finite steps since its last change."""
     first, second = (make_step("adam", enable_amp=True, precision="float16") for _ in range(2))
     before, scale = flat_parameters(first), first._scaler.get_scale()
-    first(*bad_batch("inf in targets"), LR)
+    first(bad_batch("inf in targets"), LR)
     assert torch.equal(flat_parameters(first), before)
     assert first._scaler.get_scale() == scale / 2
     for number in range(3):
-        first(*batch(number), LR)
+        first(batch(number), LR)
     torch.save(first.state(), tmp_path / "state.pt")
     second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert second._scaler.state_dict() == first._scaler.state_dict()
@@ -88,17 +88,17 @@ def make_changeable(world: World = ALONE, **options: Any) -> EagerStep:
 @pytest.mark.parametrize("options", MODES, ids=str)
 def test_a_warm_up_runs_forward_and_backward_like_a_step(options: dict[str, Any], device: str) -> None:
     step = make_changeable(world_on(device), **options)
-    inputs, targets = (part.to(device) for part in batch())
+    on_device = Batch(*(part.to(device) for part in batch()))
     passes: list[Any] = []
     step.network[-1].register_forward_hook(lambda *call: passes.append((call[-1].dtype, len(call[-1]))))
     step.network[0].weight.register_hook(lambda gradient: passes.append(step.network.training))
-    step.warm_up(inputs, targets)
+    step.warm_up(on_device)
     assert device == "cpu" or torch.cuda.current_stream().query(), "the device must have finished"
     assert not step.optimizer.state
     assert all(parameter.grad is None for parameter in step.network.parameters())
     warm = list(passes)
     passes.clear()
-    step(inputs, targets, LR)
+    step(on_device, LR)
     parts, dtype = options.get("accumulation_steps", 1), options.get("precision", "bfloat16")
     dtype = getattr(torch, dtype) if "enable_amp" in options else torch.float32
     assert warm == passes == [(dtype, 4 // parts), True] * parts
@@ -125,8 +125,8 @@ def test_a_non_finite_step_changes_nothing(optimizer: str) -> None:
             fix_scale(step, 1024.0)
         for number in range(4):
             if number in (0, 2):
-                assert not step_that_skips(disturbed, *bad_batch(how)).isfinite()
-            assert torch.equal(undisturbed(*batch(number), LR), disturbed(*batch(number), LR))
+                assert not step_that_skips(disturbed, bad_batch(how)).isfinite()
+            assert torch.equal(undisturbed(batch(number), LR), disturbed(batch(number), LR))
             assert differing(snapshot(undisturbed), snapshot(disturbed)) == [], (options, how)
         assert not torch.equal(flat_parameters(disturbed), start)
 
@@ -152,7 +152,7 @@ def gradients_are_sent_in_buckets_which_the_log_describes(world: World) -> Any:
     for options, dtype in (({"bucket_cap_mb": 0.005}, "float32"), ({"gradient_compression": "bfloat16"}, "bfloat16")):
         step = make_step(world=world, **options)
         for number in range(3):
-            step(*batch(10 * world.rank + number), LR)
+            step(batch(10 * world.rank + number), LR)
         norms.append(float(flat_parameters(step).norm()))
         found = re.fullmatch(rf"Dist.*: gradient buckets of ([\d., ]+) MB, sent as {dtype}", step.describe()[1])
         assert found
@@ -167,13 +167,13 @@ def gradients_are_sent_in_buckets_which_the_log_describes(world: World) -> Any:
 def averages_and_statistics_are_equal_and_weights_differ_after_no_sync(world: World) -> Any:
     step = make_step("adam", world=world, network=small_network("batch"), ema_decay=0.9, bucket_cap_mb=0.005)
     for number in range(3):
-        step(*batch(10 * world.rank + number), LR)
+        step(batch(10 * world.rank + number), LR)
     step.broadcast_buffers()
-    same = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99))[0])]
+    same = [*flat_parameters(step).tolist(), float(step.evaluate(batch(99))[0])]
     with step.no_sync():
-        step(*batch(world.rank), LR)
+        step(batch(world.rank), LR)
     assert_apart(world, step)
-    step(*batch(world.rank), LR)
+    step(batch(world.rank), LR)
     return [*same, float(step.gradient_norm)]
 
 
@@ -190,8 +190,8 @@ def a_warm_up_changes_no_bit_of_the_training(world: World) -> Any:
             step = make_changeable(world, bucket_cap_mb=0.001, **options)
             torch.manual_seed(1)
             if warm:
-                step.warm_up(*batch(10 * world.rank))
-            values = {f"loss {number}": step(*batch(10 * world.rank + number), LR) for number in range(3)}
+                step.warm_up(batch(10 * world.rank))
+            values = {f"loss {number}": step(batch(10 * world.rank + number), LR) for number in range(3)}
             values |= {"norm": step.gradient_norm, "scale": torch.tensor(step._scaler.get_scale())}
             results.append({**values, **snapshot(step), "random state": torch.get_rng_state()})
         assert differing(*results) == [], options
@@ -218,9 +218,9 @@ def a_bad_loss_on_one_rank_skips_the_update_on_all(world: World) -> Any:
         for step in (undisturbed, disturbed):
             fix_scale(step, 64.0)
         for number in range(3):
-            step_that_skips(disturbed, *(bad_batch(how) if world.rank == 1 else batch(50)))
+            step_that_skips(disturbed, bad_batch(how) if world.rank == 1 else batch(50))
             for step in (undisturbed, disturbed):
-                step(*batch(10 * world.rank + number), LR)
+                step(batch(10 * world.rank + number), LR)
         assert differing(snapshot(undisturbed), snapshot(disturbed)) == [], options
         assert flat_parameters(disturbed).isfinite().all()
         same.append(flat_parameters(disturbed).tolist())
@@ -254,12 +254,12 @@ def test_a_step_never_waits_for_the_device_not_even_to_skip_an_update(optimizer:
     if not getattr(step.optimizer, "_step_supports_amp_scaling", False):
         pytest.skip("the host waits for apex's optimizer")
     fix_scale(step, 1024.0)
-    good = [part.cuda() for part in batch()]
-    step(*good, LR)
+    good = Batch(*(part.cuda() for part in batch()))
+    step(good, LR)
     for how in BAD_VALUES:
-        bad, before = [part.cuda() for part in bad_batch(how)], snapshot(step)
-        for pair, changes in ((bad, 0), (good, len(before))):
+        bad, before = Batch(*(part.cuda() for part in bad_batch(how))), snapshot(step)
+        for given, changes in ((bad, 0), (good, len(before))):
             with refusing_to_wait("cuda"):
-                step(*pair, LR)
-            assert bool(step.gradient_norm.isfinite()) is (pair is good)
+                step(given, LR)
+            assert bool(step.gradient_norm.isfinite()) is (given is good)
             assert len(differing(snapshot(step), before)) == changes

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from small_steps import LR, differing, make_step, refusing_to_wait, small_networ
 from trainings import TOP
 
 from utils.config import Config
+from utils.data.loaders import Batch
 from utils.errors import LocalError, UserError
 from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS
@@ -26,8 +28,6 @@ from utils.steps.eager import EagerStep
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
 
 STEPS = WARMUP_STEPS + 6
-
-Slot = tuple[torch.Tensor, torch.Tensor]
 
 
 def make(
@@ -45,33 +45,33 @@ def make(
     return make_step(optimizer, kind=kind, world=world_on(device), network=network, **options)
 
 
-def buffers(count: int, device: str) -> list[Slot]:
+def buffers(count: int, device: str) -> list[Batch]:
     """The batch buffers that a loader reuses in turn."""
     shapes = (4, 4, 8, 8, 8), (4, 5, 8, 8, 8)
-    return [tuple(torch.empty(shape, device=device) for shape in shapes) for _ in range(count)]  # type: ignore[misc]
+    return [Batch(*(torch.empty(shape, device=device) for shape in shapes)) for _ in range(count)]
 
 
-def curve(step: EagerStep, slots: list[Slot], steps: int = STEPS, before: Any = lambda number: None) -> torch.Tensor:
+def curve(step: EagerStep, slots: list[Batch], steps: int = STEPS, before: Any = lambda number: None) -> torch.Tensor:
     """Losses and gradient norms, [steps, 2]. Rate and batch change in each step; conditions are in new memory.
 
     `before` is called before each step, with its number.
     """
     generator = torch.Generator().manual_seed(1)
-    values = torch.zeros(steps, 2, device=slots[0][0].device)
+    values = torch.zeros(steps, 2, device=slots[0].inputs.device)
     for number in range(steps):
         slot = slots[number % len(slots)]
         for part in slot:
             part.copy_(torch.rand(part.shape, generator=generator))
-        conditions = torch.rand(len(slot[0]), 1, generator=generator).to(values.device)
-        given = [] if getattr(step.network, "film", None) is None else [conditions]
+        conditions = torch.rand(len(slot.inputs), 1, generator=generator).to(values.device)
+        slot = slot if getattr(step.network, "film", None) is None else replace(slot, conditions=conditions)
         if number == 0:
-            step.warm_up(*slot, *given)
+            step.warm_up(slot)
         before(number)
         # Rounded to float32, since the learning rate of a graph is a float32 tensor.
         lr: Any = torch.tensor(LR * (1 - number / steps))
         # torch's NAdam rounds differently on a CPU if its learning rate is a tensor.
         lr = lr if isinstance(step.optimizer, torch.optim.NAdam) and values.device.type == "cpu" else float(lr)
-        values[number, 0] = step(*slot, lr, *given)
+        values[number, 0] = step(slot, lr)
         values[number, 1] = step.gradient_norm
         conditions.fill_(torch.nan)  # the memory is reused
     return values.cpu()
@@ -110,8 +110,8 @@ class FakeGraph:
         written = [*weights(step).values(), *states]
         before = [value.clone() for value in written]
 
-        def train(*batch: torch.Tensor) -> torch.Tensor:
-            self.batch, self.loss = batch, EagerStep._train(step, *batch)
+        def train(batch: Batch) -> torch.Tensor:
+            self.batch, self.loss = batch, EagerStep._train(step, batch)
             return self.loss.zero_()
 
         with mock.patch.object(step, "_train", train), mock.patch.object(FakeGraph, "active", True):
@@ -124,7 +124,7 @@ class FakeGraph:
     def replay(self) -> None:
         self.replays += 1
         with mock.patch.object(FakeGraph, "active", True):
-            self.loss.copy_(EagerStep._train(self.step, *self.batch))
+            self.loss.copy_(EagerStep._train(self.step, self.batch))
         self.norm.copy_(self.step.gradient_norm)
 
 
@@ -136,7 +136,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     cuda, record = graph.torch.cuda, GraphStep._record
     recording: list[GraphStep] = []
-    monkeypatch.setattr(GraphStep, "_record", lambda self, *batch: recording.append(self) or record(self, *batch))
+    monkeypatch.setattr(GraphStep, "_record", lambda self, batch: recording.append(self) or record(self, batch))
     monkeypatch.setattr(cuda, "graph", lambda graph, *arguments, **options: graph.recording(recording[-1]))
     monkeypatch.setattr(cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
@@ -180,7 +180,7 @@ def test_replayed_steps_equal_eager_steps(
     plain, recorded = (make(kind, optimizer, device, **options) for kind in (EagerStep, GraphStep))
     start, slots = snapshot(recorded), buffers(count, device)
     if "conditioned" in options:
-        slots.append((slots[0][0][:2], slots[0][1][:2]))
+        slots.append(Batch(*(part[:2] for part in slots[0])))
     expected, got = (curve(step, slots, steps) for step in (plain, recorded))
     assert got[-1, 0] < got[0, 0]
     if device == "cpu":
@@ -234,14 +234,14 @@ def test_a_non_finite_replay_skips_its_update(
         if number != when:
             return
         before.update(snapshot(step))
-        good = slot[1].clone()
-        slot[1][1, 2, 3, 4, 5] = float("nan")
+        good = slot.targets.clone()
+        slot.targets[1, 2, 3, 4, 5] = float("nan")
         with refusing_to_wait(device if number > WARMUP_STEPS else "cpu"):
-            loss = step(*slot, LR)
+            loss = step(slot, LR)
         assert not loss.isfinite()
         assert not step.gradient_norm.isfinite()
         assert differing(snapshot(step), before) == []
-        slot[1].copy_(good)
+        slot.targets.copy_(good)
 
     expected, got = curve(undisturbed, [slot]), curve(step, [slot], before=disturb)
     assert got.isfinite().all()
@@ -284,15 +284,15 @@ def test_no_sync_and_another_shape_have_their_own_graphs_until_the_step_closes(d
     step = make(GraphStep, "adam", device)
     (slot,) = buffers(1, device)
     curve(step, [slot])
-    before = float(step.evaluate(*slot)[0])
-    step(*slot, LR)
-    assert float(step.evaluate(*slot)[0]) < before
+    before = float(step.evaluate(slot)[0])
+    step(slot, LR)
+    assert float(step.evaluate(slot)[0]) < before
     with step.no_sync():
-        step(*slot, LR)
-    step(*slot, LR)
-    smaller = slot[0][:3], slot[1][:3]
+        step(slot, LR)
+    step(slot, LR)
+    smaller = Batch(*(part[:3] for part in slot))
     expected = float(step._trained(*smaller).detach())
-    assert float(step(*smaller, LR)) == pytest.approx(expected, rel=1e-5)
+    assert float(step(smaller, LR)) == pytest.approx(expected, rel=1e-5)
     assert [(key[2][0], key[3]) for key in step._graphs] == [(4, True), (4, False), (3, True)]
     graphs = [weakref.ref(known.graph) for known in step._graphs.values()]
     step.close()
@@ -309,7 +309,7 @@ def test_a_recording_that_fails_reports_the_first_reason(fake_cuda, monkeypatch,
     graph.torch.cuda.graph.return_value.__exit__.side_effect = RuntimeError("CUDA error: due to a previous error")
     line = r"^cannot record .* graph: CUDA error: the cause; use t"
     with pytest.raises(kind if out_of_memory else LocalError, match="the cause\nmore" if out_of_memory else line):
-        step(*slot, LR)
+        step(slot, LR)
 
 
 WAITING = """

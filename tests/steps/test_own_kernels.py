@@ -12,6 +12,7 @@ from small_steps import ALONE, flat_parameters, make_step
 from triton_interpreter import small_kernels, use_own_convolutions
 
 from networks import build_network, initialize
+from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.steps.convolutions import select
 
@@ -28,9 +29,8 @@ def train(world: World, convolutions: str, dtype: str = "float16", **options: An
     step = make_step(world=world, network=network, bucket_cap_mb=0.01, **half, **options)
     generator, before = torch.Generator().manual_seed(1), flat_parameters(step).clone()
     inputs, targets = (torch.rand(BATCH, channels, 8, 8, 8, generator=generator) - 0.5 for channels in (4, 5))
-    parts = [x[world.rank :: world.size].contiguous(memory_format=torch.channels_last_3d) for x in (inputs, targets)]
-    loss = float(step(*parts, LR))
-    return loss, (flat_parameters(step) - before).numpy()
+    parts = (x[world.rank :: world.size].contiguous(memory_format=torch.channels_last_3d) for x in (inputs, targets))
+    return float(step(Batch(*parts), LR)), (flat_parameters(step) - before).numpy()
 
 
 def train_all(world: World) -> list[tuple[float, np.ndarray]]:

@@ -19,7 +19,7 @@ from step_trace import CPU, batch_of, fake_gpu
 from networks import LOSSES, strided
 from utils import config as configs
 from utils.config import Config, yaml_files
-from utils.data.loaders.base import meta_batch
+from utils.data.loaders.base import Batch, meta_batch
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import soap
@@ -83,13 +83,12 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
             model.network.to(memory_format=torch.channels_last_3d)
         optimizer = build_optimizer(config.optimizer, model.network.named_parameters(), 0.1, capturable=recorded)
         step = EagerStep(model, optimizer, config, world)
-        parts = meta_batch(config, config.local_batch_size or 0)
-        labeled = [torch.zeros(part.shape, dtype=part.dtype) for part in parts]
-        batch = labeled if config.is_classification else batch_of(config)
+        parts = (torch.zeros_like(part, device=CPU) for part in meta_batch(config, config.local_batch_size or 0))
+        batch = Batch(*parts) if config.is_classification else batch_of(config)
         with trace:
             for _ in range(2):
                 # A graph step sets the learning rate on the device, and records the rest.
-                step._train(*batch) if recorded else step(*batch, 0.1)
+                step._train(batch) if recorded else step(batch, 0.1)
 
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {

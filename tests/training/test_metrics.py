@@ -15,6 +15,7 @@ from small_steps import ALONE, make_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.profiling import timing
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, WeightedMean
@@ -201,7 +202,7 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(STEPS):
         inputs = 0.5 + NOISE * torch.randn(local_batch, SIZE, generator=generator)
-        step(inputs, inputs, 0.0)
+        step(Batch(inputs, inputs), 0.0)
         estimate.add(float(world.sum(step.probe.square)) / world.size, float(step.gradient_norm) ** 2)
     gradient_square, noise, weights, _ = sums
     return gradient_square / weights, noise / weights, estimate.samples

@@ -58,15 +58,15 @@ class ScriptedStep(EagerStep):
         self.events.append(event)
         self.after(len(self.events))
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+    def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
         self.lrs.append(lr)
         self.done += 1
         self.record("step")
         loss, self.gradient_norm = torch.tensor(self.bad.get(self.done, (1 / self.done, 2.0)))
         return loss
 
-    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.record(f"warm up on {inputs.mean():g}")
+    def warm_up(self, batch: Batch) -> None:
+        self.record(f"warm up on {batch.inputs.mean():g}")
 
     def describe(self) -> list[str]:
         return [f"described after {len(self.lrs)} steps"]
@@ -74,9 +74,9 @@ class ScriptedStep(EagerStep):
     def state(self) -> dict[str, Any]:
         return {"steps": self.done}
 
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> torch.Tensor:
         self.record("evaluate")
-        return inputs.mean()[None]
+        return batch.inputs.mean()[None]
 
     def broadcast_buffers(self) -> None:
         self.broadcasts.append(len(self.events))

@@ -15,7 +15,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from pydantic import Field
 from utils.cli import Options
 from utils.config import Config, describe_config, parse_value, validate_section
 from utils.config.sections import Section
-from utils.data.loaders import AnyBatch, Loader, open_loaders
+from utils.data.loaders import Batch, Loader, open_loaders
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
@@ -123,24 +123,19 @@ class Benchmark:
             log.info(line)
         settings, lr, path = self._settings, self._lr, Path(self._settings.output)
         with contextlib.closing(self._batches()) as batches:
-            fixed = [part.clone() for part in next(batches)]
+            fixed = Batch(*(part.clone() for part in next(batches)))
             results: dict[str, Any] = {
                 "provenance": provenance(self._world),
                 "unit": "samples/s",
                 "global_batch_size": self._batch_size,
                 "ranks": self._world.size,
-                "flops_per_sample": training_flops(self._step.network, fixed[0], *fixed[2:]),
+                "flops_per_sample": training_flops(self._step.network, *fixed.network_inputs),
             }
             flops = results["flops_per_sample"]
-
-            def train(batch: Sequence[torch.Tensor]) -> torch.Tensor:
-                inputs, targets, *conditions = batch
-                return self._step(inputs, targets, lr, *conditions)
-
             actions: dict[str, Callable[[], object]] = {
                 "IO": lambda: next(batches),
-                "SYNTHETIC": lambda: train(fixed),
-                "FULL": lambda: train(next(batches)),
+                "SYNTHETIC": lambda: self._step(fixed, lr),
+                "FULL": lambda: self._step(next(batches), lr),
             }
             with nsys_capture(self._world, "the benchmark"):
                 for name, action in actions.items():
@@ -190,7 +185,7 @@ class Benchmark:
         seconds = torch.tensor(time.perf_counter() - started, device=self._world.device)
         return batches * self._batch_size / float(self._world.gather(seconds).max())
 
-    def _batches(self) -> Generator[AnyBatch, None, None]:
+    def _batches(self) -> Generator[Batch, None, None]:
         """The batches of one epoch after another, without end."""
         for epoch in itertools.count():
             yield from self._loader.epoch(epoch)

@@ -119,8 +119,8 @@ def check_output(config: Config) -> None:
     if own_network.is_checked(config):
         own_network.check_output(config, _network(config), torch.device("cpu"))
         return
-    inputs, targets, *conditions = meta_batch(config, config.local_batch_size or 1)
-    loss(config)(network_without_values(config)(inputs, *conditions), targets)
+    batch = meta_batch(config, config.local_batch_size or 1)
+    loss(config)(network_without_values(config)(*batch.network_inputs), batch.targets)
 
 
 def check_norm(config: Config, world: World) -> None:

@@ -50,13 +50,12 @@ def _shapes(config: Config, network: nn.Module, layers: Mapping[str, Any]) -> di
         shapes.setdefault(name, inputs[0].shape)
 
     select(network, "auto")
-    inputs, _, *conditions = meta_batch(config, 1)
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():
             hooks.callback(layer.register_forward_pre_hook(functools.partial(note, name)).remove)
         try:
             with torch.no_grad():
-                network.eval()(inputs, *conditions)
+                network.eval()(*meta_batch(config, 1).network_inputs)
         except Exception:
             if not own_network.is_checked(config):
                 raise

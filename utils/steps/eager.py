@@ -15,6 +15,7 @@ from torch import nn
 
 from networks.losses import NetworkWithLoss
 from utils.config import Config
+from utils.data.loaders.base import Batch
 from utils.distributed.world import World
 from utils.optim.ema import EMA, trained_weights
 from utils.optim.optimizers import load_state, saved_state, share, update
@@ -34,10 +35,7 @@ def load_network(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> Non
 
 
 class EagerStep:
-    """Trains and evaluates one network on one rank: step(inputs, targets, lr) -> loss.
-
-    A network that takes conditions gets them as a further argument of each call, as in step(inputs, targets, lr,
-    conditions); `conditions` below is that one tensor [N, K], or none.
+    """Trains and evaluates one network on one rank: step(batch, lr) -> loss.
 
     Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update. Subclasses compute the same in
     another way, and callers do not ask which one they have.
@@ -79,19 +77,17 @@ class EagerStep:
         self._average = None if config.ema_decay is None else EMA(network, config.ema_decay)
         self.network = network if self._average is None else self._average.network
 
-    def __call__(
-        self, inputs: torch.Tensor, targets: torch.Tensor, lr: float, *conditions: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
         """Trains on one local batch; returns its loss, detached, on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return self._train(inputs, targets, *conditions)
+        return self._train(batch)
 
-    def _train(self, *batch: torch.Tensor) -> torch.Tensor:
+    def _train(self, batch: Batch) -> torch.Tensor:
         """Gradients and update, at the learning rate that the optimizer holds."""
         self._trained.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._accumulate(*batch)
+        loss = self._accumulate(batch)
         with annotate("optimizer"):
             self._scaler.unscale_(self.optimizer)
             self.gradient_norm = self._clip()
@@ -105,7 +101,7 @@ class EagerStep:
                 self._average.update(finite)
         return loss
 
-    def warm_up(self, *batch: torch.Tensor) -> None:
+    def warm_up(self, batch: Batch) -> None:
         """Runs what only a first step has to do (compilation, cuDNN's algorithm search) and waits for it.
 
         Forward and backward as in a step, without an update. Restores buffers, gradients and random state, so that the
@@ -117,7 +113,7 @@ class EagerStep:
         with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
             # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
             for _ in range(2 if self._config.static_graph else 1):
-                self._accumulate(*batch)
+                self._accumulate(batch)
         with torch.no_grad():
             for name, buffer in self._trained.named_buffers():
                 buffer.copy_(before[name])
@@ -183,14 +179,15 @@ class EagerStep:
         return lines
 
     @torch.no_grad()
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> torch.Tensor:
         """The loss and the metrics without training, shape [1 + metrics]."""
         self.network.eval()
         self.loss.eval()
         with self._autocast():
-            outputs = self.network(inputs, *conditions)
-            loss = self.loss(outputs, targets)
-            return torch.stack([loss, *(metric(outputs, targets).to(loss.dtype) for metric in self._trained.metrics)])
+            outputs = self.network(*batch.network_inputs)
+            loss = self.loss(outputs, batch.targets)
+            metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self._trained.metrics)
+            return torch.stack([loss, *metrics])
 
     def broadcast_buffers(self) -> None:
         """Gives all ranks the running statistics of rank 0, as the next training step does. Every rank calls it."""
@@ -216,7 +213,7 @@ class EagerStep:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accumulate(self, *batch: torch.Tensor) -> torch.Tensor:
+    def _accumulate(self, batch: Batch) -> torch.Tensor:
         """Computes gradients of the mean loss over all micro-batches. Ranks exchange them in the last one only."""
         count = self._config.accumulation_steps
         if self.probe is not None:

@@ -11,6 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from networks.losses import NetworkWithLoss
 from utils.config import Config
+from utils.data.loaders.base import Batch
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 from utils.optim.optimizers import renew
@@ -66,8 +68,7 @@ class GraphStep(EagerStep):
         self._pool = torch.cuda.graph_pool_handle()
         # By addresses and shape of the batch, and True if gradients are exchanged.
         self._graphs: dict[tuple[int, int, torch.Size, bool], RecordedStep] = {}
-        self._copies: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._conditions: torch.Tensor | None = None  # of the current batch
+        self._copies: dict[str, torch.Tensor] = {}  # of parts of the current batch
         self._eager_steps = 0
         # PyTorch warns of the eager steps before the first graph.
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
@@ -86,66 +87,62 @@ class GraphStep(EagerStep):
         if reason is not None:
             raise UserError(f"cannot record the step as a CUDA graph: {reason}; {remedy}")
 
-    def __call__(
-        self, inputs: torch.Tensor, targets: torch.Tensor, lr: float, *conditions: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
         with self._on_stream():
-            conditions = tuple(map(self._kept, conditions))
+            if batch.conditions is not None:  # loaders deliver them in new memory
+                batch = replace(batch, conditions=self._copy("conditions", batch.conditions))
             for group in self.optimizer.param_groups:
                 group["lr"].fill_(lr)
             if self._eager_steps < WARMUP_STEPS:
                 self._eager_steps += 1
-                return self._train(inputs, targets, *conditions)
-            recorded = self._recorded(inputs, targets, *conditions)
+                return self._train(batch)
+            recorded = self._recorded(batch)
             with annotate("replay"):
                 recorded.graph.replay()
                 renew(self.optimizer)
         self.gradient_norm = recorded.gradient_norm
         return recorded.loss
 
-    def warm_up(self, *batch: torch.Tensor) -> None:
+    def warm_up(self, batch: Batch) -> None:
         with self._on_stream():
-            super().warm_up(*batch)
+            super().warm_up(batch)
 
     def close(self) -> None:
         self._graphs.clear()
-        self._copies = None
+        self._copies.clear()
 
-    def _kept(self, conditions: torch.Tensor) -> torch.Tensor:
-        """A copy in the step's own memory, the same for all batches: loaders deliver conditions in new memory."""
-        if self._conditions is None or len(conditions) > len(self._conditions):
-            self._graphs.clear()  # they read the memory that is released here
-            self._conditions = torch.empty_like(conditions)
-        return self._conditions[: len(conditions)].copy_(conditions)
+    def _copy(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """A copy of a part of the batch in the step's own memory, the same for all batches."""
+        if len(part) > len(self._copies.get(name, ())):
+            if name in self._copies:
+                self._graphs.clear()  # they read the memory that is released here
+            self._copies[name] = torch.empty_like(part)
+        return self._copies[name][: len(part)].copy_(part)
 
-    def _recorded(self, inputs: torch.Tensor, targets: torch.Tensor, *conditions: torch.Tensor) -> RecordedStep:
+    def _recorded(self, batch: Batch) -> RecordedStep:
         """The graph for this batch's memory. Records it if there is none yet."""
-        inputs, targets = self._in_known_buffers(inputs, targets)
-        key = (inputs.data_ptr(), targets.data_ptr(), inputs.shape, self._sync)
+        batch = self._in_known_buffers(batch)
+        key = (batch.inputs.data_ptr(), batch.targets.data_ptr(), batch.inputs.shape, self._sync)
         if key not in self._graphs:
             started = time.perf_counter()
-            self._graphs[key] = self._record(inputs, targets, *conditions)
+            self._graphs[key] = self._record(batch)
             log.info("CUDA graph %d recorded in %.2f s", len(self._graphs), time.perf_counter() - started)
         return self._graphs[key]
 
-    def _in_known_buffers(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _in_known_buffers(self, batch: Batch) -> Batch:
         """The batch itself, or its copy in the step's own memory once MAX_BUFFERS others have a graph."""
         known = {key[:2] for key in self._graphs}
-        if (inputs.data_ptr(), targets.data_ptr()) in known or len(known) < MAX_BUFFERS:
-            return inputs, targets
-        if self._copies is None:
-            self._copies = (torch.empty_like(inputs), torch.empty_like(targets))
-        for copy, part in zip(self._copies, (inputs, targets), strict=True):
-            copy.copy_(part)
-        return self._copies
+        if (batch.inputs.data_ptr(), batch.targets.data_ptr()) in known or len(known) < MAX_BUFFERS:
+            return batch
+        return replace(batch, **{name: self._copy(name, getattr(batch, name)) for name in ("inputs", "targets")})
 
-    def _record(self, *batch: torch.Tensor) -> RecordedStep:
+    def _record(self, batch: Batch) -> RecordedStep:
         """Records the step's kernels without running them."""
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads, such as DALI's, may allocate memory meanwhile without ending the recording.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                loss = self._train(*batch)
+                loss = self._train(batch)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -56,7 +56,7 @@ def training_memory(config: Config) -> TrainingMemory:
     parameters = sum(parameter.numel() for parameter in network.parameters())
     micro_batch = meta_batch(config, config.local_batch_size // config.accumulation_steps)
     try:
-        activations = activation_bytes(network, micro_batch[0], *micro_batch[2:])
+        activations = activation_bytes(network, *micro_batch.network_inputs)
     except Exception:
         if not own_network.is_checked(config):
             raise
@@ -92,7 +92,7 @@ def activation_bytes(network: nn.Module, *inputs: torch.Tensor) -> int:
 
 def check_memory(config: Config, ranks: int) -> None:
     """Logs the size of the network and its memory in training; UserError if one rank would not fit on this machine."""
-    memory, shape = training_memory(config), " × ".join(map(str, meta_batch(config, 1)[0].shape[1:]))
+    memory, shape = training_memory(config), " × ".join(map(str, meta_batch(config, 1).inputs.shape[1:]))
     name = config.network.name
     log.info(f"network: {name}, {memory.parameters:,} parameters, accepts samples of shape {shape}")
     line = (

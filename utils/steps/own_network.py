@@ -60,13 +60,13 @@ def check_output(config: Config, network: nn.Module, device: torch.device) -> No
 
     May draw from torch's global generators.
     """
-    name, (inputs, targets, *conditions) = config.network.name, meta_batch(config, 1)
-    given, target = list(inputs.shape), list(targets.shape)
+    name, batch = config.network.name, meta_batch(config, 1)
+    given, target = list(batch.inputs.shape), list(batch.targets.shape)
     if config.dataset.name is not None:
         target.append(get_dataset(config.dataset.name).classes)  # logits
     was_training = network.training
     with one_line(f"network {name} fails on an input {given} (target {target})"):
-        outputs = network.eval()(*(torch.zeros_like(part, device=device) for part in (inputs, *conditions)))
+        outputs = network.eval()(*(torch.zeros_like(part, device=device) for part in batch.network_inputs))
     network.train(was_training)
     shape = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
     if shape != target:

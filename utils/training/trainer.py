@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 
 from utils.config import Config
-from utils.data.loaders import AnyBatch, DataSplits
+from utils.data.loaders import Batch, DataSplits
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped, UserError
 from utils.log import once_per_job
@@ -108,14 +108,14 @@ class Trainer:
             batch = next(batches)
             compile_kernels(self.config, self.world)
             train = WeightedMean(self.world)
-            train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
+            train.add(self.step.evaluate(batch)[0], len(batch.inputs))
             if self.world.device.type == "cuda":
-                self._teraflop_per_sample = training_flops(self.step.network, batch[0], *batch[2:]) / 1e12
+                self._teraflop_per_sample = training_flops(self.step.network, *batch.network_inputs) / 1e12
             if state.step == 0:
                 self._validate_untrained(train)
             self.world.heartbeat.progress("start", state.step)  # compilers may need minutes
             started = time.perf_counter()
-            self.step.warm_up(*batch)
+            self.step.warm_up(batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
             seconds = time.perf_counter() - started
             log.info(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
@@ -150,17 +150,17 @@ class Trainer:
                 state.epoch_seconds += clock.lap()
                 self._save_or_stop(ends_epoch=state.batch == steps)
 
-    def _train_step(self, batches: Generator[AnyBatch, None, None], interval: Stopwatch) -> None:
+    def _train_step(self, batches: Generator[Batch, None, None], interval: Stopwatch) -> None:
         """One step: learning rate, next batch, forward, backward, update. The loss stays on the device."""
         state, heartbeat = self.state, self.world.heartbeat
         self.profiler.before_step(state.step)
         lr = self.schedule(state.step)
         heartbeat.progress("data", state.step + 1)
         with annotate("data"), self._timer.waiting():
-            inputs, targets, *conditions = next(batches)
+            batch = next(batches)
         heartbeat.progress("step", state.step + 1)
         with annotate("step"):
-            loss = self.step(inputs, targets, lr, *conditions)
+            loss = self.step(batch, lr)
         probe = self.step.probe
         self._recorder.record(loss, self.step.gradient_norm, None if probe is None else probe.square)
         state.batch += 1
@@ -180,8 +180,8 @@ class Trainer:
             for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have fewer batches
                 self.world.heartbeat.progress("validation", self.state.step)
                 if index < len(valid):
-                    inputs, *others = next(batches)
-                    means[valid.volume_of(index)].add(self.step.evaluate(inputs, *others), len(inputs))
+                    batch = next(batches)
+                    means[valid.volume_of(index)].add(self.step.evaluate(batch), len(batch.inputs))
                 self.stop_if_requested()
         results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
         validation = Validation.of(results, self.config.metrics, time.perf_counter() - started)

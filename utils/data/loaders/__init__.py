@@ -7,14 +7,13 @@ from typing import Literal, NamedTuple
 
 from utils.config import Config, did_you_mean
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
-from utils.data.loaders.base import AnyBatch, Batch, DataSplits, Loader
+from utils.data.loaders.base import Batch, DataSplits, Loader
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.volumes.opened import check_data, with_file_values
 
 __all__ = [
     "LOADERS",
-    "AnyBatch",
     "Batch",
     "DataSplits",
     "Loader",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,22 +18,24 @@ from utils.volumes.opened import SPLITS, channel_counts, of_both_splits, split_c
 from utils.volumes.page_cache import warm_page_cache
 
 
-class Batch(NamedTuple):
-    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device."""
+@dataclass(frozen=True)
+class Batch:
+    """Inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device; iterates over its tensors.
+
+    conditions: of each crop's volume, [N, K] float32, as network.conditions lists them.
+    """
 
     inputs: torch.Tensor
     targets: torch.Tensor
+    conditions: torch.Tensor | None = None
 
+    @property
+    def network_inputs(self) -> list[torch.Tensor]:
+        """The arguments of the network."""
+        return [self.inputs] if self.conditions is None else [self.inputs, self.conditions]
 
-class ConditionedBatch(NamedTuple):
-    """A Batch with the conditions of each crop's volume, [N, K] float32, as network.conditions lists them."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    conditions: torch.Tensor
-
-
-AnyBatch = Batch | ConditionedBatch
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([self.inputs, self.targets, *self.network_inputs[1:]])
 
 
 class Loader(Protocol):
@@ -51,7 +53,7 @@ class Loader(Protocol):
         """The index in `volumes` of the volume of a batch."""
         return 0
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[AnyBatch, None, None]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         """Yields the batches of one epoch, starting with `first_batch`."""
 
     def close(self) -> None:
@@ -93,12 +95,12 @@ class ConditionedLoader(CropLoader):
         super().__init__(plan, config, world)
         self._loader, self._conditions = loader, torch.tensor(conditions, dtype=torch.float32)
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[ConditionedBatch, None, None]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         volumes = torch.from_numpy(self.plan.epoch(epoch).volumes)
         conditions = self._conditions[volumes].to(self.world.device)  # once per epoch: the loop must not wait for it
         with contextlib.closing(self._loader.epoch(epoch, first_batch)) as batches:
-            for rows, (inputs, targets, *_) in zip(self.batches[first_batch:], batches, strict=True):
-                yield ConditionedBatch(inputs, targets, conditions[rows])
+            for rows, batch in zip(self.batches[first_batch:], batches, strict=True):
+                yield replace(batch, conditions=conditions[rows])
 
     def close(self) -> None:
         self._loader.close()
@@ -123,18 +125,16 @@ def memory_format(channels_last: bool) -> torch.memory_format:
     return torch.channels_last_3d if channels_last else torch.contiguous_format
 
 
-def meta_batch(config: Config, samples: int) -> AnyBatch:
+def meta_batch(config: Config, samples: int) -> Batch:
     """Tensors with the shapes and types of a batch of `samples`, on torch's meta device."""
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
         dtype = torch.float32 if dataset.vocabulary is None else torch.int64
         inputs = torch.empty((samples, *dataset.shape), dtype=dtype, device="meta")
         return Batch(inputs, torch.empty(samples, dtype=torch.int64, device="meta"))
-    shapes = [(samples, channels, *(config.data_size,) * 3) for channels in channel_counts(config)]
-    inputs, targets = (torch.empty(shape, device="meta") for shape in shapes)
-    if not config.network.conditions:
-        return Batch(inputs, targets)
-    return ConditionedBatch(inputs, targets, torch.empty(samples, len(config.network.conditions), device="meta"))
+    shapes: list[list[int]] = [[samples, channels, *[config.data_size] * 3] for channels in channel_counts(config)]
+    shapes += [[samples, len(config.network.conditions)]] if config.network.conditions else []
+    return Batch(*(torch.empty(shape, device="meta") for shape in shapes))
 
 
 def sample_plan(config: Config, split: str, boxes: Iterable[Box]) -> SamplePlan:
