@@ -52,7 +52,7 @@ from utils.run.choice import SUMMARY
 from utils.run.loggers.base import RunRecords
 from utils.run.start import Start
 from utils.steps.eager import EagerStep
-from utils.training.trainer import Trainer
+from utils.training.reporter import Reporter
 
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 
@@ -173,7 +173,7 @@ def test_a_stop_in_the_validation_and_a_kill_after_its_repetition_record_no_poin
         assert not run(ALONE, parts)
         assert HookedStep.calls == 8
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_finish_epoch", lambda *_: sys.exit(9))
+        patch.setattr(Reporter, "log_early_stop", lambda *_: sys.exit(9))
         with pytest.raises(SystemExit):
             run(ALONE, parts)
     assert run(ALONE, parts)

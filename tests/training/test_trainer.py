@@ -30,7 +30,6 @@ from utils.run.state import TrainState
 from utils.run.writer import CheckpointWriter
 from utils.steps.eager import EagerStep
 from utils.training import metrics
-from utils.training import trainer as trainers
 from utils.training.hooks import Profiler
 from utils.training.metrics import LossRecorder
 from utils.training.trainer import Trainer
@@ -98,7 +97,7 @@ class Recorded(Logger, CheckpointWriter):
     """Records points, the trainer's lines, and copies of saved states; the steps saved with `wait`."""
 
     def __init__(self) -> None:
-        collected = CollectedLines("utils.training.trainer")
+        collected = CollectedLines("utils.training")
         self.lines, self.warnings = collected.lines, collected.warnings
         self.points: list[tuple[int, dict]] = []
         self.flushed = 0  # number of points at the last flush
@@ -212,9 +211,8 @@ def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPat
 
 def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    for module in (trainers, metrics, checkpoint_writer):
+    for module in (metrics, checkpoint_writer):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(trainers, "Stopwatch", lambda: metrics.Stopwatch(started=now[0]))
 
     def pass_time(event: int) -> None:
         now[0] += {"warm up on 7": 5.0, "step": 1.0, "evaluate": 0.25}[step.events[-1]]
@@ -233,9 +231,8 @@ def test_the_wait_for_data_is_the_share_of_the_time_that_a_cpu_spends_in_the_loa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    for module in (trainers, metrics, checkpoint_writer):
+    for module in (metrics, checkpoint_writer):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(trainers, "Stopwatch", lambda: metrics.Stopwatch(started=now[0]))
     step = ScriptedStep(after=lambda _: now.__setitem__(0, now[0] + 1.0))
     trainer = make(step)
     epoch = trainer.loaders.train.epoch
@@ -260,7 +257,7 @@ def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(every: Any, log_
     often = {"every_steps": every, "every_minutes": None}
     trainer = make(ScriptedStep(), log_interval=log_interval, checkpoint=often)
     # A fixed bug: log_interval 10**9 allocated 12 GB. There is one more row, for times.
-    assert len(trainer._recorder._values) == min(log_interval, STEPS) + 1
+    assert len(trainer.reporter._recorder._values) == min(log_interval, STEPS) + 1
     trainer.fit()
     recorded = trainer.records
     assert recorded.saved == steps

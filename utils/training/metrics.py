@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
@@ -36,10 +37,8 @@ class StepTimer:
     The device waits if it has nothing to do because the batch is not ready: on a GPU from the end of the step before,
     or from the request for the batch if that is later, until the batch is there; on a CPU during the request. A wait of
     the host alone, such as that for memory which the device still reads, does not count. The computation ends when the
-    gradient of `parameter` is ready. For the first parameter of a network that is the end of the backward pass, before
-    this rank waits for the gradients of others. A CUDA graph has no such event: its computation is not measured.
-
-    On a GPU, events measure all this, and nothing waits for them.
+    gradient of `parameter` is ready: for a network's first parameter that is before this rank waits for gradients of
+    others. A CUDA graph has no such event, so its computation is not measured. On a GPU, nothing waits for the events.
     """
 
     def __init__(self, parameter: torch.Tensor, device: torch.device) -> None:
@@ -70,11 +69,10 @@ class StepTimer:
 
     def read(self) -> tuple[float, float]:
         """Mean seconds of computation and of waiting since the last call; the former is NaN if no step is complete."""
-        steps, self._steps = self._steps, []
-        if self._device.type == "cuda":  # of the others, the device has not reached the end yet
-            reached = [all(event is None or event.query() for event in step) for step in steps]
-            self._steps = [step for step, is_past in zip(steps, reached, strict=True) if not is_past]
-            steps = [step for step, is_past in zip(steps, reached, strict=True) if is_past]
+        steps = self._steps
+        if self._device.type == "cuda":  # only those whose end the device has reached
+            steps = [*itertools.takewhile(lambda step: all(event is None or event.query() for event in step), steps)]
+        self._steps = self._steps[len(steps) :]
         waits = [self._seconds(requested, start) for requested, start, _ in steps]
         computed = [self._seconds(start, end) for _, start, end in steps if end is not None]
         self.waited += sum(waits)
@@ -88,6 +86,15 @@ class SlowestRank(NamedTuple):
     seconds: float
     waiting: float  # for its data, part of the seconds
     ratio: float  # to the median over the ranks, the lower one if there are two
+
+    @classmethod
+    def of(cls, seconds: torch.Tensor) -> SlowestRank | None:
+        """From [ranks, (computation, waiting)]; None if there is one rank, or no time of all ranks."""
+        totals = seconds.sum(dim=1)
+        if len(totals) == 1 or not totals.isfinite().all() or not totals.any():
+            return None
+        rank, median = int(totals.argmax()), max(float(totals.median()), 1e-9)
+        return cls(rank, float(totals[rank]), float(seconds[rank, 1]), float(totals[rank]) / median)
 
     def __str__(self) -> str:
         text = f"slowest rank: {self.rank}, {self.seconds:.3g} s per step ({self.waiting:.3g} s of it waiting for data)"
@@ -105,16 +112,12 @@ class LossRecorder:
         # Loss, gradient norm, squared norm of a part; the last row: seconds of computation and of waiting for data.
         self._values = torch.zeros(interval + 1, 3, device=world.device)
         self._count = 0
-        self.slowest: SlowestRank | None = None  # of the last read; None if there is one rank, or no time of all ranks
+        self.slowest: SlowestRank | None = None  # of the last read
 
-    def record(
-        self, loss: torch.Tensor, gradient_norm: torch.Tensor, part_norm_squared: torch.Tensor | None = None
-    ) -> None:
-        row = self._values[self._count]
-        row[0].copy_(loss)
-        row[1].copy_(gradient_norm)
-        if part_norm_squared is not None:
-            row[2].copy_(part_norm_squared)
+    def record(self, *values: torch.Tensor) -> None:
+        """Adds a step: loss, gradient norm and, if it is measured, the squared norm of a part's gradient."""
+        for column, value in enumerate(values):
+            self._values[self._count, column].copy_(value)
         self._count += 1
 
     def __len__(self) -> int:
@@ -131,7 +134,7 @@ class LossRecorder:
                 self._values[count, column] = seconds
         # [ranks, steps + 1, 3]; .cpu() waits for the device
         values = self._world.gather(self._values[: count + 1]).cpu().double()
-        self.slowest = _slowest(values[:, count, :2])
+        self.slowest = SlowestRank.of(values[:, count, :2])
         records = []
         for losses, norms, squares in zip(*values[:, :count].permute(2, 1, 0), strict=True):
             ranks = (~torch.isfinite(losses)).nonzero()
@@ -140,21 +143,11 @@ class LossRecorder:
         return records
 
 
-def _slowest(seconds: torch.Tensor) -> SlowestRank | None:
-    """Of [ranks, (computation, waiting)]."""
-    totals = seconds.sum(dim=1)
-    if len(totals) == 1 or not totals.isfinite().all() or not totals.any():
-        return None
-    rank = int(totals.argmax())
-    median = max(float(totals.median()), 1e-9)
-    return SlowestRank(rank, float(totals[rank]), float(seconds[rank, 1]), float(totals[rank]) / median)
-
-
 @dataclass
 class Stopwatch:
     """Wall time, and the steps made in it."""
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
     steps: int = 0
 
     def seconds(self) -> float:
