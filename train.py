@@ -25,7 +25,6 @@ from utils.run.run import Run
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
-from utils.steps.memory import reserved_bytes
 from utils.training.trainer import Trainer
 
 log = once_per_job(__name__)
@@ -62,9 +61,10 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
     with Run.open(run_request(config, options, world), world) as run:
         if run.has_nothing_to_do():
             return
-        reserve = reserved_bytes(config, world)
+        size = build.size(config)
+        reserve = size.reserve(world.device)
         with open_loaders(config, world, reserve) as loaders, build.step(config, world, model, step_class) as step:
-            state = run.restore(step)
+            state = run.restore(step, size)
             log.info(configs.describe_config(config, options.yaml_config, options.config))
             build.log_settings(config, world)
             profiler = build_profiler(config, world, run.directory)

@@ -49,9 +49,9 @@ from utils.run.provenance import device_name
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
-from utils.steps.flops import training_flops
 from utils.steps.graph import WARMUP_STEPS, GraphStep
 from utils.steps.kernels import compile_kernels
+from utils.steps.size import training_flops
 
 STARTED = time.perf_counter()
 LEARNING_RATE = 2e-4

@@ -24,9 +24,8 @@ from networks.unet import UNet
 from utils import preflight
 from utils.config import Config
 from utils.config.sections import NetworkConfig
-from utils.steps import memory
+from utils.steps import build, size
 from utils.steps.graph import GraphStep
-from utils.steps.memory import activation_bytes, training_memory
 from utils.volumes import shared_memory
 
 SAME_VOLUME = "training and validation use the same volume; results look better than they are"
@@ -138,7 +137,7 @@ def test_run_that_does_not_fit_the_memory_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Small")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=limit))
     monkeypatch.setattr(preflight, "choose_device", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    monkeypatch.setattr(size, "memory_limit", lambda: limit)
     code, _, errors = report(f"--set=device={device}")
     assert code == 2
     where = "Small" if device == "cuda" else "this machine"
@@ -146,7 +145,7 @@ def test_run_that_does_not_fit_the_memory_is_refused(
 
 
 def test_ranks_that_do_not_fit_one_machine_together_get_a_warning(report: Report, monkeypatch: Any) -> None:
-    monkeypatch.setattr(memory, "memory_limit", lambda: 3 * 10**6)
+    monkeypatch.setattr(size, "memory_limit", lambda: 3 * 10**6)
     assert "one step with 1 sample on cpu: loss " in report()[1]
     assert "8 ranks on one such machine do not fit" in report("8", "--local_batch_size=8")[1]
 
@@ -213,10 +212,10 @@ def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() 
     """A convolution saves its input, a tanh its output; mixed precision and micro-batches lower it."""
     with torch.device("meta"):
         network = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.Tanh())
-    assert activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)
+    assert size.activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)
     small = {"data_size": 8, "network": NetworkConfig(width=4, scales=2), "global_batch_size": 8}
     full, half, quarter = (
-        training_memory(Config(**small, **changes).for_world(1)).activations
+        build.size(Config(**small, **changes).for_world(1)).activations
         for changes in ({}, {"enable_amp": True}, {"accumulation_steps": 4})
     )
     assert full == 2 * half == 4 * quarter > 0

@@ -32,7 +32,7 @@ from utils.run.start import Start, find_start
 from utils.run.writer import check_space
 from utils.steps import build
 from utils.steps.eager import EagerStep
-from utils.steps.memory import check_memory, fits_one_step, reserved_bytes
+from utils.steps.size import ModelSize, check_memory, fits_one_step
 from utils.volumes.opened import check_all_values, with_file_values
 
 log = logging.getLogger(__name__)
@@ -83,14 +83,15 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     check_loggers(config.loggers, alone)
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
-    check_memory(config, ranks)
+    size = build.size(config)
+    check_memory(size, ranks)
     log_learning_rate(config)
     log.info(describe_config(config, options.yaml_config, options.config))
     directory, start = run_directory(config, options.config, options.run_num, ranks), None
     if config.enable_benchy:
         read_settings(alone)
     else:
-        directory, start = _find_start(options, config, directory, alone)
+        directory, start = _find_start(options, config, directory, size, alone)
         if not lacks_gpu:
             build_profiler(config, alone, directory)
     if options.plot is not None:
@@ -101,11 +102,11 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
         config = config.model_copy(update={"data_loader_config": "lowmem"})
     if lacks_gpu:  # its CPU has no own kernels
         config = config.model_copy(update={"convolutions": "auto"})
-    _train_one_step(config, alone, start)
+    _train_one_step(config, alone, size, start)
     check_all_values(config, get_loader(config.data_loader_config).reads)
 
 
-def _find_start(options: Options, config: Config, directory: Path, world: World) -> tuple[Path, Start]:
+def _find_start(options: Options, config: Config, directory: Path, size: ModelSize, world: World) -> tuple[Path, Start]:
     """The directory that the run uses, by the first one of its run number, and its start there; logs both.
 
     Raises UserError if it could not be written, or has no space for a checkpoint.
@@ -128,20 +129,20 @@ def _find_start(options: Options, config: Config, directory: Path, world: World)
     if start.is_complete:
         log.warning(start.nothing_to_train.replace("was trained", "is left to train", 1))
     else:
-        log.info(check_space(choice.path / FOLDER, config, resumes=start.path is not None))
+        log.info(check_space(choice.path / FOLDER, size, resumes=start.path is not None))
     return choice.path, start
 
 
-def _train_one_step(config: Config, world: World, start: Start | None) -> None:
+def _train_one_step(config: Config, world: World, size: ModelSize, start: Start | None) -> None:
     """Opens the loaders and trains one step on the smallest batch that the network accepts, if memory allows.
 
     An eager step without compilation, which runs on every device and takes seconds.
     """
     samples = build.smallest_batch(config)
     changes = {"local_batch_size": samples, "accumulation_steps": 1, "enable_jit": False, "use_cache": None}
-    reserve, config = reserved_bytes(config, world), config.model_copy(update=changes)
-    with open_loaders(config, world, reserve) as loaders:
-        if not fits_one_step(config, world):
+    config = config.model_copy(update=changes)
+    with open_loaders(config, world, size.reserve(world.device)) as loaders:
+        if not fits_one_step(build.size(config), world):
             log.info("Optimizer: %s", config.optimizer.name)
             build.check_output(config)
             return

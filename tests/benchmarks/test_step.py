@@ -22,7 +22,7 @@ from networks.unet import UNet
 from utils import config as configs
 from utils.errors import UserError
 from utils.profiling import timing
-from utils.steps.flops import training_flops
+from utils.steps.size import training_flops
 
 
 def test_sets_are_valid_configs_that_differ() -> None:

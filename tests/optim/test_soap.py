@@ -17,8 +17,8 @@ from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.optim import soap
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
 from utils.optim.soap import Soap, owners
-from utils.steps.build import network as build_model
-from utils.steps.memory import training_memory
+from utils.steps.build import network as build_network
+from utils.steps.build import size as size_of
 
 SMALL = {"network": NetworkConfig(width=4, scales=2)}
 LR, YES, NO = 0.01, torch.tensor(True), torch.tensor(False)
@@ -147,11 +147,11 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
     optimizer = build(network)
     train(network, optimizer, range(1))
     with torch.device("meta"):
-        meta, unet = SmallNetwork(), build_model(Config(data_size=8, **SMALL))
-    size = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    assert state_bytes(options(), meta.named_parameters()) == size
-    memory = training_memory(Config(data_size=8, optimizer=options(), **SMALL).for_world(1))
-    assert memory.state == 8 * memory.parameters + state_bytes(options(), unet.named_parameters())
+        meta, unet = SmallNetwork(), build_network(Config(data_size=8, **SMALL))
+    used = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert state_bytes(options(), meta.named_parameters()) == used
+    size = size_of(Config(data_size=8, optimizer=options(), **SMALL).for_world(1))
+    assert size.state == 8 * size.parameters + state_bytes(options(), unet.named_parameters())
 
 
 def test_ranks_share_the_work_evenly() -> None:

@@ -32,6 +32,7 @@ from utils.run.checkpoint import BEST, CHECKSUMS, TRAINING, WEIGHTS, load_newest
 from utils.run.start import Start, find_start
 from utils.run.state import TrainState
 from utils.run.writer import BackgroundWriter
+from utils.steps import build
 
 
 def tensors(value: float) -> dict[str, Any]:
@@ -338,12 +339,11 @@ def test_a_disk_error_is_one_warning_and_costs_no_other_checkpoint(
 
 def test_checkpoints_that_a_new_run_removes_are_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that resumes removes none of them before it has written the next one."""
-    folder, config = folder_of(tmp_path), Config()
-    free = checkpoint_writer.checkpoint_bytes(config) - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    checkpoint_writer.check_space(folder, config, resumes=False)
+    folder, size = folder_of(tmp_path), build.size(Config().for_world(1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size.checkpoint - 1))
+    checkpoint_writer.check_space(folder, size, resumes=False)
     with pytest.raises(UserError, match="a checkpoint needs about"):
-        checkpoint_writer.check_space(folder, config, resumes=True)
+        checkpoint_writer.check_space(folder, size, resumes=True)
 
 
 def die_at(folder: str, step: int, function: str, call: int) -> None:

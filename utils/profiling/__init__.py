@@ -1,1 +1,1 @@
-"""Profiler, benchmark, estimates of memory and operations, and the preflight."""
+"""Profiler and benchmark mode."""

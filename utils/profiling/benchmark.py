@@ -36,8 +36,7 @@ from utils.progress import Progress
 from utils.run.provenance import provenance
 from utils.steps import build
 from utils.steps.eager import EagerStep
-from utils.steps.flops import training_flops
-from utils.steps.memory import reserved_bytes
+from utils.steps.size import training_flops
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +192,7 @@ class Benchmark:
 
 def run(options: Options, config: Config, world: World, step_class: type[EagerStep]) -> None:
     """Measures the step and the training loader. Every rank calls it."""
-    settings, modules, reserve = read_settings(world), build.model(config), reserved_bytes(config, world)
+    settings, modules, reserve = read_settings(world), build.model(config), build.size(config).reserve(world.device)
     with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
         log.info(describe_config(config, options.yaml_config, options.config))
         build.log_settings(config, world)

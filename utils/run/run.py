@@ -34,6 +34,7 @@ from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
 from utils.steps import build, convolutions
 from utils.steps.eager import EagerStep
+from utils.steps.size import ModelSize
 from utils.volumes.opened import training_simulation
 
 log = once_per_job(__name__)
@@ -113,7 +114,7 @@ class Run:
         log.warning(self.start.nothing_to_train)
         return True
 
-    def restore(self, step: EagerStep) -> TrainState:
+    def restore(self, step: EagerStep, size: ModelSize) -> TrainState:
         """Loads the checkpoint or the weights into the step. From then on the directory records this run.
 
         It replaces the summary and, with --resume=no, all that an earlier run has written. Every rank calls it, after
@@ -124,7 +125,7 @@ class Run:
         record |= {"jobs": self.request.jobs, "origin": self.request.origin}
         with self.world.raise_together():
             if self.world.is_root:
-                self._begin(record)
+                self._begin(record, size)
         return state
 
     def finish(self, result: FitResult, baselines: Mapping[str, float], lines: Sequence[str]) -> None:
@@ -153,12 +154,12 @@ class Run:
         with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
             partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
 
-    def _begin(self, record: dict[str, Any]) -> None:
+    def _begin(self, record: dict[str, Any], size: ModelSize) -> None:
         """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""
         directory, start, config = self.directory, self.start, self.request.config
         directory.mkdir(parents=True, exist_ok=True)
         if not start.is_complete:
-            check_space(directory / FOLDER, config, resumes=start.path is not None)
+            check_space(directory / FOLDER, size, resumes=start.path is not None)
         if start.path is None and (self.choice.resume == "no" or not (directory / CONFIG).exists()):
             _remove_run(directory)
         recover(directory)

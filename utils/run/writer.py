@@ -18,10 +18,9 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.log import once_per_job
-from utils.optim.optimizers import state_bytes
 from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
 from utils.run.state import TrainState
-from utils.steps import build
+from utils.steps.size import ModelSize
 
 log = once_per_job(__name__)
 
@@ -207,28 +206,21 @@ def prune(folder: Path, keep_last: int, last: int, best_step: int) -> None:
 # --- space on the disk -----------------------------------------------------------------------------------------------
 
 
-def checkpoint_bytes(config: Config) -> int:
-    """The size of a checkpoint: weights, with `ema_decay` also their average, and the optimizer's state."""
-    network = build.network_without_values(config)
-    weights = sum(tensor.nbytes for tensor in network.state_dict().values())
-    return weights * (1 if config.ema_decay is None else 2) + state_bytes(config.optimizer, network.named_parameters())
-
-
-def check_space(folder: Path, config: Config, resumes: bool) -> str:
+def check_space(folder: Path, size: ModelSize, resumes: bool) -> str:
     """Compares the free space with the checkpoints of a run, and returns a line about it.
 
     Raises UserError if there is none for one checkpoint; warns if there is none for all that exist at once. Those that
     are in the folder now are removed at the start, unless the run resumes. A quota may leave less space.
     """
-    size, keep_last = checkpoint_bytes(config), config.checkpoint.keep_last
+    needed, keep_last = size.checkpoint, size.config.checkpoint.keep_last
     count = keep_last + 2  # the best one, and the one that is being written
     existing = sum(file.stat().st_size for file in folder.glob("step_*/*"))
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     have, remedy = f"{folder} has {_megabytes(free)} free", "free some space, or choose another place with expdir"
-    if size > (free if resumes else free + existing):
-        raise UserError(f"a checkpoint needs about {_megabytes(size)}, and the file system of {have}; {remedy}")
-    line = f"checkpoints: about {_megabytes(size)} each, up to {count} at once; the file system of {have}"
-    if count * size > free + existing:
+    if needed > (free if resumes else free + existing):
+        raise UserError(f"a checkpoint needs about {_megabytes(needed)}, and the file system of {have}; {remedy}")
+    line = f"checkpoints: about {_megabytes(needed)} each, up to {count} at once; the file system of {have}"
+    if count * needed > free + existing:
         log.warning("%s, too little for all of them; lower checkpoint.keep_last (%d), %s", line, keep_last, remedy)
     return line
 

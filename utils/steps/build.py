@@ -24,6 +24,7 @@ from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
 from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
+from utils.steps.size import ModelSize
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,11 @@ def network_without_values(config: Config) -> nn.Module:
     device = torch.device("cpu" if own_network.is_checked(config) else "meta")
     with torch.random.fork_rng(devices=[]), device:
         return _network(config).to("meta")
+
+
+def size(config: Config) -> ModelSize:
+    """The size of a training run with this config, whose batch sizes are resolved."""
+    return ModelSize(config, network_without_values(config))
 
 
 def loss(config: Config) -> nn.Module:

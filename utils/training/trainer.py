@@ -20,8 +20,8 @@ from utils.run.state import FitResult, TrainState
 from utils.run.writer import SaveTimer
 from utils.steps.annotate import annotate
 from utils.steps.eager import EagerStep
-from utils.steps.flops import training_flops
 from utils.steps.kernels import compile_kernels
+from utils.steps.size import training_flops
 from utils.training.hooks import Evaluation, Profiler
 from utils.training.metrics import Stopwatch, Validation, WeightedMean
 from utils.training.reporter import Reporter

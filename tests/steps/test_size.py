@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import build_network
-from utils.steps.flops import training_flops
+from utils.steps.size import training_flops
 
 UNET, FIELDS = {"crop": 16, "width": 4, "scales": 3}, torch.rand(2, 4, 16, 16, 16)
 HOW = ("space_to_depth", "fused")  # options that change only how results are computed
