@@ -11,7 +11,7 @@ from analysis.evaluation.callback import build_evaluation, evaluation_volume, re
 from utils import cli, preflight
 from utils import config as configs
 from utils.config import Config
-from utils.data.loaders import open_loaders, resolve_config
+from utils.data.loaders import resolve_config
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
@@ -43,10 +43,9 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
     with signals, connection as world, out_of_memory_for_users():
         configure_logging(world.rank)
         config = resolve_config(config, world)
-        step_class.check(config, world)
-        set_backends(config, world.device)
         with world.raise_together():
-            build.check_convolutions(config, world.device)
+            build.check(config, world, step_class)
+        set_backends(config, world.device)
         if config.enable_benchy:
             benchmark.run(options, config, world, step_class)
         else:
@@ -55,23 +54,19 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """One training run, from its directory to its summary. Every rank calls it."""
-    with world.raise_together():
-        model = build.model(config)
     volume = evaluation_volume(config, world)
     with Run.open(run_request(config, options, world), world) as run:
         if run.has_nothing_to_do():
             return
-        size = build.size(config)
-        reserve = size.reserve(world.device)
-        with open_loaders(config, world, reserve) as loaders, build.step(config, world, model, step_class) as step:
-            state = run.restore(step, size)
+        with build.assemble(config, world, step_class) as parts:
+            state = run.restore(parts.step, parts.size)
             log.info(configs.describe_config(config, options.yaml_config, options.config))
             build.log_settings(config, world)
             profiler = build_profiler(config, world, run.directory)
-            evaluation = build_evaluation(config, volume, step, run)
-            result = Trainer(config, step, loaders, run, state, profiler, evaluation, signals).fit()
+            evaluation = build_evaluation(config, volume, parts.step, run)
+            result = Trainer(config, parts, run, state, profiler, evaluation, signals).fit()
             world.heartbeat.progress("end")
-            run.finish(result, *report_on_run(config, step, loaders.valid, run, result.steps))
+            run.finish(result, *report_on_run(config, parts.step, parts.loaders.valid, run, result.steps))
 
 
 if __name__ == "__main__":

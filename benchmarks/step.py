@@ -51,7 +51,6 @@ from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
 from utils.steps.kernels import compile_kernels
-from utils.steps.size import training_flops
 
 STARTED = time.perf_counter()
 LEARNING_RATE = 2e-4
@@ -142,7 +141,7 @@ class Training:
         self._batches = stack.enter_context(closing(common.endless(opened.train)))
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
-        self.flops = training_flops(self.step.network, *self._fixed.network_inputs)
+        self.flops = build.model_size(self.config).flops
         self.first_seconds = common.seconds_of(lambda: self._start(world), self._device)
         if self.config.enable_jit and not self.step.compiled:
             raise UserError("the compiler failed: see its warning")

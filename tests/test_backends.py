@@ -119,6 +119,6 @@ def test_convolutions_use_tf32_only_if_it_is_enabled() -> None:
 def test_synchronized_batch_norm_of_several_ranks_needs_gpus() -> None:
     config = Config(network=NetworkConfig(norm="sync_batch"))
     for size, device in ((1, CPU), (2, CUDA)):
-        build.check_norm(config, world_on(device.type, size))
+        build.check(config, world_on(device.type, size))
     with pytest.raises(UserError, match=r"sync_batch needs GPUs.*use ghost\(n\)"):
-        build.check_norm(config, world_on(size=2))
+        build.check(config, world_on(size=2))

@@ -215,7 +215,7 @@ def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() 
     assert size.activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)
     small = {"data_size": 8, "network": NetworkConfig(width=4, scales=2), "global_batch_size": 8}
     full, half, quarter = (
-        build.size(Config(**small, **changes).for_world(1)).activations
+        build.model_size(Config(**small, **changes).for_world(1)).activations
         for changes in ({}, {"enable_amp": True}, {"accumulation_steps": 4})
     )
     assert full == 2 * half == 4 * quarter > 0

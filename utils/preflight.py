@@ -76,14 +76,12 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     device = torch.device("cpu") if lacks_gpu else choose_device(config.device, 0)
     alone = World(Launch("preflight"), device)
     together = World(Launch("preflight", world_size=ranks), torch.device("cuda") if lacks_gpu else device)
-    step_class.check(config, together)
-    build.check_norm(config, together)
-    build.check_convolutions(config, together.device)
+    build.check(config, together, step_class)
     check_evaluation(config, alone)
     check_loggers(config.loggers, alone)
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
-    size = build.size(config)
+    size = build.model_size(config)
     check_memory(size, ranks)
     log_learning_rate(config)
     log.info(describe_config(config, options.yaml_config, options.config))
@@ -141,15 +139,15 @@ def _train_one_step(config: Config, world: World, size: ModelSize, start: Start 
     samples = build.smallest_batch(config)
     changes = {"local_batch_size": samples, "accumulation_steps": 1, "enable_jit": False, "use_cache": None}
     config = config.model_copy(update=changes)
-    with open_loaders(config, world, size.reserve(world.device)) as loaders:
-        if not fits_one_step(build.size(config), world):
+    if not fits_one_step(build.model_size(config), world):
+        with open_loaders(config, world, size.reserve(world.device)):
             log.info("Optimizer: %s", config.optimizer.name)
             build.check_output(config)
-            return
+        return
+    with build.assemble(config, world, EagerStep, size) as parts:
         started = time.perf_counter()
-        with build.step(config, world, build.model(config)) as step:
-            if start is not None:
-                start.restore(step, world)
-            loss = float(step(next(loaders.train.epoch(0)), config.lr_schedule.start_lr))
+        if start is not None:
+            start.restore(parts.step, world)
+        loss = float(parts.step(next(parts.loaders.train.epoch(0)), config.lr_schedule.start_lr))
     seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
     log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)

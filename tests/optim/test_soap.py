@@ -17,8 +17,8 @@ from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.optim import soap
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
 from utils.optim.soap import Soap, owners
+from utils.steps.build import model_size
 from utils.steps.build import network as build_network
-from utils.steps.build import size as size_of
 
 SMALL = {"network": NetworkConfig(width=4, scales=2)}
 LR, YES, NO = 0.01, torch.tensor(True), torch.tensor(False)
@@ -150,7 +150,7 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
         meta, unet = SmallNetwork(), build_network(Config(data_size=8, **SMALL))
     used = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     assert state_bytes(options(), meta.named_parameters()) == used
-    size = size_of(Config(data_size=8, optimizer=options(), **SMALL).for_world(1))
+    size = model_size(Config(data_size=8, optimizer=options(), **SMALL).for_world(1))
     assert size.state == 8 * size.parameters + state_bytes(options(), unet.named_parameters())
 
 

@@ -339,7 +339,7 @@ def test_a_disk_error_is_one_warning_and_costs_no_other_checkpoint(
 
 def test_checkpoints_that_a_new_run_removes_are_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that resumes removes none of them before it has written the next one."""
-    folder, size = folder_of(tmp_path), build.size(Config().for_world(1))
+    folder, size = folder_of(tmp_path), build.model_size(Config().for_world(1))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size.checkpoint - 1))
     checkpoint_writer.check_space(folder, size, resumes=False)
     with pytest.raises(UserError, match="a checkpoint needs about"):

@@ -402,7 +402,7 @@ def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_
     saved = last(directory(tmp_path))
     size = sum(file.stat().st_size for file in saved.path.iterdir())
     config = configs.Config.model_validate(saved.weights["config"])
-    assert 1 < size / build.size(config.for_world(1)).checkpoint < 1.02
+    assert 1 < size / build.model_size(config.for_world(1)).checkpoint < 1.02
 
 
 def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:

@@ -41,7 +41,7 @@ def config(**changes: Any) -> Config:
 
 
 TEST = config()
-SIZE = build.size(TEST)
+SIZE = build.model_size(TEST)
 
 
 @pytest.fixture

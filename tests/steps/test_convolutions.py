@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from log_lines import refusal
+from small_steps import world_on
 from trainings import YAML
 
 import train
@@ -62,7 +63,7 @@ def test_classifiers_and_networks_without_such_layers_have_no_plan() -> None:
     for device in (CPU, GPU):
         assert build.convolution_plan(classifier, device) == {}
         with pytest.raises(UserError, match="own, but mnist_cnn has no layers for own kernels; set convolutions=auto"):
-            build.check_convolutions(classifier.model_copy(update={"convolutions": "own"}), device)
+            build.check(classifier.model_copy(update={"convolutions": "own"}), world_on(device.type))
     assert convolutions.describe({}) == []
 
 
@@ -79,10 +80,10 @@ def test_required_kernels_that_cannot_compute_a_layer_are_an_error_before_data_a
     ):
         config = config_of(convolutions="own", **changes)
         with pytest.raises(UserError, match=says):
-            build.check_convolutions(config, device)
-        build.check_convolutions(config.model_copy(update={"convolutions": "auto"}), device)
-    build.check_convolutions(config_of(convolutions="own", evaluation__window=192), GPU)
-    build.check_convolutions(config_of(convolutions="own", evaluation__every_epochs=1), GPU)
+            build.check(config, world_on(device.type))
+        build.check(config.model_copy(update={"convolutions": "auto"}), world_on(device.type))
+    build.check(config_of(convolutions="own", evaluation__window=192), world_on("cuda"))
+    build.check(config_of(convolutions="own", evaluation__every_epochs=1), world_on("cuda"))
 
 
 @pytest.mark.parametrize("more", [[], ["--enable_benchy"], ["--preflight"]])

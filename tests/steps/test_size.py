@@ -1,4 +1,4 @@
-"""The operations of a training step per sample, counted without using the network or the device."""
+"""The operations of a training step per sample, counted without values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,10 @@ HOW = ("space_to_depth", "fused")  # options that change only how results are co
         ("reuters_cnn", {"shape": (50,), "classes": 46, "vocabulary": 9}, torch.zeros(2, 50, dtype=torch.int64)),
     ],
 )
-def test_the_count_is_what_a_real_pass_executes_and_nothing_changes(
-    name: str, options: dict[str, Any], inputs: torch.Tensor
-) -> None:
-    network = build_network(name, **options)
-    before, random = {key: value.clone() for key, value in network.state_dict().items()}, torch.get_rng_state()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        counted = training_flops(network.requires_grad_(False), inputs)
-    assert torch.equal(torch.get_rng_state(), random)
+def test_the_count_is_what_a_real_pass_executes(name: str, options: dict[str, Any], inputs: torch.Tensor) -> None:
+    network = build_network(name, **options).to("meta")
+    counted = training_flops(network, inputs.to("meta"))
     assert network.training
-    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
     plain = build_network(name, **{key: value for key, value in options.items() if key not in HOW})
     with FlopCounterMode(display=False) as counter:
         plain(inputs).sum().backward()

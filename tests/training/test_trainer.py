@@ -28,6 +28,7 @@ from utils.run import writer as checkpoint_writer
 from utils.run.loggers.base import Logger
 from utils.run.state import TrainState
 from utils.run.writer import CheckpointWriter
+from utils.steps.build import Parts
 from utils.steps.eager import EagerStep
 from utils.training import metrics
 from utils.training.hooks import Profiler
@@ -164,7 +165,7 @@ def make(
     run: Any = SimpleNamespace(world=world, records=recorded, checkpoint_writer=recorded)
     config, state = Config(**{**keys, **settings}), state or TrainState()
     evaluation = mock.Mock(after_epoch=mock.Mock(return_value={}))
-    return Trainer(config, step, loaders, run, state, Profiler(), evaluation, signals or Signals())
+    return Trainer(config, Parts(mock.Mock(), loaders, step), run, state, Profiler(), evaluation, signals or Signals())
 
 
 def mean_loss(first: int, last: int) -> Any:

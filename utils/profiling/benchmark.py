@@ -25,7 +25,7 @@ from pydantic import Field
 from utils.cli import Options
 from utils.config import Config, describe_config, parse_value, validate_section
 from utils.config.sections import Section
-from utils.data.loaders import Batch, Loader, open_loaders
+from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
@@ -35,8 +35,8 @@ from utils.profiling.timing import summary, synchronize
 from utils.progress import Progress
 from utils.run.provenance import provenance
 from utils.steps import build
+from utils.steps.build import Parts
 from utils.steps.eager import EagerStep
-from utils.steps.size import training_flops
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +111,9 @@ def _translate(values: Any, name: str) -> Any:
 class Benchmark:
     """Measures the step and the loader of a training run. All ranks take part."""
 
-    def __init__(self, config: Config, step: EagerStep, loader: Loader, world: World, settings: Settings) -> None:
-        self._step, self._loader, self._world = step, loader, world
+    def __init__(self, config: Config, parts: Parts, world: World, settings: Settings) -> None:
+        self._step, self._loader, self._world = parts.step, parts.loaders.train, world
+        self._flops = parts.size.flops
         self._settings, self._batch_size, self._lr = settings, config.global_batch_size, build_schedule(config).peak
         self._exchanges_gradients = world.size > 1 and not config.noddp
 
@@ -128,9 +129,8 @@ class Benchmark:
                 "unit": "samples/s",
                 "global_batch_size": self._batch_size,
                 "ranks": self._world.size,
-                "flops_per_sample": training_flops(self._step.network, *fixed.network_inputs),
+                "flops_per_sample": self._flops,
             }
-            flops = results["flops_per_sample"]
             actions: dict[str, Callable[[], object]] = {
                 "IO": lambda: next(batches),
                 "SYNTHETIC": lambda: self._step(fixed, lr),
@@ -140,10 +140,10 @@ class Benchmark:
                 for name, action in actions.items():
                     trials = getattr(settings, name)
                     if trials.run_benchmark:
-                        results[name] = self._measure(name, trials, action, 0 if name == "IO" else flops)
+                        results[name] = self._measure(name, trials, action, 0 if name == "IO" else self._flops)
             if self._exchanges_gradients and "SYNTHETIC" in results:  # last: the ranks' parameters differ afterward
                 with self._step.no_sync():
-                    alone = self._measure("NO-COMM", settings.SYNTHETIC, actions["SYNTHETIC"], flops)
+                    alone = self._measure("NO-COMM", settings.SYNTHETIC, actions["SYNTHETIC"], self._flops)
                 results["NO-COMM"] = alone
                 lost = results["communication overhead"] = 1 - results["SYNTHETIC"]["median"] / alone["median"]
                 log.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
@@ -192,9 +192,9 @@ class Benchmark:
 
 def run(options: Options, config: Config, world: World, step_class: type[EagerStep]) -> None:
     """Measures the step and the training loader. Every rank calls it."""
-    settings, modules, reserve = read_settings(world), build.model(config), build.size(config).reserve(world.device)
-    with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
+    settings = read_settings(world)
+    with build.assemble(config, world, step_class) as parts:
         log.info(describe_config(config, options.yaml_config, options.config))
         build.log_settings(config, world)
-        Benchmark(config, step, loaders.train, world, settings).run()
+        Benchmark(config, parts, world, settings).run()
     log.info("DONE ---- rank %d", world.rank)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.data.datasets import get_dataset
+from utils.data.loaders import DataSplits, open_loaders
 from utils.data.loaders.base import meta_batch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
@@ -34,6 +37,30 @@ SYMMETRIES = {
     "grid": "48 rotations and reflections that leave vector components unchanged; symmetries=full also turns vectors",
     "none": "no rotations and reflections; symmetries=full adds 48",
 }
+
+
+class Parts(NamedTuple):
+    """The parts of a training run: its size, the loaders of both splits and the step."""
+
+    size: ModelSize
+    loaders: DataSplits
+    step: EagerStep
+
+
+@contextlib.contextmanager
+def assemble(
+    config: Config, world: World, step_class: type[EagerStep], size: ModelSize | None = None
+) -> Iterator[Parts]:
+    """Builds the parts of a run, and closes them at the end; every rank enters.
+
+    size: that of the run, if it trains larger batches than this config.
+    """
+    with world.raise_together():
+        built = model(config)
+    size = size or model_size(config)
+    reserve = size.reserve(world.device)
+    with open_loaders(config, world, reserve) as loaders, step(config, world, built, step_class) as train_step:
+        yield Parts(size, loaders, train_step)
 
 
 def network(config: Config) -> nn.Module:
@@ -89,7 +116,7 @@ def network_without_values(config: Config) -> nn.Module:
         return _network(config).to("meta")
 
 
-def size(config: Config) -> ModelSize:
+def model_size(config: Config) -> ModelSize:
     """The size of a training run with this config, whose batch sizes are resolved."""
     return ModelSize(config, network_without_values(config))
 
@@ -129,13 +156,17 @@ def check_output(config: Config) -> None:
     loss(config)(network_without_values(config)(*batch.network_inputs), batch.targets)
 
 
-def check_norm(config: Config, world: World) -> None:
-    """Raises UserError for a norm that these ranks cannot compute."""
+def check(config: Config, world: World, step_class: type[EagerStep] = EagerStep) -> None:
+    """Raises UserError if the ranks of this world cannot train with this config."""
+    step_class.check(config, world)
     if config.network.norm == "sync_batch" and world.size > 1 and world.device.type == "cpu":
         raise UserError(
             "network.norm sync_batch needs GPUs: PyTorch does not synchronize batch norms of several ranks on CPUs; "
             "use ghost(n), over groups of n samples, or one rank"
         )
+    if config.convolutions == "own":
+        with value_errors_for_users():
+            convolutions.check(config, network_without_values(config), world.device)
 
 
 def convolution_plan(config: Config, device: torch.device) -> convolutions.Plan:
@@ -143,19 +174,11 @@ def convolution_plan(config: Config, device: torch.device) -> convolutions.Plan:
     return convolutions.plan(config, network_without_values(config), device)
 
 
-def check_convolutions(config: Config, device: torch.device) -> None:
-    """Raises UserError if the config requires own kernels, but they cannot compute a layer on this device."""
-    if config.convolutions == "own":
-        with value_errors_for_users():
-            convolutions.check(config, network_without_values(config), device)
-
-
 def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[EagerStep] = EagerStep) -> EagerStep:
     """The step that trains `model`, with the same initial weights on every rank.
 
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
-    check_norm(config, world)
     start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)
     initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)

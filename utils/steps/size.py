@@ -83,31 +83,25 @@ def activation_bytes(network: nn.Module, *inputs: torch.Tensor) -> int:
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    for parameter in network.parameters():
-        keep(parameter.data)
-    parameters = set(kept)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network(*inputs)
+    parameters = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
 
 
 def training_flops(network: nn.Module, *inputs: torch.Tensor) -> int:
     """Floating-point operations of forward and backward pass for one sample of the network's `inputs`, each [N, ...].
 
-    Counts convolutions and linear layers, a multiply-add as two operations. Runs a copy of the network on the meta
-    device, where tensors have no data: the network itself, the device and the random generators are not used.
+    Counts convolutions and linear layers, a multiply-add as two operations. All tensors are on torch's meta device.
     Subclasses of torch's convolutions count as the convolution, however they compute it.
     """
-    tensors = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in network.buffers()}
-    for parameter in network.parameters():
-        tensors[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
-    plain = copy.deepcopy(network, tensors).eval()  # the memo keeps deepcopy from copying data
+    plain = copy.deepcopy(network).eval()
     for module in plain.modules():
         for kind in CONVOLUTIONS:
             if isinstance(module, kind):
                 module.forward = functools.partial(_forward, kind, module)  # type: ignore[method-assign]
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
-        plain(*(torch.empty_like(part[:1], device="meta") for part in inputs)).sum().backward()
+        plain(*(part[:1] for part in inputs)).sum().backward()
     return counter.get_total_flops()
 
 

@@ -15,7 +15,6 @@ from utils.progress import format_duration
 from utils.run import tags
 from utils.run.run import Run
 from utils.run.state import FitResult, TrainState
-from utils.steps.eager import EagerStep
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, Stopwatch, Validation
 from utils.training.noise_scale import NoiseScale
 
@@ -32,13 +31,12 @@ class Reporter:
     The methods get the trainer's state, to which they add losses and skipped updates.
     """
 
-    def __init__(
-        self, config: Config, step: EagerStep, run: Run, schedule: Schedule, steps: int, state: TrainState
-    ) -> None:
-        self.config, self.step, self.schedule, self.steps = config, step, schedule, steps  # steps: of an epoch
+    def __init__(self, config: Config, parts: Parts, run: Run, schedule: Schedule, state: TrainState) -> None:
+        step, steps = parts.step, len(parts.loaders.train)  # steps: of an epoch
+        self.config, self.step, self.schedule, self.steps = config, step, schedule, steps
         self.world, self.records = run.world, run.records
         self.timer = StepTimer(step.optimizer.param_groups[0]["params"][0], self.world.device)
-        self.teraflop_per_sample = 0.0  # 0: not logged
+        self.teraflop_per_sample = parts.size.flops / 1e12 if self.world.device.type == "cuda" else 0.0  # 0: not logged
         self.first_step = state.step
         batch, probe = config.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None

@@ -8,7 +8,7 @@ from contextlib import closing
 import torch
 
 from utils.config import Config
-from utils.data.loaders import Batch, DataSplits
+from utils.data.loaders import Batch
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped
 from utils.log import once_per_job
@@ -19,9 +19,8 @@ from utils.run.start import random_states
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import SaveTimer
 from utils.steps.annotate import annotate
-from utils.steps.eager import EagerStep
+from utils.steps.build import Parts
 from utils.steps.kernels import compile_kernels
-from utils.steps.size import training_flops
 from utils.training.hooks import Evaluation, Profiler
 from utils.training.metrics import Stopwatch, Validation, WeightedMean
 from utils.training.reporter import Reporter
@@ -35,19 +34,18 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        step: EagerStep,
-        loaders: DataSplits,
+        parts: Parts,
         run: Run,
         state: TrainState,
         profiler: Profiler,
         evaluation: Evaluation,
         signals: Signals,
     ) -> None:
-        self.config, self.step, self.loaders, self.state = config, step, loaders, state
+        self.config, self.step, self.loaders, self.state = config, parts.step, parts.loaders, state
         self.world, self.records, self.checkpoint_writer = run.world, run.records, run.checkpoint_writer
         self.profiler, self.evaluation, self.signals = profiler, evaluation, signals
         self.schedule = build_schedule(config)
-        self.reporter = Reporter(config, step, run, self.schedule, len(loaders.train), state)
+        self.reporter = Reporter(config, parts, run, self.schedule, state)
         self._coordinator = StopCoordinator(self.world)
         self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
@@ -94,8 +92,6 @@ class Trainer:
             compile_kernels(self.config, self.world)
             train = WeightedMean(self.world)
             train.add(self.step.evaluate(batch)[0], len(batch.inputs))
-            if self.world.device.type == "cuda":
-                self.reporter.teraflop_per_sample = training_flops(self.step.network, *batch.network_inputs) / 1e12
             if state.step == 0:
                 log.info("Before training:")
                 validation = self._validate()
