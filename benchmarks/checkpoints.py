@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     keys |= {"local_batch_size": options.batch, "Nsamples_val": options.batch, "data_loader_config": "synthetic"}
     config, world, state = configs.load(common.YAML, "base", keys).for_world(1), common.this_machine(), TrainState()
     batch = next(get_loader("synthetic").build(config, world).train.epoch(0))
-    step = build.step(config, world, build.model(config))
+    step = build.step(config, world, build.network_with_loss(config))
     pauses: list[float] = []
 
     def stretch(saves: bool) -> float:

@@ -135,7 +135,9 @@ class Training:
         self.config = config_of(options, chosen.changes, world.device)
         set_backends(self.config, world.device)
         opened = stack.enter_context(get_loader(self.config.data_loader_config).build(self.config, world))
-        own = build.step(self.config, world, build.model(self.config), GraphStep if chosen.graph else EagerStep)
+        own = build.step(
+            self.config, world, build.network_with_loss(self.config), GraphStep if chosen.graph else EagerStep
+        )
         stack.callback(own.close)
         self.step: Any = own if name != PEER else peer.Step(options.peer, own.network, world.device)
         self._batches = stack.enter_context(closing(common.endless(opened.train)))

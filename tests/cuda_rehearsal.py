@@ -78,7 +78,7 @@ def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     trace, world = Rehearsal(), World(Launch("rehearsal"), GPU)
     with fake_gpu(trace, GPU):
         with Construction():
-            step = build.step(config, world, build.model(config), GraphStep)
+            step = build.step(config, world, build.network_with_loss(config), GraphStep)
         batch = Batch(*(part.to(GPU) for part in batch_of(config)))
         with trace:
             step(batch, LR)

@@ -96,7 +96,7 @@ def test_a_fused_tail_of_auto_is_mentioned_only_where_the_loss_excludes_it() -> 
     for loss, lines in (("l1", []), ("mse", ["fused_tail is not used: loss is mse, not l1"])):
         config = Config(fused_tail="auto", loss=loss)
         assert [*build.options_without_effect(config, world_on())] == lines
-        assert isinstance(build.model(config), NetworkWithFusedTail) == (loss == "l1")
+        assert isinstance(build.network_with_loss(config), NetworkWithFusedTail) == (loss == "l1")
 
 
 @pytest.mark.gpu

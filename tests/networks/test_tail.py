@@ -134,7 +134,7 @@ def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
         network = NetworkConfig(width=4, scales=2, space_to_depth=["last"])
         options: dict[str, Any] = {"accumulation_steps": 2, "ema_decay": 0.9, "enable_amp": True}
         config = Config(data_size=4, network=network, fused_tail=fused_tail, **options)
-        step, given = build.step(config, ALONE, build.model(config)), Batch(*batch(size=4))
+        step, given = build.step(config, ALONE, build.network_with_loss(config)), Batch(*batch(size=4))
         assert isinstance(step._trained, NetworkWithFusedTail) == fused_tail
         losses = [*(step(given, 1e-3) for _ in range(2)), step.evaluate(given)[0]]
         states.append({**step.network.state_dict(), "loss": torch.stack(losses)})

@@ -32,7 +32,7 @@ def bytes_by_phase(changes: Mapping[str, Any], name: str = "bs64_opt", trace: Tr
     keys = {"local_batch_size": 64, "device": "cpu", "fused_tail": True, **changes}
     config, trace = configs.load(str(REPOSITORY / "config/UNet.yaml"), name, keys).for_world(1), trace or Trace()
     with fake_gpu(trace):
-        step = build.step(config, World(Launch("test"), CPU), build.model(config), EagerStep)
+        step = build.step(config, World(Launch("test"), CPU), build.network_with_loss(config), EagerStep)
         batch = batch_of(config)
         with trace:
             step(batch, 1e-4)

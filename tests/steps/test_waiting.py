@@ -78,7 +78,7 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(strided, "unavailable", lambda device: "")
     config, trace = CONFIGS[name].for_world(1), WaitingTrace()
     with fake_gpu(trace):
-        model, world = build.model(config), World(Launch("test"), CPU)
+        model, world = build.network_with_loss(config), World(Launch("test"), CPU)
         if config.channels_last:
             model.network.to(memory_format=torch.channels_last_3d)
         optimizer = build_optimizer(config.optimizer, model.network.named_parameters(), 0.1, capturable=recorded)

@@ -56,10 +56,10 @@ def assemble(
     size: that of the run, if it trains larger batches than this config.
     """
     with world.raise_together():
-        built = model(config)
+        model = network_with_loss(config)
     size = size or model_size(config)
     reserve = size.reserve(world.device)
-    with open_loaders(config, world, reserve) as loaders, step(config, world, built, step_class) as train_step:
+    with open_loaders(config, world, reserve) as loaders, step(config, world, model, step_class) as train_step:
         yield Parts(size, loaders, train_step)
 
 
@@ -127,7 +127,7 @@ def loss(config: Config) -> nn.Module:
     return build_loss(config.loss, config.is_classification, **options)
 
 
-def model(config: Config) -> NetworkWithLoss:
+def network_with_loss(config: Config) -> NetworkWithLoss:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():

@@ -49,7 +49,7 @@ def launches(config: Config, device: torch.device) -> list[fused.Launch]:
     """The launches of a step's forward and backward pass that need kernels of their own, from a pass without data."""
     form = memory_format(config.channels_last)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device("meta"):
-        model = build.model(config)
+        model = build.network_with_loss(config)
         for parameter in model.parameters():
             if parameter.dim() == 5:
                 parameter.data = parameter.data.contiguous(memory_format=form)

@@ -15,6 +15,7 @@ from utils.progress import format_duration
 from utils.run import tags
 from utils.run.run import Run
 from utils.run.state import FitResult, TrainState
+from utils.steps.build import Parts
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, Stopwatch, Validation
 from utils.training.noise_scale import NoiseScale
 
