@@ -33,9 +33,21 @@ def half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32  # CPUs may emulate bfloat16
 
 
-def matmul_rate(device: torch.device) -> float:
-    """TFLOP/s of large matrix products."""
-    return statistics.median(timing.matmul_tflops(device, half(device), 0.5))
+def matmul_size(device: torch.device) -> int:
+    """The side of a square matrix whose product fills the device and takes milliseconds."""
+    return 8192 if device.type == "cuda" else 1024
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float:
+    """Median TFLOP/s of repeated products of two square matrices of normally distributed numbers.
+
+    Zeros would be faster than real data, because they need less power.
+    """
+    size, generator = matmul_size(device), torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
+    left, right = left.to(dtype or half(device)), right.to(dtype or half(device))
+    product = torch.empty_like(left)
+    return 2e-12 * size**3 / statistics.median(timing.repeat(lambda: torch.mm(left, right, out=product), device, 0.5))
 
 
 def calls_of(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tuple[Call, Call, Call]]:  # noqa: E741

@@ -24,7 +24,6 @@ import itertools
 import math
 import re
 import shutil
-import statistics
 import sys
 import threading
 import time
@@ -44,7 +43,6 @@ from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import read_json
-from utils.profiling import timing
 from utils.run.provenance import device_name
 from utils.steps import build
 from utils.steps.backends import set_backends
@@ -212,7 +210,7 @@ def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], fir
         "FULL / SYNTHETIC": full["median"] / synthetic["median"],
         "ratio to the first": common.summary([own / other for own, other in pairs]),
         "TFLOP/s": synthetic["median"] * one.flops / 1e12,
-        "matmul TFLOP/s": statistics.median(timing.matmul_tflops(device, dtype, 0.5)),
+        "matmul TFLOP/s": layers.matmul_rate(device, dtype),
         "first step s": one.first_seconds,
         "steps per trial": one.steps,
         "loss of the warm-up steps": one.losses,

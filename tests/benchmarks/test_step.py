@@ -21,7 +21,6 @@ from benchmarks.step_profile import breakdown, classify, kernels_of
 from networks.unet import UNet
 from utils import config as configs
 from utils.errors import UserError
-from utils.profiling import timing
 from utils.steps.size import training_flops
 
 
@@ -120,7 +119,7 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
     """The command of its part, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
     monkeypatch.setattr(step, "CPU_SETS", [("float32", "channels last")])
     (part,) = step.parts_of(SimpleNamespace(call=None, size="tiny", peer=None, output=tmp_path))  # type: ignore[arg-type]
     step.main(part.words[2:])
@@ -141,7 +140,7 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
 def test_each_convolution_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All operations of a step are in the table, and it names the passes in which cuDNN is faster."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
     layers.main(["--batch=2", "--crop=8", "--width=4", f"--output={tmp_path}"])
     result = json.loads((tmp_path / "layers.json").read_text())
     counted = [row for row in result["layers"] if (row["layer"], row["pass"]) != ("down1", "input gradient")]
@@ -186,7 +185,7 @@ def test_the_tutorial_is_measured_on_the_same_batches(tmp_path: Path, monkeypatc
     """A stand-in for its file, with the same names; it starts from the same weights. Other directories are refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
     file = tmp_path / "tutorial/networks/UNet.py"
     file.parent.mkdir(parents=True)
     command = ["--sets", "float32", "--size=tiny", f"--peer={tmp_path / 'tutorial'}", f"--output={tmp_path}"]

@@ -1,4 +1,4 @@
-"""Timing of repeated calls on a device, their statistics, and the throughput of large matrix products."""
+"""Timing of repeated calls on a device, and their statistics."""
 
 from __future__ import annotations
 
@@ -53,23 +53,3 @@ def repeat(
         end.record()
     synchronize(device)
     return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
-
-
-def matmul_size(device: torch.device) -> int:
-    """The side of a square matrix whose product fills the device and takes milliseconds."""
-    return 8192 if device.type == "cuda" else 1024
-
-
-def matmul_tflops(
-    device: torch.device, dtype: torch.dtype, seconds: float = 1.0, size: int | None = None
-) -> list[float]:
-    """TFLOP/s of repeated products of two square matrices of normally distributed numbers.
-
-    Zeros would be faster than real data, because they need less power.
-    """
-    size = size or matmul_size(device)
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-    product = torch.empty_like(left)
-    times = repeat(lambda: torch.mm(left, right, out=product), device, seconds)
-    return [2 * size**3 / taken / 1e12 for taken in times]
