@@ -76,11 +76,6 @@ class World:
         padded = bytearray(text.ljust(int(sizes.max())))  # JSON ignores spaces at the end
         return [json.loads(row.numpy().tobytes()) for row in self.gather(torch.frombuffer(padded, dtype=torch.uint8))]
 
-    def ranks_without(self, value: Any) -> str:
-        """The ranks whose value, for JSON, is another one than that of rank 0, as a text; empty if there are none."""
-        values = self.gather_json(value)
-        return name_ranks([rank for rank, other in enumerate(values) if other != values[0]])
-
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stacks one tensor per rank: [...] -> [world, ...]."""
         if self.size == 1:
