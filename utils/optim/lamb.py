@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from utils.optim.adam import AdamByWeight, Group, adam_directions
+from utils.optim.adam_by_weight import AdamByWeight, Group, adam_directions
 
 
 class Lamb(AdamByWeight):

@@ -17,7 +17,7 @@ import torch
 
 from utils.config import did_you_mean
 from utils.config.sections import OptimizerConfig
-from utils.optim.adam import LearningRate, Parameters, adam_options
+from utils.optim.adam_by_weight import LearningRate, Parameters, adam_options
 from utils.optim.lamb import Lamb
 from utils.optim.soap import Soap
 

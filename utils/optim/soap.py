@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from utils.config.sections import OptimizerConfig
-from utils.optim.adam import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
+from utils.optim.adam_by_weight import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
 
 Sides = tuple[int, ...]
 # The decomposition of a small matrix keeps a few multiprocessors busy: so many run at a time on a GPU.
