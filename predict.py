@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from analysis.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
+from analysis.inference.layouts import INPUT, OUTPUT, PHYSICAL, choose_layout
 from analysis.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
 from analysis.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from utils import cli
@@ -25,6 +25,7 @@ from utils.files import check_target
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.volumes.hdf5 import FieldReader
+from utils.volumes.nyx import FORMATS
 
 
 @one_line_errors()

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from networks.fused import at_least_float32, l1
 
-LOG_DENSITY_SCALE = 14.0  # density channels hold ln(density / mean) / 14
 HUBER_DELTA = 0.1  # about the mean error of the best constant
 SPECTRUM_WEIGHT = 0.5  # also the norm of the gradient of its term, divided by that of L1
 
@@ -43,8 +42,9 @@ class Loss(nn.Module):
 class FieldLoss(Loss, ABC):
     """Mean of `cellwise`, plus lambda_rho × mean |difference of the densities| (channel 0) if lambda_rho > 0.
 
-    The density exp(14 x) spans many decades, so the densest cells dominate its term; squares of it would leave nothing
-    else. `fused` computes the loss in one kernel, if the class has one and there are no density term and no weights.
+    The density exp(density_log_scale · x) spans many decades, so the densest cells dominate its term; squares of it
+    would leave nothing else. `fused` computes the loss in one kernel, if the class has one and there are no density
+    term and no weights.
 
     `weights`, one per channel, weight the channels in the first term, normalized to mean 1. They apply in training mode
     only: in evaluation mode losses stay comparable.
@@ -52,10 +52,17 @@ class FieldLoss(Loss, ABC):
 
     is_classification = False
 
-    def __init__(self, lambda_rho: float = 0.0, fused: bool = False, weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        lambda_rho: float = 0.0,
+        fused: bool = False,
+        weights: Sequence[float] | None = None,
+        density_log_scale: float | None = None,
+    ) -> None:
         super().__init__()
-        self.lambda_rho = lambda_rho
-        self.fused = fused
+        if lambda_rho > 0 and density_log_scale is None:
+            raise ValueError("lambda_rho needs transform.density_log_scale; set it, or set lambda_rho to 0")
+        self.lambda_rho, self.fused, self.density_log_scale = lambda_rho, fused, density_log_scale or 0.0
         # Python numbers, because a tensor would have to be on the device. Equal weights have no effect.
         self.weights = None
         if weights is not None and len(set(weights)) > 1:
@@ -77,7 +84,7 @@ class FieldLoss(Loss, ABC):
             loss = cells.mean()
         if self.lambda_rho > 0:
             density, target = (
-                torch.exp(LOG_DENSITY_SCALE * field[:, 0]) for field in (at_least_float32(outputs), targets)
+                torch.exp(self.density_log_scale * field[:, 0]) for field in (at_least_float32(outputs), targets)
             )
             loss = loss + self.lambda_rho * (density - target).abs().mean()
         return loss

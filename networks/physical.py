@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-DENSITY_FLOOR = 1e-3  # relative to the mean density, as in the simulation: the logarithm of an empty cell is infinite
-
 
 class ChannelTransform(Protocol):
-    """The physical value of a channel x: exp(center + scale · x) if `is_log`, else center + scale · x."""
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def center(self) -> float: ...
+    """The transform of a channel from and to physical values."""
 
     @property
     def is_log(self) -> bool: ...
+
+    def from_physical(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    def to_physical(self, values: torch.Tensor) -> torch.Tensor: ...
 
 
 class PhysicalNetwork(nn.Module):
@@ -30,43 +26,22 @@ class PhysicalNetwork(nn.Module):
     Logarithmic inputs (densities) below `density_floor` are raised to it; ValueError unless it is above zero.
     """
 
-    input_scale: torch.Tensor  # buffers, which move with the network; all [C, 1, 1, 1]
-    input_center: torch.Tensor
-    target_scale: torch.Tensor
-    target_center: torch.Tensor
-
     def __init__(
         self,
         network: nn.Module,
         inputs: Sequence[ChannelTransform],
         targets: Sequence[ChannelTransform],
-        density_floor: float = DENSITY_FLOOR,
+        density_floor: float,
     ) -> None:
         super().__init__()
         if not density_floor > 0:
             raise ValueError(f"density_floor must be above zero, not {density_floor}")
-        self.network = network
-        self.density_floor = density_floor
-        self.input_is_log = [channel.is_log for channel in inputs]
-        self.target_is_log = [channel.is_log for channel in targets]
-        for name, channels in (("input", inputs), ("target", targets)):
-            for number in ("scale", "center"):
-                column = torch.tensor([getattr(channel, number) for channel in channels], dtype=torch.float32)
-                self.register_buffer(f"{name}_{number}", column.view(-1, 1, 1, 1))
+        self.network, self.inputs, self.targets, self.density_floor = network, inputs, targets, density_floor
 
     def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
-        linear = _map_channels(lambda density: density.clamp(min=self.density_floor).log(), fields, self.input_is_log)
-        scaled = (linear - self.input_center) / self.input_scale
-        predicted = self.network(scaled) if conditions is None else self.network(scaled, conditions)
-        return _map_channels(torch.exp, predicted * self.target_scale + self.target_center, self.target_is_log)
-
-
-def _map_channels(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, selected: Sequence[bool]
-) -> torch.Tensor:
-    """Applies the function to the selected channels of x.
-
-    Not to all: an exponential of a velocity overflows, and makes gradients NaN even if torch.where discards it.
-    """
-    channels = zip(x.split(1, dim=1), selected, strict=True)
-    return torch.cat([function(channel) if is_selected else channel for channel, is_selected in channels], dim=1)
+        floor, inputs = self.density_floor, zip(self.inputs, fields.split(1, dim=1), strict=True)
+        raised = [(channel, values.clamp(min=floor) if channel.is_log else values) for channel, values in inputs]
+        channels = torch.cat([channel.from_physical(values) for channel, values in raised], dim=1)
+        predicted = self.network(channels) if conditions is None else self.network(channels, conditions)
+        targets = zip(self.targets, predicted.split(1, dim=1), strict=True)
+        return torch.cat([channel.to_physical(values) for channel, values in targets], dim=1)

@@ -14,17 +14,18 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 
 from simulation.fourier import in_order
+from utils.volumes.attributes import DENSITY_FLOOR, FLOOR
 
 FILL_LENGTH = 2.0  # cells, distance over which velocities are extended into empty cells
 FILL_WEIGHT = 1e-3  # weight of the extended velocity, relative to the density of the cell in units of the mean
 
 # The channels lie roughly in [-1, 1]. They are not clipped, so that the physical values can be recovered.
-DENSITY_LOG_SCALE = 14.0  # x = ln(density / mean) / 14
-DENSITY_FLOOR = 1e-3  # in units of the mean; the logarithm of an empty cell is undefined
-VELOCITY_SCALE = 1000.0  # km/s, x = v / scale
-TEMPERATURE_LOG10_CENTER = 5.0  # x = (log10(T / K) - center) / scale
-TEMPERATURE_LOG10_SCALE = 2.5
-
+TRANSFORM = {
+    "density_log_scale": 14.0,
+    "velocity_scale_km_s": 1000.0,
+    "temperature_log10_center": 5.0,
+    "temperature_log10_scale": 2.5,
+}
 TRUNCATE = 4.0  # standard deviations at which the Gaussians end
 
 
@@ -33,11 +34,8 @@ def attributes() -> dict[str, Any]:
     return {
         "velocity_fill_length_cells": FILL_LENGTH,
         "velocity_fill_weight": FILL_WEIGHT,
-        "density_log_scale": DENSITY_LOG_SCALE,
-        "density_floor_of_mean": DENSITY_FLOOR,
-        "velocity_scale_km_s": VELOCITY_SCALE,
-        "temperature_log10_center": TEMPERATURE_LOG10_CENTER,
-        "temperature_log10_scale": TEMPERATURE_LOG10_SCALE,
+        FLOOR: DENSITY_FLOOR,
+        **TRANSFORM,
         "nbody_channels": "rho_DM, v_x, v_y, v_z",
         "hydro_channels": "rho, v_x, v_y, v_z, T",
         "density_transform": "x = ln(max(rho / mean, density_floor_of_mean)) / density_log_scale",
@@ -74,10 +72,13 @@ def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: i
 
 
 def to_channels(fields: np.ndarray) -> np.ndarray:
-    """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place."""
-    fields[0] = np.log(np.maximum(fields[0], np.float32(DENSITY_FLOOR))) / np.float32(DENSITY_LOG_SCALE)
-    fields[1:4] /= np.float32(VELOCITY_SCALE)
+    """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place.
+
+    Not `Channel.from_physical`, whose rounding differs: boxes of the same seed keep their bits.
+    """
+    density_scale, velocity_scale, center, temperature_scale = map(np.float32, TRANSFORM.values())
+    fields[0] = np.log(np.maximum(fields[0], np.float32(DENSITY_FLOOR))) / density_scale
+    fields[1:4] /= velocity_scale
     if len(fields) == 5:
-        logarithm = np.log10(fields[4])
-        fields[4] = (logarithm - np.float32(TEMPERATURE_LOG10_CENTER)) / np.float32(TEMPERATURE_LOG10_SCALE)
+        fields[4] = (np.log10(fields[4]) - center) / temperature_scale
     return fields

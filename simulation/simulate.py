@@ -11,10 +11,11 @@ utils.volumes.import_volume reads. The command needs about 150 bytes of memory p
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from utils.cli import Parser, positive
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.volumes.nyx import from_physical, layout_attributes
+from utils.volumes import nyx
+from utils.volumes.attributes import write_attributes
+from utils.volumes.hdf5 import DATASETS
 from utils.volumes.snapshots import FIELDS
 
 FORMAT_VERSION = 2
@@ -45,7 +48,6 @@ LARGEST_CELL = 0.25  # Mpc/h; in larger cells, which gas is hot depends on the m
 FEWEST_STEPS = 20  # fewer are for tests
 START_REDSHIFT = 49.0  # of the initial conditions
 SMALLEST_GRID = 8
-FORMATS = ("volume", "nyx")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -181,18 +183,14 @@ def write(
     target: Path, fields: tuple[np.ndarray, np.ndarray], attributes: dict[str, Any], options: SimulationOptions
 ) -> None:
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
-    datasets = dict(zip(("Nbody", "Hydro"), fields, strict=True))
-    attributes_by_group: Mapping[str, Mapping[str, Any]] = {"/": attributes}
+    datasets, attributes_by_place = dict(zip(DATASETS, fields, strict=True)), {"": attributes}
     if options.format == "nyx":
-        channels = zip(FIELDS, (channel for field in fields for channel in field), strict=True)
-        datasets = {f"native_fields/{name}": from_physical(name, channel) for name, channel in channels}
-        attributes_by_group = layout_attributes(list(FIELDS), (options.grid,) * 3, options.cell, attributes)
+        datasets = nyx.datasets(dict(zip(FIELDS, itertools.chain(*fields), strict=True)))
+        attributes_by_place = nyx.layout_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes)
     with atomic_write([target]) as (partial,), h5py.File(partial, "w") as file:
         for name, values in datasets.items():
             file[name] = values
-        for place, described in attributes_by_group.items():
-            owner = file[place or "/"] if (place or "/") in file else file.create_group(place)
-            owner.attrs.update(described)
+        write_attributes(file, attributes_by_place)
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
@@ -208,7 +206,7 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.add_argument("--redshift", type=float, default=3.0, help="redshift of the fields (%(default)s)")
     parser.add_argument("--n_steps", type=positive, default=40, help=steps)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the simulation (%(default)s)")
-    parser.add_argument("--format", choices=FORMATS, default="volume", help="layout of the file (%(default)s)")
+    parser.add_argument("--format", choices=nyx.FORMATS, default="volume", help="layout of the file (%(default)s)")
     parser.add_argument("--threads", type=positive, default=CORES, help="they do not change the result (all cores)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return SimulationOptions(**vars(parser.parse_args(argv)))

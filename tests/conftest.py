@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import disturbance  # noqa: F401  acts if DISTURB is set
-import h5py
 import pytest
 import torch
 from volume_files import SIMULATED, write_volume
@@ -64,10 +63,8 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("trained")
     changes = {"device": "cpu", "expdir": folder, "report_baselines": "false", "report_pictures": "false"}
-    for seed, name in enumerate(("train", "val"), 1):
-        changes[f"{name}_path"] = write_volume(folder / f"{name}.h5", seed=seed)
-    with h5py.File(folder / "train.h5", "r+") as file:
-        file.attrs.update({**SIMULATED, "box_size_mpc_h": 8.0})
+    for seed, (name, stated) in enumerate((("train", {**SIMULATED, "box_size_mpc_h": 8.0}), ("val", {})), 1):
+        changes[f"{name}_path"] = write_volume(folder / f"{name}.h5", seed=seed, **stated)
     yaml = Path(train.__file__).parent / "config" / "UNet.yaml"
     train.main([f"--yaml_config={yaml}", "--config=test", *(f"--set={key}={value}" for key, value in changes.items())])
     return folder / "test" / "1ranks" / "00"

@@ -20,14 +20,14 @@ import export
 from analysis.inference.export import METADATA, ExportedNetwork, finite_record
 from analysis.inference.trained_network import TrainedNetwork
 from networks import strided
-from networks.physical import DENSITY_FLOOR, PhysicalNetwork
+from networks.physical import PhysicalNetwork
 from simulation import channels as simulated
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.run import checkpoint
 from utils.steps import build
-from utils.volumes.attributes import file_transform, simulation_of
+from utils.volumes.attributes import DENSITY_FLOOR, file_transform, simulation_of
 from utils.volumes.channels import input_channels, target_channels, volume_channels
 
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].

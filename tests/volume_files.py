@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -30,10 +31,12 @@ def write_volume(
     dtype: str = "f4",
     channels: tuple[int, int] = (4, 5),
     compression: str | None = None,
+    **attributes: Any,
 ) -> Path:
-    """Writes a small HDF5 volume, contiguous unless chunks or a compression are given."""
+    """Writes a small HDF5 volume with these attributes, contiguous unless chunks or a compression are given."""
     rng = np.random.default_rng(seed)
     with h5py.File(path, "w") as file:
+        file.attrs.update(attributes)
         for name, count in zip(("Nbody", "Hydro"), channels, strict=True):
             data = smooth_field(count, box, rng).astype(dtype)
             file.create_dataset(name, data=data, chunks=chunks, compression=compression)

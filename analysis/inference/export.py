@@ -15,11 +15,11 @@ from torch import nn
 from torch.export import Dim
 
 from analysis.inference.trained_network import TrainedNetwork
-from networks.physical import DENSITY_FLOOR, PhysicalNetwork
+from networks.physical import PhysicalNetwork
 from utils.errors import UserError
 from utils.files import atomic_write
 from utils.steps import convolutions
-from utils.volumes.attributes import CONDITION_UNITS, FLOOR
+from utils.volumes.attributes import CONDITION_UNITS, DENSITY_FLOOR, FLOOR
 from utils.volumes.channels import Channel, check_physical_units
 
 METADATA = "metadata.json"

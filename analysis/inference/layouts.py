@@ -1,4 +1,4 @@
-"""Layouts of the file that predict.py writes: this project's volumes, and Nyx's snapshots (see data/files/nyx.py)."""
+"""Layouts of the file that predict.py writes: this project's volumes, and Nyx's snapshots (utils/volumes/nyx.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from utils.volumes.hdf5 import DATASETS, FieldReader
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE
 
 INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"
-FORMATS = ("volume", "nyx")
 # Names of the channels of a gas, and of their fields in Nyx's layout.
 NYX_FIELDS = {
     "gas density": GAS_DENSITY,
@@ -64,10 +63,8 @@ def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader
 
     def values(block: Block) -> dict[str, np.ndarray]:
         fields = (block.inputs[0].cpu().numpy(), *block.predicted.cpu().numpy())
-        return {
-            f"{nyx.NATIVE}/{name}": nyx.from_physical(name, channel.to_physical(field))
-            for name, channel, field in zip(names, (dark_matter, *gas), fields, strict=True)
-        }
+        channels = zip(names, (dark_matter, *gas), fields, strict=True)
+        return nyx.datasets({name: channel.to_physical(field) for name, channel, field in channels})
 
     datasets = {f"{nyx.NATIVE}/{name}": source.shape for name in names}
     attributes = nyx.layout_attributes(names, source.shape, source.cell, source.simulation)
@@ -77,7 +74,7 @@ def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader
 def choose_layout(
     name: str, physical: bool, channels: tuple[Sequence[Channel], Sequence[Channel]], source: FieldReader
 ) -> Layout:
-    """The layout of a name of FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
+    """The layout of a name of nyx.FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
     (dark_matter, *_), gas = channels
     if name == "volume":
         if physical:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -67,10 +66,9 @@ def paths(tmp_path_factory: Any) -> Paths:
     found: Paths = {}
     for seed, ((key, name), box) in enumerate(BOXES.items()):
         storage: Any = {"chunks": (1, 5, 4, 7), "compression": "gzip"} if name == "more" else {}
-        path = write_volume(folder / f"{name}.h5", box, seed, **storage)
+        stated = {"redshift": REDSHIFTS[name], "box_size_mpc_h": LENGTHS[name]}
+        path = write_volume(folder / f"{name}.h5", box, seed, **storage, **stated)
         write_signed_zeros(path)
-        with h5py.File(path, "r+") as file:
-            file.attrs.update({"redshift": REDSHIFTS[name], "box_size_mpc_h": LENGTHS[name]})
         for kind, file in zip(("", "_npy_data", "_npy_label"), (path, *convert(path)), strict=True):
             found.setdefault(f"{key}_path{kind}", []).append(str(file))
     return found | {key: path for key, (path, *_) in found.items() if key.startswith("val")}

@@ -28,8 +28,8 @@ CELLWISE = {"l1": (0.1, 0.2, 0.6), "mse": (0.01, 0.04, 0.36), "huber": (0.005, 0
     ("options", "weights", "density"),
     [
         ({}, (1, 1, 1), 0),
-        ({"lambda_rho": 0.5}, (1, 1, 1), DENSITY),
-        ({"weights": [2.0, 1.0, 3.0], "lambda_rho": 0.5}, (1, 0.5, 1.5), DENSITY),
+        ({"lambda_rho": 0.5, "density_log_scale": 14.0}, (1, 1, 1), DENSITY),
+        ({"weights": [2.0, 1.0, 3.0], "lambda_rho": 0.5, "density_log_scale": 14.0}, (1, 0.5, 1.5), DENSITY),
         ({"weights": [0.3, 0.3, 0.3]}, (1, 1, 1), 0),
     ],
     ids=str,
@@ -71,6 +71,7 @@ def test_the_spectral_term_compares_amplitudes_regardless_of_phase_in_training_m
         ("cross_entropy", {"is_classification": True, "fused": True}, "has no .*fused_pointwise or .*; remove them"),
         ("cross_entropy", {}, "loss cross_entropy cannot be used with volumes; use l1 or mse or huber or spectral_l1"),
         ("hubert", {}, r"loss: unknown loss hubert; known: l1, mse, huber, spectral_l1; did you mean huber\?"),
+        ("l1", {"lambda_rho": 0.5}, "^lambda_rho needs transform.density_log_scale; set it, or set lambda_rho to 0"),
     ],
 )
 def test_a_loss_refuses_samples_and_options_of_others(name: str, options: dict[str, Any], message: str) -> None:

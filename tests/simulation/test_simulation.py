@@ -232,7 +232,7 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(tmp_pa
             np.testing.assert_array_equal(file[name][:], values)
         assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
         found = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
-    assert found == [4, 8.0, "planck18", channels.VELOCITY_SCALE]
+    assert found == [4, 8.0, "planck18", channels.TRANSFORM["velocity_scale_km_s"]]
 
 
 def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def build_step(world: World, name: str, **options) -> EagerStep:
     if conditioned:
         torch.manual_seed(1)  # of the embedding
         network.condition_on([[0.0, 8.0]])
-    network, loss = network.to(getattr(torch, dtype)), build_loss("l1", lambda_rho=0.01)
+    network, loss = network.to(getattr(torch, dtype)), build_loss("l1", lambda_rho=0.01, density_log_scale=14.0)
     # A bucket cap far below the network's size, so that there are several buckets.
     return make_step(settings, world=world, network=network, loss=loss, bucket_cap_mb=0.005, **options)
 

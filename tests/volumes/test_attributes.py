@@ -9,6 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from nyx_files import DARK_MATTER, physical_fields, write_nyx
 from trainings import YAML
 from volume_files import write_volume
@@ -17,6 +18,7 @@ from simulation import channels as simulated
 from utils import config as configs
 from utils.config.sections import TransformConfig
 from utils.errors import UserError
+from utils.steps import build
 from utils.volumes.attributes import cell_size, common_simulation, file_transform
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.opened import with_file_values
@@ -73,12 +75,18 @@ def test_a_box_size_that_cannot_be_one_is_refused() -> None:
             cell_size({"box_size_mpc_h": length}, 24, "a.h5")
 
 
+def test_the_density_term_of_the_loss_has_the_density_log_scale_of_the_files(tmp_path: Path) -> None:
+    """Fixed: it had 14, that of the published data set."""
+    path = str(write_volume(tmp_path / "a.h5", density_log_scale=10.0))
+    config = configs.load(YAML, "test", {"train_path": path, "val_path": path, "lambda_rho": 0.5})
+    fields = torch.full((1, 5, 2, 2, 2), 0.1)
+    loss = build.loss(with_file_values(config, "hdf5"))(fields, 0 * fields)
+    assert float(loss) == pytest.approx(0.1 + 0.5 * math.expm1(1.0))
+
+
 def test_a_training_has_the_transform_of_its_files(tmp_path: Path) -> None:
     """It can be repeated from its own config.yaml, which sets all keys, and continued by the same command."""
-    files = {key: str(write_volume(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
-    for path in files.values():
-        with h5py.File(path, "r+") as file:
-            file.attrs.update(OTHER)
+    files = {key: str(write_volume(tmp_path / f"{key}.h5", **OTHER)) for key in ("train_path", "val_path")}
     config = configs.load(YAML, "test", files)
     transformed = with_file_values(config, "hdf5")
     assert transformed == config.model_copy(update={"transform": TransformConfig(**OTHER)})

@@ -122,8 +122,10 @@ def model_size(config: Config) -> ModelSize:
 
 
 def loss(config: Config) -> nn.Module:
-    """The config's loss."""
+    """The loss of a config returned by `resolve_config`."""
     options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.channel_weights}
+    if config.lambda_rho:
+        options["density_log_scale"] = config.transform.density_log_scale
     return build_loss(config.loss, config.is_classification, **options)
 
 

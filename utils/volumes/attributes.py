@@ -22,7 +22,8 @@ TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to 
 SIMULATION_TOLERANCE = 1e-3  # relative: a snapshot is seldom at exactly the redshift that was asked for
 CELL = "cell size (Mpc/h)"
 SMALLEST_BOX, LARGEST_BOX = 1e-6, 1e6  # Mpc/h
-FLOOR = "density_floor_of_mean"  # smaller densities were raised to it
+FLOOR = "density_floor_of_mean"  # smaller densities were raised to it: the logarithm of an empty cell is infinite
+DENSITY_FLOOR = 1e-3  # in units of the mean; of the simulation, and of files that do not state it
 # Attributes of the group `universe` of Nyx's files: the attribute of this project's files, and its factor.
 UNIVERSE = {
     "hubble": ("cosmology_H0", 100.0),
@@ -59,6 +60,13 @@ def plain_attributes(owner: h5py.HLObject) -> dict[str, Any]:
         plain = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
         attributes[name] = plain.decode(errors="replace") if isinstance(plain, bytes) else plain
     return attributes
+
+
+def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> None:
+    """Writes the attributes of datasets and groups by name, and of the file under "". Missing groups are created."""
+    for name, values in attributes.items():
+        place = name or "/"
+        (file[place] if place in file else file.create_group(place)).attrs.update(values)
 
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:

@@ -50,14 +50,11 @@ class Channel:
         linear = values * self.scale + self.center
         return linear.exp() if isinstance(linear, torch.Tensor) else np.exp(linear)
 
-    def from_physical(self, values: np.ndarray) -> np.ndarray:
-        """The inverse of `to_physical`, computed in place; logarithmic values must be above zero."""
+    def from_physical(self, values: Any) -> Any:
+        """The inverse of `to_physical`; logarithmic values must be above zero."""
         if self.is_log:
-            np.log(values, out=values)
-        if self.center:
-            values -= self.center
-        values *= 1 / self.scale
-        return values
+            values = values.log() if isinstance(values, torch.Tensor) else np.log(values)
+        return (values - self.center) * (1 / self.scale)
 
     def formula(self) -> str:
         """The transform from physical values as a readable formula."""
@@ -73,11 +70,9 @@ class Channel:
 
 def volume_channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
     """The config's input and target channels."""
-    vectors = config.vector_channels
-    return (
-        input_channels(config.N_in_channels, config.transform, vectors.inputs),
-        target_channels(config.N_out_channels, config.transform, vectors.targets),
-    )
+    transform, vectors = config.transform, config.vector_channels
+    inputs = input_channels(config.N_in_channels, transform, vectors.inputs)
+    return inputs, target_channels(config.N_out_channels, transform, vectors.targets)
 
 
 def input_channels(count: int, transform: TransformConfig, vectors: Vectors = VELOCITY) -> tuple[Channel, ...]:

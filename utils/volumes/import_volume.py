@@ -307,7 +307,7 @@ def _write_channel(
         values *= np.float32(source.factor)
         if field.quantity == "density":
             np.maximum(values, floor, out=values)
-        source.channel.from_physical(values)
+        values = source.channel.from_physical(values)
         for dataset, planes in parts:
             first, end = max(slab.start, planes.start), min(slab.stop, planes.stop)
             if first < end:

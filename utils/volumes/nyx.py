@@ -8,7 +8,7 @@ omega_m, omega_l, omega_b and redshift.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from utils.volumes.attributes import CELL, UNIVERSE, plain_attributes, universe_
 from utils.volumes.hdf5 import NATIVE, open_file, reading
 from utils.volumes.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
 
+FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 FORMAT = "nyx-lyaf"
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of datasets that state none
 CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
@@ -52,7 +53,7 @@ def _field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
     return GridField(name, quantity, dataset, unit.strip("() "))
 
 
-def layout_attributes(names: list[str], shape: Shape, cell: float, simulation: Mapping[str, Any]) -> dict[str, Any]:
+def layout_attributes(names: Sequence[str], shape: Shape, cell: float, simulation: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of the file, its groups and datasets; `simulation` has this project's attributes.
 
     Texts have a fixed length, as programs in C expect.
@@ -69,7 +70,8 @@ def layout_attributes(names: list[str], shape: Shape, cell: float, simulation: M
     }
 
 
-def from_physical(name: str, values: np.ndarray) -> np.ndarray:
-    """The values of a field in this layout's units, from those of channels.py."""
-    unit = DEFAULT_UNITS[quantity_of(name)]
-    return values / np.float32(UNITS[quantity_of(name)][unit])
+def datasets(fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Fields in the units of channels.py as datasets of this layout: names in the file, and values in its units."""
+    quantities = {name: quantity_of(name) for name in fields}
+    factors = {name: np.float32(UNITS[key][DEFAULT_UNITS[key]]) for name, key in quantities.items()}
+    return {f"{NATIVE}/{name}": values / factors[name] for name, values in fields.items()}

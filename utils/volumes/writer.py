@@ -22,6 +22,7 @@ import numpy as np
 from utils.distributed.locks import open_locked
 from utils.errors import os_errors_for_users
 from utils.files import check_target, make_output_directory, read_json
+from utils.volumes.attributes import write_attributes
 
 Blocks = Sequence[tuple[slice, slice, slice]]  # cells along x, y and z; together all cells, each once
 
@@ -104,9 +105,7 @@ class ResumableHDF5File:
         with h5py.File(self._partial, "w") as file:
             for name, shape in datasets.items():
                 file.create_dataset(name, shape, "<f4", dcpl=layout)
-            for name, values in attributes.items():
-                place = name or "/"
-                (file[place] if place in file else file.create_group(place)).attrs.update(values)
+            write_attributes(file, attributes)
         with self._record.open("wb") as record:
             record.write(bytes(1 + len(journal["blocks"])))
             os.fsync(record.fileno())

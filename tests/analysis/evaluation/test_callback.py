@@ -179,7 +179,7 @@ def baselines(world: World, path: str, name: str, copied: int | None = None) -> 
     keys = {"local_batch_size": 2, "num_data_workers": 1}
     loader = loader_of(ThreadedCropLoader, [volume], plan, world.rank, world.size, **keys)
     # Channel weights have no effect on a validation.
-    loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], weights=[1.0, 2.0, 3.0, 4.0, 5.0])
+    loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], density_log_scale=14.0, weights=range(1, 6))
     return volume_losses(loader, loss, world, copied)
 
 
