@@ -6,8 +6,7 @@ write a module and add one line to the table below.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -54,7 +53,7 @@ __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "buil
 
 
 def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.Module:
-    """The network `name`; ValueError for options that it does not have or that contradict each other.
+    """The network `name` of NETWORKS; ValueError for options that it does not have or that contradict each other.
 
     `crop`, the cells per side of a volume, may be given by position or by name. `conditions` are the ranges of the
     conditions that the network also takes, as in `UNet.condition_on`.
@@ -64,8 +63,6 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
     conditions = options.pop("conditions", ())
     samples = [option for option in SAMPLES if option in options]
     suitable = [known for known in NETWORKS if _options(NETWORKS[known]).issuperset(samples)]
-    own = "; a class of your own is named my_module.MyNetwork"
-    _check_name("network.name: unknown network", name, NETWORKS, suitable, own)
     if name not in suitable:
         raise ValueError(f"network {name} cannot be used with {SAMPLES[samples[-1]]}; use {' or '.join(suitable)}")
     for option in options:
@@ -80,9 +77,8 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
 
 
 def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn.Module:
-    """The loss `name`; ValueError if it does not compare what the dataset holds, classes or fields."""
+    """The loss `name` of LOSSES; ValueError if it does not compare what the dataset holds, classes or fields."""
     suitable = [known for known in LOSSES if LOSSES[known].is_classification == is_classification]
-    _check_name("loss: unknown loss", name, LOSSES, suitable)
     if name not in suitable:
         samples = "labeled samples" if is_classification else "volumes"
         raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
@@ -92,22 +88,12 @@ def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn
 
 
 def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[Metric]:
-    """The metrics of these names; ValueError if there are any but the dataset has no classes."""
+    """The metrics of these names in METRICS; ValueError if there are any but the dataset has no classes."""
     if names and not is_classification:
         raise ValueError(f"metrics {', '.join(names)} cannot be used with volumes; set metrics=[]")
-    for name in names:
-        _check_name("metrics: unknown metric", name, METRICS, list(METRICS))
     return [METRICS[name] for name in names]
 
 
 def _options(kind: type[nn.Module]) -> set[str]:
     """Names of the constructor's options."""
     return kind.__init__.__annotations__.keys() - {"return"}
-
-
-def _check_name(what: str, name: str, known: Iterable[str], suitable: Sequence[str], own: str = "") -> None:
-    """Raises ValueError for a name that is not `known`; the message lists those that are `suitable` in this config."""
-    if name not in known:
-        match = difflib.get_close_matches(name, suitable, n=1)
-        hint = f"; did you mean {match[0]}?" if match else ""
-        raise ValueError(f"{what} {name}; known: {', '.join(suitable)}{hint}{own}")

@@ -25,15 +25,14 @@ from simulation.ionization import (
     ELECTRONVOLT,
     HELIUM,
     HELIUM_REDSHIFTS,
-    HYDROGEN_FRACTION,
     REIONIZATION,
     CollisionRates,
     Equilibrium,
     helium_ionized,
 )
+from utils.constants import HYDROGEN_ATOM_KG, HYDROGEN_FRACTION, MEGAPARSEC_M
 
-HYDROGEN_MASS = 1.6735328e-24  # g
-MEGAPARSEC = 3.0856775815e19  # km
+MEGAPARSEC = MEGAPARSEC_M / 1e3  # km
 SOLAR_DENSITY = 6.7679e-32  # g/cm³ of one solar mass per kpc³
 NEUTRAL_WEIGHT = 4 / (1 + 3 * HYDROGEN_FRACTION)  # mu of neutral gas
 REIONIZATION_TEMPERATURE = 2e4  # K, the least that hydrogen's reionization leaves
@@ -106,7 +105,9 @@ class PrimordialGas:
     def __init__(self, cosmology: colossus.Cosmology) -> None:
         self._cosmology = cosmology
         baryons = cosmology.Ob0 * cosmology.rho_c(0.0) * cosmology.h**2 * SOLAR_DENSITY  # g/cm³ today
-        self._hydrogen = HYDROGEN_FRACTION * baryons / HYDROGEN_MASS * DENSITIES.exp()[:, None]  # nuclei/cm³ today
+        self._hydrogen = (
+            HYDROGEN_FRACTION * baryons / (HYDROGEN_ATOM_KG * 1e3) * DENSITIES.exp()[:, None]
+        )  # nuclei/cm³ today
         self._rates = CollisionRates.at(TEMPERATURES.exp())
 
     @one_thread()

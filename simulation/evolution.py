@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from simulation import cooling, hydro
-from simulation.cooling import HYDROGEN_MASS, NEUTRAL_WEIGHT, PrimordialGas
+from simulation.cooling import NEUTRAL_WEIGHT, PrimordialGas
 from simulation.fourier import one_thread
 from simulation.gravity import accelerations
 from simulation.hydro import GAMMA, Gas
 from simulation.linear_theory import GrowthClock
 from simulation.particle_mesh import Particles, deposit, kick_and_drift
+from utils.constants import BOLTZMANN_J_PER_K, HYDROGEN_ATOM_KG
 from utils.progress import Progress
 
-KELVIN = HYDROGEN_MASS * 1e-3 / 1.380649e-23 * 1e6  # m_H / k in K / (km/s)^2
+KELVIN = HYDROGEN_ATOM_KG / BOLTZMANN_J_PER_K * 1e6  # m_H / k in K / (km/s)^2
 LOWEST_DENSITY = 0.05  # of the initial gas: the linear contrast of a cell may be below -1
 INITIAL_KELVIN = 0.02  # T / (1 + z)^2 of gas that has expanded since it decoupled from the radiation
 # Radiation cools gas only as long as its Jeans length is at least this many cells. Denser gas would collapse into

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BOLTZMANN = 1.380649e-16
+from utils.constants import BOLTZMANN_J_PER_K, HYDROGEN_FRACTION
+
+BOLTZMANN = BOLTZMANN_J_PER_K * 1e7
 ELECTRONVOLT = 1.602176634e-12
-HYDROGEN_FRACTION = 0.76  # by mass; the rest is helium
 HELIUM = (1 - HYDROGEN_FRACTION) / (4 * HYDROGEN_FRACTION)  # nuclei per hydrogen nucleus
 REIONIZATION = 7.5  # redshift; before it collisions alone ionize
 HELIUM_REDSHIFTS = 3.8, 2.8  # the fraction with He III rises from 0 to 1, linearly in redshift

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
-UTILS = "errors powers | progress log | files | config | cli | distributed | optim | volumes | data | steps | run"
-UTILS += " | training | profiling | preflight"
+UTILS = "constants launchers powers | errors | progress log | files | config | cli lookup | distributed | optim"
+UTILS += " | volumes | data | steps | run | training | profiling | preflight"
 ANALYSIS = "slabs | modes | inference | lyman_alpha | evaluation"
 LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")]
 LAYERS += [[f"analysis.{name.strip()}"] for name in ANALYSIS.split("|")] + [["simulation"]]
@@ -92,17 +92,7 @@ def module_of(name: str) -> str:
 
 def test_networks_imports_only_torch_and_itself_and_only_builders_import_it() -> None:
     """The exceptions are the modules of Triton kernels, which are imported when the first kernel is needed."""
-    allowed = {
-        "__future__",
-        "abc",
-        "collections",
-        "contextlib",
-        "dataclasses",
-        "difflib",
-        "functools",
-        "math",
-        "typing",
-    }
+    allowed = {"__future__", "abc", "collections", "contextlib", "dataclasses", "functools", "math", "typing"}
     allowed |= {"networks", "torch"}
 
     def forbidden(module: str, found: Import) -> bool:

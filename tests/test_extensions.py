@@ -110,7 +110,7 @@ def test_the_documented_optimizer_trains(data_flags: list[str], tmp_path: Path, 
     source, line, _ = section("How to add an optimizer")
     namespace = vars(optimizers).copy()
     execute(source, namespace)
-    monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS | eval(f"{{{line}}}", namespace))
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "adagrad", eval(f"{{{line}}}", namespace)["adagrad"])
     train_with(["--set=optimizer.name=adagrad"], data_flags, tmp_path)
 
 

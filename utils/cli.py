@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from utils import version_line
 from utils.config import Config, default_name, did_you_mean, flatten, load, parse_value, to_yaml, translate
 from utils.config.messages import similar
-from utils.errors import UserError, launched_rank
+from utils.errors import UserError
+from utils.launchers import launched_rank
 
 
 @dataclass(frozen=True)

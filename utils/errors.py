@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from utils.launchers import launched_rank
+
 EXIT_USER_ERROR = 2
 EXIT_RESUMABLE = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same command resumes from it
 EXIT_HANG = 76  # a rank hangs or is gone
@@ -45,18 +47,6 @@ class LocalError(UserError):
 
 class Stopped(Exception):
     """A signal requested a stop, all ranks have agreed to it, and the state is saved."""
-
-
-def launched_rank() -> int:
-    """The rank of this process according to the launcher's environment variables; needs no process group."""
-    # In a step of mpiexec's daemons SLURM_PROCID is that of the daemon; outside a step that of the batch script.
-    slurm = ("SLURM_PROCID",) if "SLURM_STEP_ID" in os.environ else ()
-    mpi = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
-    for name in ("RANK", *mpi, *slurm, "PALS_RANKID", "PMIX_RANK"):
-        value = os.environ.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return 0
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from utils.errors import launched_rank
+from utils.launchers import launched_rank
 
 SECONDS_BETWEEN_LINES = 10.0
 

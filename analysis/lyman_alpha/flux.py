@@ -17,24 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.constants import BOLTZMANN_J_PER_K, HYDROGEN_ATOM_KG, HYDROGEN_FRACTION, MEGAPARSEC_M
 from utils.errors import UserError
 from utils.powers import power
 from utils.volumes.attributes import Simulation
 
 # CODATA 2022 and IAU 2015, SI units.
-BOLTZMANN = 1.380649e-23
-HYDROGEN_MASS = 1.6735328e-27  # atom
 ELECTRON_RADIUS = 2.8179403205e-15
 LIGHT_SPEED = 2.99792458e8
 GRAVITY = 6.67430e-11
-MEGAPARSEC = 3.0856775815e22
 # Lyman alpha: oscillator strength and wavelength (Morton 2003, ApJS 149, 205).
 STRENGTH = 0.4164
 WAVELENGTH = 1.21567e-7
 # Integral of the cross-section over velocity, m³/s: π e² f λ / (4 π ε0 m_e c).
 CROSS_SECTION = math.pi * ELECTRON_RADIUS * LIGHT_SPEED * STRENGTH * WAVELENGTH
 
-HYDROGEN_FRACTION = 0.76  # by mass; the rest is helium
 # Electrons per hydrogen atom from helium, which is taken as doubly ionized, as it is after He II reionization (z < 3).
 HELIUM_ELECTRONS = 2 * (1 - HYDROGEN_FRACTION) / (4 * HYDROGEN_FRACTION)
 IONIZATION_KELVIN = 157807.0  # 13.6 eV / k_B
@@ -85,12 +82,12 @@ class Universe:
 
     def hubble_rate(self) -> float:
         """H(z) in 1/s."""
-        return 1e5 * self.h * self._expansion() / MEGAPARSEC
+        return 1e5 * self.h * self._expansion() / MEGAPARSEC_M
 
     def hydrogen_density(self) -> float:
         """Mean number density of hydrogen nuclei, proper, per cm³."""
-        critical = 3 * (1e5 * self.h / MEGAPARSEC) ** 2 / (8 * math.pi * GRAVITY)
-        atoms = HYDROGEN_FRACTION * self.omega_b * critical / HYDROGEN_MASS
+        critical = 3 * (1e5 * self.h / MEGAPARSEC_M) ** 2 / (8 * math.pi * GRAVITY)
+        atoms = HYDROGEN_FRACTION * self.omega_b * critical / HYDROGEN_ATOM_KG
         return 1e-6 * atoms * (1 + self.redshift) ** 3
 
     def _expansion(self) -> float:
@@ -165,7 +162,9 @@ def _depth_of_group(fields: Sequence[Tensor], universe: Universe, cell: float) -
     uniform_depth = 1e6 * CROSS_SECTION * universe.hydrogen_density() / universe.hubble_rate()  # if all were neutral
     depth = uniform_depth * density * neutral_fraction(density, temperature, universe)
     shift = velocity / width
-    doppler = (temperature.clamp(*TEMPERATURE_RANGE) * (2 * BOLTZMANN / HYDROGEN_MASS)).sqrt() / (1e3 * width)
+    doppler = (temperature.clamp(*TEMPERATURE_RANGE) * (2 * BOLTZMANN_J_PER_K / HYDROGEN_ATOM_KG)).sqrt() / (
+        1e3 * width
+    )
     finite = (depth.isfinite() & shift.isfinite() & temperature.isfinite()).all(1, keepdim=True)
     depth = torch.where(finite, depth, torch.nan)
     shift, doppler = torch.where(finite, shift, 0), torch.where(finite, doppler, 1)

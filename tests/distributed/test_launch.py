@@ -13,7 +13,8 @@ import pytest
 from processes import GENEROUS, TOP, rank_variables
 
 from utils.distributed.launch import Launch, read_launch
-from utils.errors import LocalError, UserError, launched_rank, one_line_errors
+from utils.errors import LocalError, UserError, one_line_errors
+from utils.launchers import launched_rank
 
 # Rank 5 of 8 ranks on two nodes.
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}

@@ -74,8 +74,6 @@ def test_images_below_the_minimum_size_are_refused(name: str, least: int) -> Non
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("vgg", VOLUMES, "^network.name: unknown network vgg; known: unet;"),
-        ("vgg", MNIST, "known: mnist_cnn, lenet, reuters_cnn, cifar_cnn;"),
         ("lenet", TEXTS, "network lenet cannot be used with texts; use reuters_cnn"),
         ("unet", MNIST, "network unet cannot be used with labeled samples; use mnist_cnn or lenet"),
         ("reuters_cnn", MNIST, "reuters_cnn takes texts, .*use mnist_cnn"),

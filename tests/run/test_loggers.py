@@ -291,7 +291,11 @@ def test_a_fault_is_one_warning_and_the_training_continues(
         (None, "[wandb]", "needs the package wandb; pip install -e '.[wandb]'"),
         (stand_in(0, login=[False]), "[tensorboard, wandb]", "no API key; run `wandb login`"),
         (stand_in(0, login=ValueError("key: too\nshort")), "[wandb]", "refuses its settings: key: too short"),
-        (None, "[tensorbord]", "unknown logger tensorbord; known: tensorboard, wandb; did you mean tensorboard?"),
+        (
+            None,
+            "[tensorbord]",
+            "loggers: unknown name tensorbord; known: tensorboard, wandb; did you mean tensorboard?",
+        ),
     ],
 )
 def test_a_logger_that_cannot_be_used_is_one_line(

@@ -22,16 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.errors import EXIT_INTERRUPTED, LocalError, UserError, record_exit_code
+from utils.launchers import MPI_RANKS, MPIS, OTHER_RANKS, TORCHRUN_VARIABLES
 
-TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-# Rank, number of ranks, local rank and local number, as set by Open MPI; MVAPICH; MPICH and Intel MPI; Cray's PMI.
-MPIS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-)
-MPI_RANKS = (*(rank for rank, *_ in MPIS), "PALS_RANKID", "PMIX_RANK")
 # Differ between two starts of mpiexec: Open MPI 4, Open MPI 5, PALS, MVAPICH. MPICH sets none: then the batch job.
 MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID", "PBS_JOBID", "SLURM_JOB_ID")
 RESTART_COUNTS = {"slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
@@ -129,7 +121,7 @@ def _find_mpi(env: Mapping[str, str]) -> Sequence[str] | None:
             # starts its daemons in a step, so that each rank has its daemon's SLURM_PROCID.
             is_srun = in_step and mpi == MPIS[-1] and size == _slurm_tasks(env)
             return mpi if size > 1 and not is_srun else None
-    rank = _first_set(env, MPI_RANKS)
+    rank = _first_set(env, MPI_RANKS + OTHER_RANKS)
     if rank and not in_step:
         raise UserError(
             f"the rank environment is incomplete: {rank} is set, but no known variables of the number of ranks and the "

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from utils.distributed import rendezvous
 from utils.distributed.launch import in_script
 from utils.distributed.world import World
-from utils.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, launched_rank, record_exit_code
+from utils.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, record_exit_code
+from utils.launchers import launched_rank
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from utils.config import did_you_mean
 from utils.config.sections import OptimizerConfig
+from utils.lookup import lookup
 from utils.optim.adam_by_weight import LearningRate, Parameters, adam_options
 from utils.optim.lamb import Lamb
 from utils.optim.soap import Soap
@@ -30,23 +30,16 @@ def build_optimizer(
     lr: float,
     capturable: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer `options.name`; ValueError if it is unknown.
+    """The optimizer `options.name`; UserError if it is unknown.
 
     A `capturable` one keeps everything that changes from step to step on the device, as a CUDA graph needs it: the
     learning rate is a tensor, to be set with `fill_`.
     """
-    check_optimizer(options.name)
+    build = lookup(OPTIMIZERS, "optimizer.name", options.name)
     parameters = dict(named_parameters)
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
-    return OPTIMIZERS[options.name](options, parameters, learning_rate)
-
-
-def check_optimizer(name: str) -> None:
-    """Raises ValueError for an unknown name."""
-    if name not in OPTIMIZERS:
-        hint = did_you_mean(name, OPTIMIZERS)
-        raise ValueError(f"optimizer.name: unknown optimizer {name}; known: {', '.join(OPTIMIZERS)}{hint}")
+    return build(options, parameters, learning_rate)
 
 
 def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:

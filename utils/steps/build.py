@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from networks import build_loss, build_metrics, build_network, initialize
+from networks import LOSSES, METRICS, NETWORKS, build_loss, build_metrics, build_network, initialize
 from networks.losses import NetworkWithLoss
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
@@ -22,7 +22,8 @@ from utils.data.loaders import DataSplits, open_loaders
 from utils.data.loaders.base import meta_batch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
-from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
+from utils.lookup import lookup
+from utils.optim.optimizers import OPTIMIZERS, build_optimizer, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
 from utils.steps.backends import log_backends
@@ -102,6 +103,7 @@ def _network(config: Config) -> nn.Module:
         return own_network.build(name, samples, {**given, **config.network.options})
     # Variants are passed only if they are set: not every network has them.
     options = {name: value for name, value in {**given, **variants, **samples}.items() if value}
+    lookup(NETWORKS, "network.name", name, "; a class of your own is named my_module.MyNetwork")
     return build_network(name, **{**options, **config.network.options})
 
 
@@ -123,6 +125,7 @@ def model_size(config: Config) -> ModelSize:
 
 def loss(config: Config) -> nn.Module:
     """The loss of a config returned by `resolve_config`."""
+    lookup(LOSSES, "loss", config.loss)
     options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.channel_weights}
     if config.lambda_rho:
         options["density_log_scale"] = config.transform.density_log_scale
@@ -133,7 +136,9 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
-        check_optimizer(config.optimizer.name)
+        lookup(OPTIMIZERS, "optimizer.name", config.optimizer.name)
+        for name in config.metrics:
+            lookup(METRICS, "metrics", name)
         metrics = build_metrics(config.metrics, config.is_classification)
         has_tail = config.fused_tail and not config.fused_tail_obstacle
         kind = NetworkWithFusedTail if has_tail else NetworkWithLoss

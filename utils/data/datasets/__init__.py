@@ -17,6 +17,7 @@ from utils.data.datasets.digits import DIGITS
 from utils.data.datasets.idx import FASHION_MNIST, MNIST
 from utils.data.datasets.reuters import REUTERS
 from utils.errors import UserError
+from utils.lookup import lookup
 
 __all__ = ["DATASETS", "ClassificationData", "Dataset", "get_dataset", "open_dataset"]
 
@@ -33,9 +34,7 @@ SKIP_VERIFICATION = "dataset.verify=false accepts other files of the same format
 
 def get_dataset(name: str) -> Dataset:
     """Returns the data set `name`; raises UserError if it is unknown."""
-    if name not in DATASETS:
-        raise UserError(f"unknown data set {name}; known: {', '.join(DATASETS)}; choose one with dataset.name")
-    return DATASETS[name]
+    return lookup(DATASETS, "dataset.name", name)
 
 
 def open_dataset(name: str, directory: str, verified: bool) -> dict[str, ClassificationData]:

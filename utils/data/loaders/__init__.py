@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from utils.config import Config, did_you_mean
+from utils.config import Config
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
 from utils.data.loaders.base import Batch, DataSplits, Loader
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.lookup import lookup
 from utils.volumes.opened import check_data, with_file_values
 
 __all__ = [
@@ -50,11 +50,7 @@ LOADERS = {
 
 def get_loader(name: str) -> LoaderSpec:
     """The loader `name`; UserError if the name is unknown."""
-    if name not in LOADERS:
-        known = ", ".join(LOADERS)
-        hint = did_you_mean(name, LOADERS) or "; choose one with --data_loader_config"
-        raise UserError(f"unknown data_loader_config {name}; known: {known}{hint}")
-    return LOADERS[name]
+    return lookup(LOADERS, "data_loader_config", name)
 
 
 def resolve_config(config: Config, world: World) -> Config:

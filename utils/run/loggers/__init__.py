@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from utils.config import did_you_mean
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.lookup import lookup
 from utils.run.loggers.base import LoggedRun, Logger
 from utils.run.loggers.tensorboard import TensorBoardLogger
 from utils.run.loggers.wandb import WandbLogger, check_wandb
@@ -37,11 +36,7 @@ def check_loggers(names: Sequence[str], world: World) -> None:
     """Raises UserError if a logger is unknown or cannot be used. Every rank calls it; rank 0 checks."""
     with world.raise_together():
         for name in names if world.is_root else ():
-            if name not in LOGGERS:
-                raise UserError(
-                    f"loggers: unknown logger {name}; known: {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}"
-                )
-            requires = LOGGERS[name].requires
+            requires = lookup(LOGGERS, "loggers", name).requires
             if requires is not None:
                 requires()
 
