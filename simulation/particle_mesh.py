@@ -1,4 +1,4 @@
-"""Particles: Lagrangian initial conditions, cloud-in-cell deposit and interpolation, kick and drift.
+"""Particles: Lagrangian initial conditions, deposit and interpolation as clouds, kick and drift.
 
 Lengths are in cells of the mesh and cell i is centered on coordinate i. Time is D, the linear growth factor (1 at
 z = 0), and particle velocities are dx/dD: in the Zel'dovich approximation particles move on straight lines at constant
@@ -176,8 +176,8 @@ def add_particles(
 ) -> None:
     """Adds particles at positions [3, particles], in cells, to rows of a periodic mesh that start at row `base`.
 
-    Cloud-in-cell (Hockney & Eastwood 1981). `mesh` is [1 + len(values), rows * n * n]: the number of particles, and
-    the sum of each of `values`, [particles].
+    Each is a cloud of `width` cells per axis (Hockney & Eastwood 1981). `mesh` is [1 + len(values), rows * n * n]: the
+    number of particles, and the sum of each of `values`, [particles].
     """
     rows, size = mesh.shape[1] // grid**2, CHUNK[mesh.device.type]
     for start in range(0, positions.shape[1], size):

@@ -14,7 +14,7 @@ import torch
 from utils.config import Config
 from utils.data import symmetry
 from utils.data.loaders import Batch
-from utils.data.plan import Box, SamplePlan
+from utils.data.plan import SamplePlan, Shape
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 
@@ -31,7 +31,7 @@ def loader_of(
     return kind(volumes, plan, config, World(Launch("test", rank, rank, ranks), torch.device(device)))
 
 
-def cubes(*sides: int) -> tuple[Box, ...]:
+def cubes(*sides: int) -> tuple[Shape, ...]:
     """The shapes of cubes."""
     return tuple((side, side, side) for side in sides)
 

@@ -28,6 +28,7 @@ from utils.volumes.channels import volume_channels
 from utils.volumes.convert_to_npy import convert
 from utils.volumes.hdf5 import open_volume
 from utils.volumes.import_volume import main
+from utils.volumes.opened import npy_keys
 
 SHAPE = (12, 6, 8)
 FIELDS = physical_fields(SHAPE)
@@ -154,7 +155,7 @@ def test_the_written_config_extends_one_whose_crops_fit(
     shipped = configs.load("config/UNet.yaml", parent)
     config = configs.load(options.yaml_config, options.config)
     expected = {"train_path": str(folder / "a.h5"), "val_path": str(folder / "b.h5")}
-    expected |= dict.fromkeys(imported_config.NPY_KEYS) | {"box_size": [[[128, cells, 128]], 80]}
+    expected |= dict.fromkeys(npy_keys("train_path", "val_path")) | {"box_size": [[[128, cells, 128]], 80]}
     expected |= {"symmetries": "full", "expdir": "./runs"} if parent == "base" else {}
     expected |= {"data_size": crop, "network.scales": scales} if scales else {}
     assert configs.differences(config, shipped) == expected

@@ -15,7 +15,7 @@ import numpy as np
 from utils.data import symmetry
 from utils.volumes.opened import SPLITS
 
-Box = tuple[int, int, int]  # cells along x, y and z
+Shape = tuple[int, int, int]  # cells along x, y and z
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SamplePlan:
     """
 
     samples: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[Shape, ...]
     crop: int
     seed: int = 0
     split: str = "train"

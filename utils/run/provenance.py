@@ -22,7 +22,7 @@ from utils.distributed.world import World, name_ranks
 from utils.errors import UserError
 from utils.files import MIB, read_json
 from utils.log import once_per_job
-from utils.volumes.opened import SPLITS, split_settings
+from utils.volumes.opened import SPLITS, npy_keys, split_settings
 
 log = once_per_job(__name__)
 
@@ -145,8 +145,8 @@ def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
     if reads not in ("hdf5", "npy"):
         return
     for values in (split_settings(config, split) for split in SPLITS):
-        npy_keys = values.npy_keys if reads == "npy" or config.data_loader_config == "auto" else ()
-        for key in (values.key, *npy_keys):
+        copies = npy_keys(values.key) if reads == "npy" or config.data_loader_config == "auto" else ()
+        for key in (values.key, *copies):
             paths = config.paths(key)
             for number, path in enumerate(paths):
                 yield key if len(paths) == 1 else f"{key}[{number}]", Path(path)

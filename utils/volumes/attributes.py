@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from utils.config import validate_section
-from utils.config.sections import Condition, NetworkConfig, TransformConfig
+from utils.config.sections import NetworkConfig, TransformConfig
 from utils.errors import UserError
 
 TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to six digits
@@ -37,16 +37,8 @@ Attributes = Mapping[str, Any]
 Simulation = dict[str, float | str]
 
 # Keys of a Simulation by the name of the condition.
-CONDITIONS: dict[Condition, str] = {
-    "redshift": "redshift",
-    "cell": CELL,
-    "hubble": "cosmology_H0",
-    "omega_m": "cosmology_Om0",
-    "omega_l": "cosmology_Ode0",
-    "omega_b": "cosmology_Ob0",
-    "sigma8": "cosmology_sigma8",
-    "n_s": "cosmology_ns",
-}
+CONDITIONS = {name: key for name, (key, _) in UNIVERSE.items()}
+CONDITIONS |= {"cell": CELL, "sigma8": "cosmology_sigma8", "n_s": "cosmology_ns"}
 
 CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc"}  # the others have none
 

@@ -22,7 +22,7 @@ from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.volumes.hdf5 import DATASETS, checked_dataset, open_file, stored_slabs
-from utils.volumes.npy import FIELDS
+from utils.volumes.npy import ENDINGS
 
 
 def convert(
@@ -41,7 +41,7 @@ def convert(
                 f"{source}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal"
             )
         directory = source.parent if output_dir is None else Path(output_dir)
-        targets = [directory / f"{source.stem}_{field}.npy" for field in FIELDS]
+        targets = [directory / f"{source.stem}_{field}.npy" for field in ENDINGS]
         for target in targets:
             check_target(target, overwrite, "--output_dir")
         make_output_directory(directory, 4 * sum(map(math.prod, shapes)), remedy)

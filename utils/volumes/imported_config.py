@@ -12,7 +12,7 @@ from utils.errors import os_errors_for_users
 from utils.files import atomic_write
 from utils.volumes.channels import vectors_of
 from utils.volumes.hdf5 import DATASETS
-from utils.volumes.opened import box_entry
+from utils.volumes.opened import box_entry, npy_keys
 
 SHIPPED = "UNet.yaml"
 CROPS = {"base": 64, "demo": 32}  # data_size of the configs to extend
@@ -24,7 +24,6 @@ ONE_VOLUME = """\
 # val_path is the training volume itself, so the validation loss says nothing about other volumes. Import another one,
 # set val_path to it, and the second number of box_size to its cells per side.
 """
-NPY_KEYS = [f"{split}_path_npy_{kind}" for split in ("train", "val") for kind in ("data", "label")]
 
 
 def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> list[str]:
@@ -43,7 +42,7 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     keys: dict[str, Any] = {
         EXTENDS: parent,
         **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
-        **dict.fromkeys(NPY_KEYS),
+        **dict.fromkeys(npy_keys("train_path", "val_path")),
         "box_size": [box_entry([volumes[file]]) for file in (first, last)],
         "N_in_channels": inputs,
         "N_out_channels": targets,

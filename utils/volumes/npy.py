@@ -14,12 +14,12 @@ import numpy as np
 from utils.errors import UserError
 from utils.volumes.hdf5 import DATASETS, Volume
 
-FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/volumes/convert_to_npy.py writes them
+ENDINGS = ("data", "label")  # file names end in _data.npy and _label.npy, as convert_to_npy.py writes them
 
 
 def open_npy_volume(
     paths: tuple[str | None, str | None],
-    keys: tuple[str, str],
+    keys: Sequence[str],
     source: str,
     channels: tuple[int | None, int | None],
     volume: Volume | None = None,
@@ -36,7 +36,7 @@ def open_npy_volume(
     files: list[str] = []
     fields: list[np.ndarray] = []  # [C, X, Y, Z]
     grid = volume.shape if volume else None  # that of the inputs is also expected for the targets
-    for number, (path, key, field, count) in enumerate(zip(paths, keys, FIELDS, channels, strict=True)):
+    for number, (path, key, field, count) in enumerate(zip(paths, keys, ENDINGS, channels, strict=True)):
         remedy = f"create {Path(source).with_name(f'{Path(source).stem}_{field}.npy')} with {command}, and set {key}"
         if path is None:
             raise UserError(f"{key} is not set; {remedy}, or use --data_loader_config=lowmem")

@@ -37,6 +37,11 @@ UNNAMED: dict[str, Any] = {"N_in_channels": None, "N_out_channels": None, "box_s
 log = logging.getLogger(__name__)
 
 
+def npy_keys(*keys: str) -> list[str]:
+    """The keys of the `.npy` files of inputs and targets, by the keys of the HDF5 files."""
+    return [name for key in keys for name in (f"{key}_npy_data", f"{key}_npy_label")]
+
+
 class Split(NamedTuple):
     """The config's values for one split, and the key of its HDF5 files.
 
@@ -46,11 +51,6 @@ class Split(NamedTuple):
     samples: int
     box: int | list[list[int]]
     key: str
-
-    @property
-    def npy_keys(self) -> tuple[str, str]:
-        """The keys of the `.npy` files of inputs and targets."""
-        return f"{self.key}_npy_data", f"{self.key}_npy_label"
 
 
 def split_settings(config: Config, name: str) -> Split:
@@ -192,7 +192,7 @@ def _remedy(path: str) -> str:
 
 def open_split_npy(config: Config, split: str) -> list[Volume]:
     """The `.npy` files of one split, checked against the config and, as far as they exist, against the HDF5 files."""
-    key, keys = split_settings(config, split).key, split_settings(config, split).npy_keys
+    keys = npy_keys(key := split_settings(config, split).key)
     sources, *paths = (config.paths(name) for name in (key, *keys))
     for name, files in zip(keys, paths, strict=True):
         if files and len(files) != len(sources):
@@ -291,7 +291,7 @@ def open_volumes(config: Config, world: World) -> dict[str, list[Volume]]:
 
 def open_npy_volumes(config: Config, world: World) -> dict[str, list[Volume]]:
     """The `.npy` files of both splits; their copies in `use_cache`, if that is set."""
-    keys = [key for split in SPLITS for key in split_settings(config, split).npy_keys]
+    keys = npy_keys(*(split_settings(config, split).key for split in SPLITS))
     return _open_or_stage(config, world, open_split_npy, keys)
 
 

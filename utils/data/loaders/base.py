@@ -11,7 +11,7 @@ import torch
 
 from utils.config import Config
 from utils.data.datasets import get_dataset
-from utils.data.plan import Box, SamplePlan, rank_batches
+from utils.data.plan import SamplePlan, Shape, rank_batches
 from utils.distributed.world import World
 from utils.volumes.hdf5 import Volume
 from utils.volumes.opened import SPLITS, channel_counts, of_both_splits, split_conditions, split_settings, volume_names
@@ -137,7 +137,7 @@ def meta_batch(config: Config, samples: int) -> Batch:
     return Batch(*(torch.empty(shape, device="meta") for shape in shapes))
 
 
-def sample_plan(config: Config, split: str, boxes: Iterable[Box]) -> SamplePlan:
+def sample_plan(config: Config, split: str, boxes: Iterable[Shape]) -> SamplePlan:
     """The plan of one split, 'train' or 'valid', for volumes of these shapes."""
     samples, augment = split_settings(config, split).samples, config.symmetries != "none"
     plan = SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, augment)

@@ -27,7 +27,7 @@ from utils.data.plan import SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.volumes.hdf5 import Volume
-from utils.volumes.npy import FIELDS
+from utils.volumes.npy import ENDINGS
 from utils.volumes.opened import open_npy_volumes
 
 QUEUE = 2  # batches that DALI has at a time
@@ -120,7 +120,7 @@ class DaliLoader(CropLoader):
         """Passes a batch to DALI. A shorter one keeps old crops at its end."""
         from nvidia.dali.tensors import TensorListCPU
 
-        for name, crops in zip(FIELDS, buffer, strict=True):
+        for name, crops in zip(ENDINGS, buffer, strict=True):
             # Passed without a copy, and marked as pinned if it is: DALI then copies it to the device directly.
             self._pipeline.feed_input(name, TensorListCPU(crops.numpy(), is_pinned=self._on_gpu))
 
@@ -133,7 +133,7 @@ class DaliLoader(CropLoader):
             prefetch_queue_depth=QUEUE,
         )
         with pipeline:
-            crops = [fn.external_source(name=name, dtype=types.FLOAT, ndim=4, no_copy=True) for name in FIELDS]
+            crops = [fn.external_source(name=name, dtype=types.FLOAT, ndim=4, no_copy=True) for name in ENDINGS]
             pipeline.set_outputs(*(crop.gpu() if self._on_gpu else crop for crop in crops))
         pipeline.build()
         return pipeline
