@@ -65,7 +65,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, parts.step, run)
             result = Trainer(config, parts, run, state, profiler, evaluation, signals).fit()
-            world.heartbeat.progress("end")
+            world.pulse.enter("end")
             run.finish(result, *report_on_run(config, parts.step, parts.loaders.valid, run, result.steps))
 
 

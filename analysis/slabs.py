@@ -81,7 +81,7 @@ class Slabs:
                 for columns, out in zip(shares, parts, strict=True):
                     out[done : done + len(piece)] = piece[:, columns]
                 done += len(piece)
-                self.world.heartbeat.progress("prediction")
+                self.world.pulse.advance()
         own = (_length(shares[self.world.rank]), *rest)
         received = [_length(planes) * math.prod(own) for planes in self.shares]
         return self.world.exchange(sent, [*map(math.prod, shapes)], received).view(self.shape[0], *own)

@@ -43,7 +43,7 @@ class Simulated(Heartbeat):
         """Sends a report as in this event, `seconds` after the start."""
         self._now = seconds
         if event != HANGING:
-            self.progress("step", self._beats)
+            self.pulse.enter("step", self._beats)
         if self.rank < self._size - 1 or event not in (SILENT, LOST):
             self._exchange()
 

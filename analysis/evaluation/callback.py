@@ -7,7 +7,6 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,9 +60,7 @@ class VolumeEvaluation(Evaluation):
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
 
-    def after_epoch(
-        self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
-    ) -> dict[str, float]:
+    def after_epoch(self, epoch: int, step: int, is_last: bool) -> dict[str, float]:
         """Scalars of the evaluation after an epoch, none if it is not due; every rank calls it."""
         if epoch % self._config.evaluation.every_epochs and not is_last:
             return {}
@@ -73,15 +70,13 @@ class VolumeEvaluation(Evaluation):
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
         with out_of_memory_for_users(MEMORY_REMEDY):
             slabs = Slabs(self._volume.shape, self._world)
-            predicted = slabs.stored(self._predictor.predict_planes(slabs, pause=stop_if_requested))
+            predicted = slabs.stored(self._predictor.predict_planes(slabs))
             inputs, target = (
                 slabs.reader(functools.partial(self._read, field))
                 for field in (self._volume.inputs, self._volume.targets)
             )
             fields = SlabFields(inputs, predicted, target)
-            evaluation = evaluate_fields(
-                self._config, self._volume, fields, slabs, metadata, stop_if_requested, self._known
-            )
+            evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
         if self._world.is_root:
             self._save_and_draw(evaluation, step)
         seconds = time.perf_counter() - started

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,17 +107,15 @@ class VolumeStatistics:
             self._phase_counts = zeros(2, *numbers, dtype=torch.int64)
 
     @torch.no_grad()
-    def results(
-        self, fields: SlabFields, metadata: Mapping[str, Any], pause: Callable[[], object] = lambda: None
-    ) -> Results:
-        """The results, equal on every rank; to be called once. Calls `pause` between the parts, on every rank.
+    def results(self, fields: SlabFields, metadata: Mapping[str, Any]) -> Results:
+        """The results, equal on every rank; to be called once.
 
         Undefined values are NaN: R² of a constant target, and whatever depends on non-finite predictions.
         """
         self._count_cells(fields)
-        pause()
+        self._world.pulse.meet()
         shells = KShells(self._slabs, self._cell or 1.0)
-        spectra, divergence, mass_ratio, bispectrum = self._transform(fields, shells, pause)
+        spectra, divergence, mass_ratio, bispectrum = self._transform(fields, shells)
         total, cells = self._world.sum, math.prod(self._slabs.shape)
         absolute, square, shifted, shifted_square = total(self._errors).cpu().numpy()
         copied = np.full(len(self._channels), np.nan)
@@ -168,7 +166,7 @@ class VolumeStatistics:
                 # Plane by plane: the sums do not depend on the pieces, and temporaries are small.
                 for planes in zip(*(part.unbind(1) for part in values), strict=True):
                     self._count(*planes)
-                self._world.heartbeat.progress("prediction")
+                self._world.pulse.advance()
 
     def _owner(self, plane: int) -> int:
         """The rank that owns a plane."""
@@ -206,7 +204,7 @@ class VolumeStatistics:
             bins += self._begins
             self._counts[side] += torch.bincount(bins.flatten(), minlength=self._counts.shape[1])
 
-    def _transform(self, fields: SlabFields, shells: KShells, pause: Callable[[], object]) -> _Transformed:
+    def _transform(self, fields: SlabFields, shells: KShells) -> _Transformed:
         needed = _fields(self._channels)
         present = [field.spectrum for field in needed]
         names = sorted({*present}, key=[*SPECTRA, *present].index)
@@ -223,9 +221,9 @@ class VolumeStatistics:
             elif field.is_exponential:
                 masses = torch.stack([values.sum(dtype=torch.float64) for values in stored])
                 mass_ratio = float(torch.divide(*self._world.sum(masses)))
-            self._world.heartbeat.progress("prediction")  # the transforms of a large volume take long
+            self._world.pulse.advance()  # the transforms of a large volume take long
             sums[field.spectrum] += shells.sums(stored)
-            pause()
+            self._world.pulse.meet()
         return _Transformed(sums, divergence, mass_ratio, bispectrum)
 
     def _stored(self, read: ReadPlanes, field: _Field) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,18 +31,17 @@ def evaluate_fields(
     fields: SlabFields,
     slabs: Slabs,
     metadata: Mapping[str, Any],
-    pause: Callable[[], object] = lambda: None,
     known: KnownFlux | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
     The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume.
-    `pause` is called on every rank at the same points, and may raise.
     """
     inputs, targets = volume_channels(config)
     setup = FluxSetup.of(volume, config)
-    results = VolumeStatistics(targets, inputs, volume.cell, slabs).results(fields, metadata, pause)
-    return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields, pause)) if setup else results
+    slabs.world.pulse.enter("evaluation")
+    results = VolumeStatistics(targets, inputs, volume.cell, slabs).results(fields, metadata)
+    return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
 
 
 def config_of_files(inputs: str, prediction: str) -> Config:
@@ -102,8 +101,8 @@ class VolumeFields:
             assert self.prediction is not None
             predicted = slabs.reader(self.prediction.planes)
         else:
-            with Progress(description, predictor.window_count(), "windows") as progress:
-                predicted = slabs.stored(predictor.predict_planes(slabs, progress.advance))
+            with Progress(description, predictor.window_count(), "windows") as bar, world.pulse.using(show=bar.advance):
+                predicted = slabs.stored(predictor.predict_planes(slabs))
         fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
         return evaluate_fields(self.config, self.inputs, fields, slabs, metadata)
 

@@ -146,9 +146,9 @@ class PredictionFile:
         total, mine = sum(counts.values()), [*boxes][predictor.world.rank :: predictor.world.size]
         checked = time.monotonic()
 
-        def advance(windows: int) -> None:
+        def show(windows: int, text: str) -> None:
             nonlocal checked
-            progress.advance(windows)
+            progress.advance(windows, text)
             if signals.received is None and time.monotonic() < checked + POLL_SECONDS:
                 return
             checked, left = time.monotonic(), {*writer.missing}
@@ -157,10 +157,12 @@ class PredictionFile:
             if writer.stops:
                 raise _Interrupted
 
-        with Progress(f"predicting {self.options.output}", total, "windows") as progress:
+        pulse = predictor.world.pulse
+        pulse.enter("prediction")
+        with Progress(f"predicting {self.options.output}", total, "windows") as progress, pulse.using(show=show):
             try:
                 for number in mine:
-                    block = predictor.predict_box(boxes[number], advance)
+                    block = predictor.predict_box(boxes[number])
                     writer.write(number, boxes[number], self.layout.values(block))
                 # Not in a collective, which has a time limit.
                 while writer.missing and not writer.stops:

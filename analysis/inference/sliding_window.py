@@ -31,15 +31,10 @@ from utils.volumes.page_cache import memory_limit
 
 ReadBox = Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
 Predict = Callable[[torch.Tensor], torch.Tensor]
-Advance = Callable[[int], object]  # is called with numbers of predicted windows
 
 # Blocks of windows whose planes go to several ranks: enough to share them evenly, and small next to the planes.
 BLOCKS_PER_RANK = 4
 BLOCK_CELLS = 128**3
-
-
-def ignore(windows: int) -> None:
-    """No progress is shown."""
 
 
 class Block(NamedTuple):
@@ -69,15 +64,15 @@ class SlidingWindowPredictor:
         on_device = torch.cuda.mem_get_info(device)[0] // 3
         return min(limit // (4 * 3 * outputs), on_device // (4 * (inputs + outputs)))
 
-    def predict_box(self, box: Box, advance: Advance = ignore) -> Block:
+    def predict_box(self, box: Box) -> Block:
         """Predicts a box of cells on this rank alone.
 
         The bits of a cell do not depend on the box: a cell's windows are added in the order of their numbers, and all
-        batches have the same size. `advance` is called with the number of windows of each batch.
+        batches have the same size.
         """
         parts = self.grid.parts(box)
         inputs = self._read_box(parts)
-        total = self._blend(inputs, parts, advance, self.batch_size)
+        total = self._blend(inputs, parts, self.batch_size)
         for axis, part in enumerate(parts, start=1):
             inputs = inputs.narrow(axis, part.start - part.first, part.stop - part.start)
         return Block(box, inputs, total)
@@ -87,22 +82,20 @@ class SlidingWindowPredictor:
         rank = self.world.rank
         return sum(_windows(turn[rank]) for turn in self._turns() if rank < len(turn))
 
-    def predict_planes(
-        self, slabs: Slabs, advance: Advance = ignore, pause: Callable[[], object] = lambda: None
-    ) -> torch.Tensor:
-        """Predicts this rank's planes [C_out, n, Y, Z]; every rank calls it, and `pause` at the same points.
+    def predict_planes(self, slabs: Slabs) -> torch.Tensor:
+        """Predicts this rank's planes [C_out, n, Y, Z]; every rank calls it.
 
         Each window is predicted once, on any rank, and its weighted cells are sent to the owners of their planes. So
         the results on different numbers of ranks are equal within rounding.
         """
         total, rank = slabs.empty(self.channels[1]).zero_(), self.world.rank
+        self.world.pulse.enter("prediction")
         for turn in self._turns():
             parts = turn[rank] if rank < len(turn) else ()
             with self.world.raise_together():
                 inputs = self._read_box(parts) if parts else None
-            self.world.heartbeat.progress("prediction")  # also on ranks that have no windows
-            self._send(None if inputs is None else self._blend(inputs, parts, advance), turn, slabs, total)
-            pause()
+            self._send(None if inputs is None else self._blend(inputs, parts), turn, slabs, total)
+            self.world.pulse.meet()
         return total
 
     def _turns(self) -> list[list[tuple[AxisPart, ...]]]:
@@ -142,9 +135,7 @@ class SlidingWindowPredictor:
                 cells = piece.view(shape)[:, :, row.window, line.window]
                 total[:, slabs.local(planes), row.volume, line.volume] += cells
 
-    def _blend(
-        self, inputs: torch.Tensor, parts: Sequence[AxisPart], advance: Advance, fixed_batch: int = 0
-    ) -> torch.Tensor:
+    def _blend(self, inputs: torch.Tensor, parts: Sequence[AxisPart], fixed_batch: int = 0) -> torch.Tensor:
         """The weighted sum of the windows' predictions in the cells [start, stop) along each axis, [C_out, x, y, z].
 
         All batches have the size `fixed_batch`, if it is given.
@@ -165,8 +156,7 @@ class SlidingWindowPredictor:
                 weighted = output * (x_weights.view(-1, 1, 1) * (y_weights.view(-1, 1) * z_weights))
                 for x, y, z in itertools.product(*(one.outputs for one in place)):
                     total[:, x.volume, y.volume, z.volume] += weighted[:, x.window, y.window, z.window]
-            self.world.heartbeat.progress("prediction")
-            advance(len(batch))
+            self.world.pulse.advance(len(batch))
         return total
 
     def _read_box(self, parts: Sequence[AxisPart]) -> torch.Tensor:
@@ -245,7 +235,7 @@ def symmetry_mean(
         for index in range(count):
             outputs = predict(apply_on_device(windows, index, *before)).float()
             total = total + apply_on_device(outputs, inverse(index), *after)
-            world.heartbeat.progress("prediction")
+            world.pulse.advance()
         return total / count
 
     return mean

@@ -74,14 +74,14 @@ class FluxStatistics:
         self._power = AnisotropicPower(slabs, setup.cell) if is_complete else None
 
     @torch.no_grad()
-    def results(self, fields: SlabFields, pause: Callable[[], object] = lambda: None) -> Flux:
-        """The results, equal on every rank; to be called once. Calls `pause` between the parts, on every rank."""
+    def results(self, fields: SlabFields) -> Flux:
+        """The results, equal on every rank; to be called once."""
         setup, last, known = self._setup, self._lines[-1], self._known.fields
         if not known:
-            known[TARGET] = self._measure(self._gas_depths(fields.target, pause))
-        prediction = self._measure(self._gas_depths(fields.predicted, pause))
+            known[TARGET] = self._measure(self._gas_depths(fields.target))
+        prediction = self._measure(self._gas_depths(fields.predicted))
         if setup.dark and setup.baseline not in known:
-            known[setup.baseline] = self._measure(self._baseline_depths(fields.inputs, pause))
+            known[setup.baseline] = self._measure(self._baseline_depths(fields.inputs))
         width = setup.universe.pixel_width(setup.cell)
         wavenumbers = [
             2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
@@ -104,7 +104,7 @@ class FluxStatistics:
 
     # --- optical depth ---
 
-    def _gas_depths(self, read: ReadPlanes, pause: Callable[[], object]) -> list[Tensor]:
+    def _gas_depths(self, read: ReadPlanes) -> list[Tensor]:
         setup = self._setup
 
         def values(axis: int, number: int, planes: slice) -> Tensor:
@@ -118,9 +118,9 @@ class FluxStatistics:
             )
             return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
 
-        return self._depths(3, values, depth, pause)
+        return self._depths(3, values, depth)
 
-    def _baseline_depths(self, read: ReadPlanes, pause: Callable[[], object]) -> list[Tensor]:
+    def _baseline_depths(self, read: ReadPlanes) -> list[Tensor]:
         setup, slabs = self._setup, self._slabs
         density_channel, *velocity_channels = setup.dark
         dark = slabs.empty()
@@ -139,14 +139,10 @@ class FluxStatistics:
             temperature = fgpa_temperature(density, setup.universe.redshift)
             return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
 
-        return self._depths(2 if velocity_channels else 1, values, depth, pause)
+        return self._depths(2 if velocity_channels else 1, values, depth)
 
     def _depths(
-        self,
-        count: int,
-        values: Callable[[int, int, slice], Tensor],
-        depth: Callable[[int, Tensor], Tensor],
-        pause: Callable[[], object],
+        self, count: int, values: Callable[[int, int, slice], Tensor], depth: Callable[[int, Tensor], Tensor]
     ) -> list[Tensor]:
         """Optical depths along this rank's lines, [rows, columns, cells], along x, y and z.
 
@@ -166,9 +162,9 @@ class FluxStatistics:
         # Contiguous rows: torch may round exponentials of others differently.
         for row, out in enumerate(depths[0]):
             out.copy_(depth(0, torch.stack([field[:, row].T for field in columns])))
-            self._progress()  # a slab of hot gas takes minutes
+            self._world.pulse.advance()  # a slab of hot gas takes minutes
         del columns
-        pause()
+        self._world.pulse.meet()
         for lines in others:
             depths.append(lines.empty())
             with self._world.raise_together():
@@ -176,12 +172,9 @@ class FluxStatistics:
                     planes = [values(lines.axis, number, slice(x, x + 1))[0] for number in range(count)]
                     rows = [plane.movedim(lines.axis - 1, -1)[lines.columns] for plane in planes]
                     out.copy_(depth(lines.axis, torch.stack(rows)))
-                    self._progress()
-            pause()
+                    self._world.pulse.advance()
+            self._world.pulse.meet()
         return depths
-
-    def _progress(self) -> None:
-        self._world.heartbeat.progress("prediction")
 
     # --- flux ---
 
@@ -250,7 +243,7 @@ class FluxStatistics:
             if axis == 0:  # [own y, z, x]
                 contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
             sums += self._power.sums(contrast.transpose(1, 2) if axis == 1 else contrast, axis)  # axis 1: [x, z, y]
-            self._progress()
+            self._world.pulse.advance()
         return self._power.power(sums)
 
     def _middle_line(self, depth: Tensor, scale: float) -> np.ndarray:

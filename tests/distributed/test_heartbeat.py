@@ -26,8 +26,9 @@ from utils import errors as user_errors
 from utils.config.sections import TimeoutsConfig
 from utils.distributed import flight_recorder
 from utils.distributed import heartbeat as heartbeats
-from utils.distributed.heartbeat import Diagnosis, Heartbeat, Phase, Report
+from utils.distributed.heartbeat import Diagnosis, Heartbeat
 from utils.distributed.launch import Launch, run_script
+from utils.distributed.pulse import Phase, Report
 from utils.distributed.world import World, connect
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
 from utils.progress import Progress
@@ -149,10 +150,10 @@ def test_rank_0_of_4096_notices_within_the_limit_and_one_report(event: str, limi
 def reduce_but(exception: int, act: Callable[[], Any], world: World) -> None:
     """The ranks wait for each other at every step, as in a training run; the exception acts after a few steps."""
     for step in itertools.count():
-        world.heartbeat.progress("data", 17)
+        world.pulse.enter("data", 17)
         if step == 5 and world.rank == exception:
             act()
-        world.heartbeat.progress("step", 17)
+        world.pulse.enter("step", 17)
         dist.all_reduce(torch.ones(8))
         time.sleep(0.01)
 
@@ -167,7 +168,7 @@ def fail(error: Exception) -> None:
 
 def hang(phase: Phase, step: int, world: World) -> None:
     """Rank 0 hangs in this phase, and the others wait for it."""
-    world.heartbeat.progress(phase, step)
+    world.pulse.enter(phase, step)
     if world.rank == 0:
         time.sleep(GENEROUS)
     world.barrier()

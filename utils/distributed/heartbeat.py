@@ -24,17 +24,16 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from utils.distributed.flight_recorder import write_collectives
 from utils.distributed.launch import Launch
+from utils.distributed.pulse import Pulse, Report
 from utils.errors import EXIT_HANG, EXIT_USER_ERROR, LocalError, Stopped, UserError, record_exit_code
 from utils.progress import Progress
 
-Phase = Literal["start", "data", "step", "validation", "prediction", "save", "end"]
-PHASES: tuple[Phase, ...] = get_args(Phase)  # in their order within a step
 TICK = 0.25  # seconds between two reads of rank 0, and between two looks of each rank at its own progress
 RANKS_PER_SECOND = 512
 SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank is gone
@@ -48,26 +47,6 @@ END, LOST, READ = "heartbeat: end", "heartbeat: lost", "heartbeat: read"
 STORE_ERRORS = (dist.DistError, OSError, RuntimeError)
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
-
-
-class Report(NamedTuple):
-    """The state of a rank. Its main thread sets it; the heartbeat adds beat, idle and collectives, and writes it."""
-
-    host: str = "unknown"
-    state: Literal["running", "lost a peer", "left"] = "running"
-    step: int = 0
-    phase: Phase = "start"
-    calls: int = 0  # of Heartbeat.progress and Progress.advance
-    idle: float = 0.0  # seconds since the last of them
-    beat: int = 0
-    collectives: int = 0  # that the rank has entered
-
-    @property
-    def position(self) -> tuple[int, int, int]:
-        return self.step, PHASES.index(self.phase), self.collectives
-
-    def __str__(self) -> str:
-        return f"step {self.step} ({self.phase})"
 
 
 class Diagnosis(NamedTuple):
@@ -87,7 +66,7 @@ class Heartbeat:
         launch = launch or Launch("single process")
         self.rank, self._size, self._hang_seconds = launch.rank, launch.world_size, hang_seconds
         self.folder = Path()  # for the last collectives; a training run sets its run directory
-        self._report, self._beats = Report(socket.gethostname()), 0
+        self.pulse, self._beats = Pulse(), 0
         self._failure: tuple[float, Diagnosis] | None = None  # of the main thread; when it is the cause at the latest
         self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between reports of a rank other than 0
         self._now = 0.0  # seconds for which the thread has run, without those of a suspension
@@ -121,12 +100,6 @@ class Heartbeat:
         if self.rank > 0:
             threading.Thread(target=self._watch_store, name="heartbeat store", daemon=True).start()
 
-    def progress(self, phase: Phase, step: int | None = None) -> None:
-        """Reports that the main thread enters a phase, by default of the same step; each call counts as progress."""
-        last = self._report
-        step = last.step if step is None else step
-        self._report = last._replace(step=step, phase=phase, calls=last.calls + 1)
-
     @contextlib.contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
         """Lowers the time without progress after which the run hangs to `seconds`, for the duration of the block."""
@@ -145,7 +118,7 @@ class Heartbeat:
             return
         is_lost, diagnosis = _is_peer_gone(error), self._describe(error)
         if is_lost:
-            self._lost, self._report = True, self._report._replace(state="lost a peer")
+            self._lost, self.pulse.report = True, self.pulse.report._replace(state="lost a peer")
         self._failure = (self._now + is_lost * (LOST_LIMIT + self._interval), diagnosis)
         self._wake(SILENT_SECONDS)
         if is_lost:  # the thread has ended together with torchrun's store
@@ -154,7 +127,7 @@ class Heartbeat:
 
     def leave(self) -> None:
         """Reports a normal end; returns when this rank may exit."""
-        self._report = self._report._replace(state="left")
+        self.pulse.report = self.pulse.report._replace(state="left")
         self._wake(LEAVING_SECONDS + 1)
 
     def _wake(self, seconds: float) -> None:
@@ -186,7 +159,7 @@ class Heartbeat:
             self._woken.wait(TICK)
 
     def _note_progress(self) -> None:
-        calls = self._report.calls + Progress.advances
+        calls = self.pulse.report.calls + Progress.advances
         if calls != self._own[0]:
             self._own = calls, self._now
 
@@ -201,7 +174,7 @@ class Heartbeat:
 
     def _lose_store(self, what: str) -> None:
         """Handles the loss of the store, which ends the run; if torchrun held the store, its end stops the ranks."""
-        if self._report.state == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self.pulse.report.state == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._over.set()
             return
         diagnosis = self._gone(0, what)
@@ -214,7 +187,7 @@ class Heartbeat:
         self._beats += 1
         self._note_progress()
         calls, changed = self._own
-        report = self._report._replace(
+        report = self.pulse.report._replace(
             beat=self._beats, calls=calls, idle=round(self._now - changed, 2), collectives=_collectives()
         )
         self._store.set(_key(self.rank), json.dumps(report))
@@ -282,7 +255,7 @@ class Heartbeat:
         if isinstance(error, LocalError):  # prints its own line
             return Diagnosis(self.rank, "", EXIT_USER_ERROR)
         text = " ".join(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].split())[:400].rstrip(": ")
-        rank, place = f"rank {self.rank} (host {self._report.host})", f"at {self._report}"
+        rank, place = f"rank {self.rank} (host {self.pulse.report.host})", f"at {self.pulse.report}"
         if _is_peer_gone(error):
             line = f"{rank} lost its connection to another rank {place}: {text}; exit code {EXIT_HANG}"
             return Diagnosis(self.rank, line, EXIT_HANG)
@@ -331,7 +304,7 @@ class Heartbeat:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
-            _write(f"rank {self.rank} (host {self._report.host}):\n{file.read().decode(errors='replace')}")
+            _write(f"rank {self.rank} (host {self.pulse.report.host}):\n{file.read().decode(errors='replace')}")
 
     def _exit(self, diagnosis: Diagnosis, has_store: bool = True) -> None:
         """Ends the process from this thread, because the main thread may never return from a collective."""

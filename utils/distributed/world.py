@@ -23,6 +23,7 @@ from utils.distributed.devices import choose_device
 from utils.distributed.flight_recorder import record_collectives
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, read_launch
+from utils.distributed.pulse import Pulse
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError, as_local_error
@@ -38,6 +39,10 @@ class World:
     launch: Launch
     device: torch.device
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0), compare=False)  # the default is not started
+
+    @property
+    def pulse(self) -> Pulse:
+        return self.heartbeat.pulse
 
     @property
     def rank(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 
 class Profiler:
     """Profiles a window of steps."""
@@ -18,13 +16,11 @@ class Profiler:
 class Evaluation:
     """An evaluation that runs during training, after the validation of each epoch."""
 
-    def after_epoch(
-        self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
-    ) -> dict[str, float]:
+    def after_epoch(self, epoch: int, step: int, is_last: bool) -> dict[str, float]:
         """Evaluates the network and returns scalars to log; every rank calls it.
 
         `epoch` is the number of the epoch that ends, counted from 1; `is_last`: no other follows. A long evaluation
-        calls `stop_if_requested` from time to time, on every rank at the same points; it raises Stopped after a stop
+        calls `world.pulse.meet` from time to time, on every rank at the same points; it raises Stopped after a stop
         signal.
         """
         return {}

@@ -46,7 +46,7 @@ class Trainer:
         self.profiler, self.evaluation, self.signals = profiler, evaluation, signals
         self.schedule = build_schedule(config)
         self.reporter = Reporter(config, parts, run, self.schedule, state)
-        self._coordinator = StopCoordinator(self.world)
+        self._pulse, self._coordinator = self.world.pulse, StopCoordinator(self.world)
         self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
 
@@ -56,7 +56,7 @@ class Trainer:
         Raises Stopped, on every rank, after a stop signal; UserError if too many updates in a row or all of them are
         skipped, or the validation loss is not finite.
         """
-        with closing(self.checkpoint_writer), closing(self.profiler):
+        with closing(self.checkpoint_writer), closing(self.profiler), self._pulse.using(stop=self._stop_if_requested):
             if not self._is_complete():
                 self._prepare()
             while not self._is_complete():
@@ -70,7 +70,7 @@ class Trainer:
                 is_saved = is_last or (every_epochs > 0 and ended.epoch % every_epochs == 0)
                 if is_saved:
                     ended.compare_with_best()
-                scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last, self.stop_if_requested)
+                scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last)
                 self.reporter.record_epoch(validation, scores, self.state)
                 self.state = ended
                 self.reporter.log_early_stop(ended)
@@ -98,7 +98,7 @@ class Trainer:
                 self.reporter.log_validation(validation, state)
                 state.initial_loss = state.final_loss = state.best_loss = state.loss_to_beat = validation.loss
                 self.reporter.record_untrained(train.results()[0], validation)
-            self.world.heartbeat.progress("start", state.step)  # compilers may need minutes
+            self._pulse.enter("start", state.step)  # compilers may need minutes
             clock = Stopwatch()
             self.step.warm_up(batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
@@ -124,13 +124,13 @@ class Trainer:
 
     def _train_step(self, batches: Generator[Batch, None, None]) -> torch.Tensor:
         """One step: learning rate, next batch, forward, backward, update. The loss stays on the device."""
-        state, heartbeat = self.state, self.world.heartbeat
+        state = self.state
         self.profiler.before_step(state.step)
         lr = self.schedule(state.step)
-        heartbeat.progress("data", state.step + 1)
+        self._pulse.enter("data", state.step + 1)
         with annotate("data"), self.reporter.timer.waiting():
             batch = next(batches)
-        heartbeat.progress("step", state.step + 1)
+        self._pulse.enter("step", state.step + 1)
         with annotate("step"):
             loss = self.step(batch, lr)
         state.batch += 1
@@ -146,13 +146,13 @@ class Trainer:
         self.step.broadcast_buffers()
         valid = self.loaders.valid
         means = [WeightedMean(self.world, 1 + len(self.config.metrics)) for _ in valid.volumes]
+        self._pulse.enter("validation", self.state.step)
         with closing(valid.epoch(0)) as batches:
             for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have fewer batches
-                self.world.heartbeat.progress("validation", self.state.step)
                 if index < len(valid):
                     batch = next(batches)
                     means[valid.volume_of(index)].add(self.step.evaluate(batch), len(batch.inputs))
-                self.stop_if_requested()
+                self._pulse.meet()
         results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
         validation = Validation.of(results, self.config.metrics, clock.seconds())
         self.state.metrics = validation.metrics
@@ -162,13 +162,13 @@ class Trainer:
 
     def _save_or_stop(self, ends_epoch: bool) -> None:
         """Saves or stops if that is due; all ranks do so after the same step."""
-        self.stop_if_requested()
+        self._stop_if_requested()
         every_steps = self.config.checkpoint.every_steps
         self._save_is_due |= every_steps is not None and self.state.step % every_steps == 0
         if self._save_is_due and not ends_epoch:
             self._save()
 
-    def stop_if_requested(self) -> None:
+    def _stop_if_requested(self) -> None:
         """Agrees on one request with all ranks, which call it at the same points; a stop saves and raises Stopped."""
         request = Request.CONTINUE
         if self.signals.received:
@@ -191,7 +191,7 @@ class Trainer:
         """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
         self.reporter.read_steps(self.state)
         self.records.flush()
-        self.world.heartbeat.progress("save", self.state.step)
+        self._pulse.enter("save", self.state.step)
         self.state.seconds = self.reporter.clock.seconds()
         random = random_states(self.world)
         self.checkpoint_writer.save({**self.step.state(), "random": random}, self.state, wait=wait)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,10 @@ def build_predictor(
     return SlidingWindowPredictor(predict, lambda x, y, z: field[:, x, y, z], grid, (4, 5), **options)
 
 
-def predict_volume(predictor: SlidingWindowPredictor, advance: Callable[[int], object] = lambda _: None) -> np.ndarray:
+def predict_volume(predictor: SlidingWindowPredictor) -> np.ndarray:
     """The planes of all ranks, in which each rank has its own."""
     slabs = Slabs(predictor.grid.shape, predictor.world)
-    return predictor.predict_planes(slabs, advance).numpy()
+    return predictor.predict_planes(slabs).numpy()
 
 
 def small_unet() -> nn.Module:
@@ -111,9 +110,9 @@ def test_a_cell_has_the_same_bits_in_blocks_of_any_size(
 
     seen = torch.zeros(shape)
     for x, y, z in split_blocks(predictor.grid, side, count, limit=10**9):
-        reported: list[int] = []
-        read = 0
-        block = replace(predictor, read=counted).predict_box((x, y, z), reported.append)
+        reported, read = [0], 0
+        with ALONE.pulse.using(show=lambda count, _, reported=reported: reported.append(count)):
+            block = replace(predictor, read=counted).predict_box((x, y, z))
         assert torch.equal(block.inputs, torch.from_numpy(field)[:, x, y, z])
         assert torch.equal(block.predicted, expected.predicted[:, x, y, z])
         assert sum(reported) == window_count(predictor.grid, (x, y, z))
@@ -150,7 +149,8 @@ def predict_cases(world: World) -> list[tuple[np.ndarray, int, int]]:
         predict = small_unet() if window > 2 else affine
         predictor = build_predictor(random_field(shape), window, overlap, periodic, predict, world=world)
         reported: list[int] = []
-        results.append((predict_volume(predictor, reported.append), predictor.window_count(), sum(reported)))
+        with world.pulse.using(show=lambda count, _, reported=reported: reported.append(count)):
+            results.append((predict_volume(predictor), predictor.window_count(), sum(reported)))
     return results
 
 

@@ -216,7 +216,7 @@ def test_sight_lines_are_evenly_spaced_and_shared(axis: int, limit: int) -> None
 def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress(found: Flux, monkeypatch: Any) -> None:
     """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
     (inputs, predicted, target), known, calls = fields(), KnownFlux(), []
-    monkeypatch.setattr(ALONE.heartbeat, "progress", calls.append)
+    monkeypatch.setattr(ALONE.pulse, "advance", lambda: calls.append(1))
     measured((inputs, target, target), known=known)
     rows, exchanges = 3 * (10 + 12 + 12), 3 + 3 + 2  # of target, prediction and baseline
     assert len(calls) >= rows + exchanges
