@@ -22,9 +22,10 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import common
-from utils.distributed.heartbeat import LOST as LOST_KEY
-from utils.distributed.heartbeat import TICK, Heartbeat
+from utils.distributed.diagnosis import TICK
+from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch
+from utils.distributed.reports import LOST as LOST_KEY
 from utils.distributed.world import allow_open_files, connect
 
 CLIENTS, HANG, MOST_PROCESSES, TRIALS, LIMIT = 4, 15.0, 128, 3, 200.0
@@ -66,7 +67,7 @@ def send(rank: int, size: int, listener: socket.socket, ready: Any, _: Any, even
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     beats = [heartbeat(number, size, port, store) for number in range(rank, size, CLIENTS)]
     ready.wait()
-    started, pause = time.monotonic(), beats[0]._interval / len(beats)
+    started, pause = time.monotonic(), beats[0].diagnoser.interval / len(beats)
     for number, beat in enumerate(itertools.cycle(beats)):
         time.sleep(max(0.0, number * pause - (time.monotonic() - started)))
         beat.beat(time.monotonic() - started, EVENTS[event.value])
@@ -83,7 +84,7 @@ def observe(
     ready.wait()
     root.start()
     loads = []
-    for seconds in (root._interval + 1.0, 2 * root._interval + 4.0):
+    for seconds in (root.diagnoser.interval + 1.0, 2 * root.diagnoser.interval + 4.0):
         time.sleep(seconds)
         loads.append((time.monotonic(), sum(messages) + root.messages, root.cpu_seconds, time.process_time()))
     seconds, sent, thread, process = (after - before for before, after in zip(*loads, strict=True))

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,11 +23,13 @@ from processes import GENEROUS, context, free_port, has_ended, rank_variables, w
 
 from utils import errors as user_errors
 from utils.config.sections import TimeoutsConfig
-from utils.distributed import flight_recorder
+from utils.distributed import diagnosis, flight_recorder
 from utils.distributed import heartbeat as heartbeats
-from utils.distributed.heartbeat import Diagnosis, Heartbeat
+from utils.distributed.diagnosis import TICK, Diagnoser, Diagnosis
+from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, run_script
 from utils.distributed.pulse import Phase, Report
+from utils.distributed.reports import ReportStore
 from utils.distributed.world import World, connect
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
 from utils.progress import Progress
@@ -41,7 +42,8 @@ class Reports:
     """Reports of ranks in the store of rank 0, which reads them at any time."""
 
     def __init__(self, size: int, hang: float = 60.0) -> None:
-        self.root = Heartbeat(hang, Launch("test", world_size=size))
+        self.diagnoser = Diagnoser(0, size, hang)
+        self.store = ReportStore(self.diagnoser.ranks, Launch("test", world_size=size))
         self.reports = [Report(f"node{rank}") for rank in range(size)]
 
     def write(self, rank: int, phase: Phase = "step", step: int = 18, **more: Any) -> None:
@@ -49,13 +51,13 @@ class Reports:
         calls = last.calls + ((last.step, last.phase) != (step, phase))
         report = last._replace(**{"phase": phase, "step": step, "beat": last.beat + 1, "calls": calls, **more})
         self.reports[rank] = report
-        self.root._store.set(f"heartbeat: rank {rank}", json.dumps(report))
+        self.store.write(rank, report)
 
     def diagnosis_after(self, seconds: float) -> Diagnosis | None:
         """Rank 0 reads a slice of the reports, `seconds` after the start."""
-        self.root._now = seconds
-        self.root._read()
-        return self.root._find_cause()
+        _, self.read, is_lost = self.store.read(reads_all=self.diagnoser.is_lost)
+        self.diagnoser.add(seconds, self.read, is_lost)
+        return self.diagnoser.cause(seconds)
 
 
 STEP: tuple[Phase, int, int] = ("step", 18, 7)
@@ -114,11 +116,9 @@ def test_a_late_report_of_earlier_progress_is_no_step_back() -> None:
 def test_the_start_has_a_limit_of_its_own() -> None:
     """Fixed: with `hang: 0` or a large value only gloo's limit of half an hour held there."""
     reports = Reports(2, hang=0)
-    with reports.root.limit(20.0):
+    with reports.diagnoser.limit(20.0):
         assert reports.diagnosis_after(15) is None
-        found = reports.diagnosis_after(25)
-        assert found is not None
-        assert " hangs at step 0 (start) for 25 s" in found.line
+        assert " hangs at step 0 (start) for 25 s" in str(reports.diagnosis_after(25))
     assert reports.diagnosis_after(25) is None
 
 
@@ -131,20 +131,19 @@ def test_rank_0_of_4096_notices_within_the_limit_and_one_report(event: str, limi
     """
     reports = Reports(4096, hang=0)
     reports.write(4095, state="left")
-    reports.root._store = store = Mock(wraps=reports.root._store)
     for tick in range(400):
         for rank in range(tick % 32, 4095, 32):
             if rank != 3000 or tick < end:
                 reports.write(rank, step=tick)
         if event == "lost" and tick == end:
-            store.set(heartbeats.LOST, "yes")
-        found = reports.diagnosis_after(tick * heartbeats.TICK)
+            reports.write(5, state="lost a peer")
+        found = reports.diagnosis_after(tick * TICK)
+        assert event == "lost" or len(reports.read) == 512 / 4
         if found is not None:
             break
     assert found is not None
     assert (found.hangs, found.rank, found.code) == (False, 3000, EXIT_HANG)
-    assert limit - 8 <= (tick - end) * heartbeats.TICK <= limit + 8 + heartbeats.TICK
-    assert event == "lost" or max(len(call.args[0]) for call in store.multi_get.call_args_list) == 2 + 512 / 4
+    assert limit - 8 <= (tick - end) * TICK <= limit + 8 + TICK
 
 
 def reduce_but(exception: int, act: Callable[[], Any], world: World) -> None:
@@ -184,15 +183,15 @@ def rank_2_ends_after_rank_0(world: World) -> None:
     pids = world.gather_json(os.getpid())
     if world.rank == 2:
         wait_until(lambda: has_ended(pids[0]))
-        time.sleep(3 * heartbeats.TICK)  # in which an alarm would stop it
+        time.sleep(3 * TICK)  # in which an alarm would stop it
 
 
 def single_is_suspended_for_a_while(world: World) -> None:
     """As by `scontrol suspend`; then it continues for some time, in which an alarm would stop it."""
-    time.sleep(4 * heartbeats.TICK)  # in which the heartbeat notices all progress so far
+    time.sleep(4 * TICK)  # in which the heartbeat notices all progress so far
     subprocess.Popen(["bash", "-c", f"sleep {HANG + 1}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(6 * heartbeats.TICK)
+    time.sleep(6 * TICK)
 
 
 GONE = r"rank {} \(host .*\) {}, last seen at step \d+ \(\w+\): killed, suspended, or its machine gone\? .* 76"
@@ -234,7 +233,7 @@ def rank_main(name: str, rank: int, size: int, port: int, folder: Path) -> None:
     timeouts = TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS, hang=hang)
     user_errors.GRACE_SECONDS = 1.0
     if "suspended" in name:
-        heartbeats.SILENT_SECONDS = HANG
+        heartbeats.SILENT_SECONDS = diagnosis.SILENT_SECONDS = HANG
 
     def main() -> None:
         with one_line_errors(), connect("cpu", timeouts) as world:

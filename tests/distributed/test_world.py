@@ -114,7 +114,7 @@ def test_nccl_is_used_only_to_exchange_gradients_between_gpus(monkeypatch, wante
 
     def init(found: str, **_: Any) -> None:
         assert found == ("cpu:gloo,cuda:nccl" if (wanted, device, shared) == (True, "cuda", False) else "gloo")
-        assert heartbeat._hang_seconds == worlds.DEFAULT_TIMEOUTS.rendezvous, "the start is limited"
+        assert heartbeat.diagnoser.hang_seconds == worlds.DEFAULT_TIMEOUTS.rendezvous, "the start is limited"
         raise Stopped
 
     monkeypatch.setattr(worlds, "read_launch", lambda: Launch("test", world_size=2))

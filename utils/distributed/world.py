@@ -192,7 +192,7 @@ def connect(
         record_collectives()
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        with heartbeat.limit(timeouts.rendezvous):  # gloo's own limit is that of a collective
+        with heartbeat.diagnoser.limit(timeouts.rendezvous):  # gloo's own limit is that of a collective
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
                 store=store,
