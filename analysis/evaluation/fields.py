@@ -1,0 +1,164 @@
+"""What needs complete fields: spectra, bispectrum, the statistics of the divergence, and the ratio of masses.
+
+A rank stores its planes of one field of prediction and target at a time. Sums are in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from analysis.evaluation.bispectrum import equilateral_bispectrum
+from analysis.evaluation.results import LOG_DENSITY, Bispectrum, Distribution, Spectrum
+from analysis.evaluation.spectra import KShells
+from analysis.slabs import ReadPlanes, SlabFields, Slabs
+from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+
+DIVERGENCE = "divergence"
+DIVERGENCE_BINS = 160
+DIVERGENCE_SIGMAS = 8.0  # standard deviations of the target on either side
+SPECTRA = ("density", LOG_DENSITY, "velocity", DIVERGENCE, "log temperature")  # in this order, then all others
+
+
+class Field(NamedTuple):
+    """A field of the prediction and the target, and the name of its spectrum, to which several fields may add."""
+
+    spectrum: str
+    channels: tuple[int, ...]  # one; three for the divergence of a vector
+    is_exponential: bool = False  # of the channel's logarithm
+
+
+class Fields:
+    """Compares complete fields of prediction and target; the attributes are None or NaN without such a field.
+
+    Spectra are computed for density, ln(density), ln(temperature), velocity (sum over its components) and velocity
+    divergence, and for any other channel's physical value, or channel value if its unit is unknown.
+
+    The divergence uses central differences, (v(x + 1) − v(x − 1)) / 2 cells per axis, which do not ring at shocks; they
+    damp waves of a few cells' length in prediction and target alike. Its histogram extends to eight standard
+    deviations of the target.
+    """
+
+    def __init__(self, channels: Sequence[Channel], cell: float | None, slabs: Slabs) -> None:
+        """`needed` are the fields to add. `cell` in Mpc/h, None if unknown."""
+        self._channels, self._cell, self._slabs, self._world = channels, cell, slabs, slabs.world
+        self.needed = _fields(channels)
+        self._shells = KShells(slabs, cell or 1.0)
+        present = [field.spectrum for field in self.needed]
+        size, device = (3, self._shells.number), slabs.world.device
+        names = sorted({*present}, key=[*SPECTRA, *present].index)
+        self._sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in names}  # of this rank
+        self.divergence: Distribution | None = None
+        self.divergence_r2 = self.mass_ratio = math.nan
+        self.bispectrum: Bispectrum | None = None
+
+    def add(self, field: Field, fields: SlabFields) -> None:
+        store = self._stored_divergence if field.spectrum == DIVERGENCE else self._stored
+        stored = [store(read, field) for read in (fields.predicted, fields.target)]
+        if field.spectrum == DIVERGENCE:
+            self._compare_divergence(*stored)
+        elif field.spectrum == LOG_DENSITY:
+            self.bispectrum = equilateral_bispectrum(stored, self._slabs, self._cell or 1.0)
+        elif field.is_exponential:
+            masses = torch.stack([values.sum(dtype=torch.float64) for values in stored])
+            self.mass_ratio = float(torch.divide(*self._world.sum(masses)))
+        self._world.pulse.advance()  # the transforms of a large volume take long
+        self._sums[field.spectrum] += self._shells.sums(stored)
+
+    def results(self) -> dict[str, Spectrum]:
+        """The spectra by their names."""
+        return {name: self._shells.spectrum(self._world.sum(sums)) for name, sums in self._sums.items()}
+
+    def _stored(self, read: ReadPlanes, field: Field) -> Tensor:
+        """The own planes [n, Y, Z] of a channel's physical values, or of their natural logarithms."""
+        (number,), out = field.channels, self._slabs.empty()
+        channel = self._channels[number]
+        with self._world.raise_together():
+            for piece in self._slabs.pieces():
+                values = read(slice(number, number + 1), piece)[0] * channel.scale + channel.center
+                out[self._slabs.local(piece)] = values.exp_() if field.is_exponential else values
+        return out
+
+    def _stored_divergence(self, read: ReadPlanes, field: Field) -> Tensor:
+        """The divergence of a vector in the own planes [n, Y, Z].
+
+        The terms of a cell are added in the same order whatever the number of ranks: its bits do not depend on it.
+        """
+        slabs, (x, y, z), out = self._slabs, field.channels, self._slabs.empty()
+
+        def planes(channel: int, some: slice) -> Tensor:
+            values = read(slice(channel, channel + 1), some)[0] * self._channels[channel].scale
+            return (values + self._channels[channel].center) / (2 * (self._cell or 1.0))
+
+        with self._world.raise_together():
+            edges = torch.zeros(2, *slabs.shape[1:], device=out.device)
+            if slabs.count:
+                for edge, plane in zip(edges, (slabs.planes.start, slabs.planes.stop - 1), strict=True):
+                    edge.copy_(planes(x, slice(plane, plane + 1))[0])
+        before, behind = slabs.neighbors(*edges)
+        with self._world.raise_together():
+            out.zero_()
+            out[:1] -= before
+            for piece in slabs.pieces():
+                components = zip(*(planes(channel, piece) for channel in (x, y, z)), strict=True)
+                for place, (along_x, along_y, along_z) in enumerate(components, slabs.local(piece).start):
+                    for values, axis in ((along_y, 0), (along_z, 1)):
+                        out[place] += values.roll(-1, axis) - values.roll(1, axis)
+                    if place:
+                        out[place - 1] += along_x
+                    out[place + 1 : place + 2] -= along_x
+            out[-1:] += behind
+        return out
+
+    def _compare_divergence(self, predicted: Tensor, target: Tensor) -> None:
+        """R² of the divergence and its histograms."""
+        total = self._world.sum
+        sums = torch.zeros(2, dtype=torch.float64, device=target.device)
+        for plane, true in zip(predicted, target, strict=True):
+            sums[0] += (plane - true).square().sum(dtype=torch.float64)
+            sums[1] += true.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
+        residual, variance = total(sums).cpu().numpy()
+        edge = _rounded_up(DIVERGENCE_SIGMAS * math.sqrt(variance / math.prod(self._slabs.shape))) or 1.0
+        counts = torch.zeros(2, DIVERGENCE_BINS, dtype=torch.float64, device=target.device)
+        for row, field in zip(counts, (predicted, target), strict=True):
+            for plane in field:
+                place = (plane.double() + edge) * (DIVERGENCE_BINS / (2 * edge))
+                bins = place.nan_to_num_(nan=0.0).clamp_(0, DIVERGENCE_BINS - 1).long()
+                row += torch.bincount(bins.flatten(), minlength=DIVERGENCE_BINS)
+        self.divergence_r2 = float(r2(residual, variance))
+        edges, unit = np.linspace(-edge, edge, DIVERGENCE_BINS + 1), "cell" if self._cell is None else "Mpc/h"
+        predictions, truths = total(counts).cpu().numpy().astype(np.int64)
+        self.divergence = Distribution(edges, predictions, truths, f"{VELOCITY_UNIT} per {unit}", is_log=False)
+
+
+def _fields(channels: Sequence[Channel]) -> list[Field]:
+    """All fields to transform."""
+    velocity = tuple(number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT)  # all or none
+    fields = [Field(DIVERGENCE, velocity)] if velocity else []
+    for number, channel in enumerate(channels):
+        if channel.unit == DENSITY_UNIT:
+            fields += [Field(LOG_DENSITY, (number,)), Field("density", (number,), is_exponential=True)]
+        elif channel.unit == TEMPERATURE_UNIT:
+            fields.append(Field("log temperature", (number,)))
+        else:
+            fields.append(Field("velocity" if number in velocity else channel.name, (number,)))
+    return fields
+
+
+def r2(residual: Any, variance: Any) -> Any:
+    """1 − Σ(prediction − target)² / Σ(target − mean)²; NaN if the target is constant."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(variance > 0, 1 - residual / variance, np.nan)
+
+
+def _rounded_up(value: float) -> float:
+    """Rounded up to two significant digits, so that the bins do not change with the last digits of the variance."""
+    if value == 0:
+        return 0.0
+    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(value / digit) * digit
