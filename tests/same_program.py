@@ -41,7 +41,7 @@ RUNS = {  # ranks and flags; the last one is stopped and resumed
     "adam auto, 4 ranks": (4, ["--data_loader_config=auto"]),
     "soap lowmem, 2 ranks": (2, ["--data_loader_config=lowmem", "--set=optimizer.name=soap", "--set=num_epochs=20"]),
 }
-MEASURED = re.compile(r"sec|data wait|slowest|TFLOP|^config$")  # names of times, and the config, which has paths
+MEASURED = re.compile(r"sec|data wait|slowest|TFLOP|^config$|^text$")  # names of times, and of texts with paths
 MODULE = re.compile(r"\b(utils|analysis|simulation)[./][\w./]+")
 
 
@@ -101,7 +101,10 @@ def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
     if "2 ranks" not in name:
         lines = [re.sub(r"^\S+ \S+ - \S+ - ", "", line) for line in (directory / "out.log").read_text().splitlines()]
         words_of_log = [
-            re.sub(r"[\d.]+(e-?\d+)?", "#", MODULE.sub("", line.replace(str(folder), ""))) for line in lines
+            re.sub(
+                r"[\d.]+(e-?\d+)?", "#", MODULE.sub("", re.sub(r"slowest rank.*?, ", "", line.replace(str(folder), "")))
+            )
+            for line in lines
         ]
         parts[f"{name}: log"] = "\n".join(sorted({line for line in words_of_log if "Checkpoint" not in line}))
     parts |= {f"{name}: {path.name}": digest(dict(np.load(path))) for path in directory.glob("evaluation/*.npz")}
@@ -138,7 +141,7 @@ def fingerprints() -> Iterator[tuple[str, str]]:
                 run("evaluate.py", "--prediction", predicted, "--input", folder / "val.h5", "--output", out)
                 yield (
                     "evaluation",
-                    digest({k: v for k, v in np.load(out / "evaluation.npz").items() if k != "metadata"}),
+                    digest({k: v for k, v in np.load(out / "evaluation.npz").items()}),
                 )
 
 
