@@ -100,12 +100,8 @@ def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
     parts[f"{name}: metrics"] = digest(records)
     if "2 ranks" not in name:
         lines = [re.sub(r"^\S+ \S+ - \S+ - ", "", line) for line in (directory / "out.log").read_text().splitlines()]
-        words_of_log = [
-            re.sub(
-                r"[\d.]+(e-?\d+)?", "#", MODULE.sub("", re.sub(r"slowest rank.*?, ", "", line.replace(str(folder), "")))
-            )
-            for line in lines
-        ]
+        lines = [re.sub(r"slowest rank.*?, ", "", MODULE.sub("", line.replace(str(folder), ""))) for line in lines]
+        words_of_log = [re.sub(r"[\d.]+(e-?\d+)?", "#", line) for line in lines]
         parts[f"{name}: log"] = "\n".join(sorted({line for line in words_of_log if "Checkpoint" not in line}))
     parts |= {f"{name}: {path.name}": digest(dict(np.load(path))) for path in directory.glob("evaluation/*.npz")}
     return directory, parts
@@ -139,10 +135,7 @@ def fingerprints() -> Iterator[tuple[str, str]]:
                 )
                 yield "prediction", datasets(predicted)
                 run("evaluate.py", "--prediction", predicted, "--input", folder / "val.h5", "--output", out)
-                yield (
-                    "evaluation",
-                    digest({k: v for k, v in np.load(out / "evaluation.npz").items()}),
-                )
+                yield "evaluation", digest(dict(np.load(out / "evaluation.npz")))
 
 
 def statements(sources: Mapping[str, str]) -> Counter[str]:
