@@ -45,9 +45,8 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import tags
-from utils.run.checkpoint import FOLDER, read_weights, saved_steps, step_directory
-from utils.run.choice import run_directory
-from utils.run.loggers.base import read_records
+from utils.run.checkpoint import read_weights, saved_steps, step_directory
+from utils.run.choice import first_directory
 from utils.run.provenance import read_provenance
 from utils.steps import build
 from utils.volumes.opened import with_file_values
@@ -107,17 +106,17 @@ class Training:
         self._run_num = f"{name}-seed{seed}"
         self._log = runs / f"{self._run_num}.log"
         self.config = configs.load(common.YAML, condition.config, self._changes).for_world(condition.ranks)
-        self.directory = run_directory(self.config, condition.config, self._run_num, condition.ranks)
-        self.checkpoint = step_directory(self.directory / FOLDER, self.config.total_steps)  # the last one
+        self.directory = first_directory(self.config, condition.config, self._run_num, condition.ranks)
+        self.checkpoint = step_directory(self.directory.checkpoints, self.config.total_steps)  # the last one
 
     def is_trained(self) -> bool:
         """True if the run is finished, with these settings and any commit."""
         try:
-            config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
+            config = configs.load(str(self.directory.config), self.condition.config)
             requested = with_file_values(self.config, get_loader(self.config.data_loader_config).reads)
         except (OSError, ValueError, UserError):
             return False
-        steps = saved_steps(self.directory / FOLDER)
+        steps = saved_steps(self.directory.checkpoints)
         return config.for_world(self.condition.ranks) == requested and requested.total_steps in steps
 
     def run(self) -> None:
@@ -130,7 +129,7 @@ class Training:
     def result(self) -> dict[str, Any]:
         """The scalars of each validation, the commit, and a classifier's accuracy on its training samples."""
         curve, seconds = [], 0.0
-        for record in read_records(self.directory / "metrics.jsonl"):
+        for record in self.directory.read_metrics():
             if tags.ITERATIONS_PER_SECOND in record:
                 seconds += self.config.steps_per_epoch / record[tags.ITERATIONS_PER_SECOND]
             if LOSS in record:
@@ -139,7 +138,7 @@ class Training:
                 where = {"epoch": step / self.config.steps_per_epoch, "samples": samples, "step": step}
                 scalars = {name: value for name, value in record.items() if "/" in name}
                 curve.append({**where, "seconds": seconds, **scalars})
-        commit = read_provenance(self.directory / "provenance.json").get("git_commit")
+        commit = read_provenance(self.directory.provenance).get("git_commit")
         labeled = {ACCURACY: self._training_accuracy()} if self.config.is_classification else {}
         return {"seed": self.seed, "curve": curve, "commit": commit, **labeled}
 
@@ -319,9 +318,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         drawing = functools.partial(draw, study, result["conditions"])
     common.publish(f"study_{options.study}", options, result, text, drawing)
     for training in training_runs[: len(study.conditions)] if options.logs else []:
-        target, skipped = options.logs / training.condition.name, (FOLDER, "evaluations", "*.html", ".*")
+        target, source = options.logs / training.condition.name, training.directory
+        skipped = (source.checkpoints.name, source.evaluations.name, "*.html", ".*")
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(training.directory, target, ignore=shutil.ignore_patterns(*skipped))
+        shutil.copytree(source.path, target, ignore=shutil.ignore_patterns(*skipped))
     if failure is not None:
         raise failure
 

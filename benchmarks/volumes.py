@@ -33,7 +33,7 @@ from benchmarks import common
 from utils.distributed.threads import usable_cpus
 from utils.errors import UserError
 from utils.files import read_json
-from utils.run.checkpoint import FOLDER
+from utils.run.directory import RunDirectory
 
 SIDE = 64  # cells of the box that is repeated
 MEASURES = {"seconds": 1.0, "peak GB": 1e9, "GB read": 1e9}
@@ -55,7 +55,7 @@ def make_files(options: argparse.Namespace) -> tuple[Path, Path]:
         flags = [f"--set={key}={value}" for key, value in changes.items()]
         command = [sys.executable, "train.py", "--config=demo", "--num_epochs=1", *flags]
         common.call("the training run", command, log)
-    return volume, next((run / "demo/1ranks/00" / FOLDER).glob("step_*"))
+    return volume, next(RunDirectory(run / "demo/1ranks/00").checkpoints.glob("step_*"))
 
 
 def repeat(source: Path, target: Path, times: int) -> None:

@@ -38,7 +38,7 @@ from volume_files import write_volume  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.optim.optimizers import OPTIMIZERS  # noqa: E402
-from utils.run.checkpoint import FOLDER, saved_steps  # noqa: E402
+from utils.run.checkpoint import saved_steps  # noqa: E402
 
 # A save every third step in addition to each epoch's end: many kills hit a save. With this learning rate the
 # validation loss is lowest after the first epoch, then after the fourth one, and never after the last one.
@@ -109,10 +109,10 @@ class Run:
         self.launcher = launcher([*flags, f"--set=expdir={folder}"], folder.with_suffix(".log"), ranks)
 
     def saved(self) -> list[int]:
-        return saved_steps(self.directory / FOLDER)
+        return saved_steps(self.directory / "checkpoints")
 
     def is_saving(self) -> bool:
-        return any((self.directory / FOLDER).glob(".*.partial"))
+        return any((self.directory / "checkpoints").glob(".*.partial"))
 
     def has_summary(self) -> bool:
         return (self.directory / "summary.json").exists()

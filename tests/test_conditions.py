@@ -26,7 +26,6 @@ from analysis.evaluation import figures
 from analysis.inference.trained_network import TrainedNetwork
 from simulation.simulate import SimulationOptions, file_attributes
 from utils.config.sections import Condition
-from utils.run.evaluations import FOLDER
 from utils.steps.eager import EagerStep
 from utils.volumes.attributes import CONDITIONS, simulation_of
 
@@ -114,7 +113,7 @@ def test_everything_that_calls_the_network_has_its_conditions(training: Any, mon
     options = ["--set=accumulation_steps=2", "--set=ema_decay=0.9", "--enable_amp", "--set=network.norm=group"]
     ends = [f"--set={key}=true" for key in ("report_pictures", "report_baselines")]
     run = training("options", *options, *ends, "--num_epochs=1", "--set=evaluation.every_epochs=1")
-    assert len(list((run / FOLDER).iterdir())) == 1
+    assert len(list((run / "evaluation").iterdir())) == 1
     assert (run / "slices.png").exists()
     training("none", *options, "--preflight")
     settings = tmp_path / "benchy.yaml"

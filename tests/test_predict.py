@@ -31,7 +31,7 @@ from utils.config.sections import TransformConfig
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.run.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
+from utils.run.checkpoint import BEST, WEIGHTS, digest, read_weights
 from utils.volumes import import_volume
 from utils.volumes.channels import target_channels
 from utils.volumes.hdf5 import FieldReader
@@ -108,7 +108,7 @@ def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, pe
 
 
 def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_run: Path, nbody: Path) -> None:
-    weights = (trained_run / FOLDER / BEST / WEIGHTS).resolve()
+    weights = (trained_run / "checkpoints" / BEST / WEIGHTS).resolve()
     transform = TransformConfig(velocity_scale_km_s=SIMULATED["velocity_scale_km_s"])
     channels = target_channels(5, transform)
     with h5py.File(whole) as file:

@@ -16,7 +16,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.run import checkpoint, tags
-from utils.run.checkpoint import BEST, FOLDER
+from utils.run.checkpoint import BEST
 from utils.steps.eager import EagerStep
 
 YAML = str(TOP / "config" / "UNet.yaml")
@@ -47,14 +47,14 @@ def directory(expdir: Path | str, ranks: int = 1, run_num: str = "00") -> Path:
 
 
 def last(run: Path) -> checkpoint.Checkpoint:
-    saved = checkpoint.load_newest(run / FOLDER)
+    saved = checkpoint.load_newest(run / "checkpoints")
     assert saved is not None
     return saved
 
 
 def best(run: Path) -> str | None:
     """The checkpoint that the link `best` names; None if no epoch has lowered the loss."""
-    link = run / FOLDER / BEST
+    link = run / "checkpoints" / BEST
     return link.readlink().name if link.is_symlink() else None
 
 

@@ -25,8 +25,8 @@ from utils.errors import UserError, value_errors_for_users
 from utils.optim.schedules import log_learning_rate, plot_learning_rate
 from utils.profiling.benchmark import read_settings
 from utils.profiling.profiler import build_profiler
-from utils.run.checkpoint import FOLDER
-from utils.run.choice import LEARNING_RATE, choose, is_free, run_directory, run_request
+from utils.run.choice import choose, first_directory, run_request
+from utils.run.directory import RunDirectory
 from utils.run.loggers import check_loggers
 from utils.run.start import Start, find_start
 from utils.run.writer import check_space
@@ -85,7 +85,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     check_memory(size, ranks)
     log_learning_rate(config)
     log.info(describe_config(config, options.yaml_config, options.config))
-    directory, start = run_directory(config, options.config, options.run_num, ranks), None
+    directory, start = first_directory(config, options.config, options.run_num, ranks), None
     if config.enable_benchy:
         read_settings(alone)
     else:
@@ -94,8 +94,8 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
             build_profiler(config, alone, directory)
     if options.plot is not None:
         if not options.plot:
-            directory.mkdir(parents=True, exist_ok=True)
-        plot_learning_rate(config, options.config, Path(options.plot or directory / LEARNING_RATE))
+            directory.path.mkdir(parents=True, exist_ok=True)
+        plot_learning_rate(config, options.config, Path(options.plot or directory.learning_rate))
     if lacks_gpu and get_loader(config.data_loader_config).reads == "hdf5":  # others may need its memory
         config = config.model_copy(update={"data_loader_config": "lowmem"})
     if lacks_gpu:  # its CPU has no own kernels
@@ -104,19 +104,21 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     check_all_values(config, get_loader(config.data_loader_config).reads)
 
 
-def _find_start(options: Options, config: Config, directory: Path, size: ModelSize, world: World) -> tuple[Path, Start]:
+def _find_start(
+    options: Options, config: Config, directory: RunDirectory, size: ModelSize, world: World
+) -> tuple[RunDirectory, Start]:
     """The directory that the run uses, by the first one of its run number, and its start there; logs both.
 
     Raises UserError if it could not be written, or has no space for a checkpoint.
     """
     request = dataclasses.replace(run_request(config, options, world), directory=directory)
     choice = choose(request)
-    path = choice.path.absolute()
+    path = choice.directory.path.absolute()
     parent = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write to the run directory {choice.path}; choose another with --set expdir=DIR")
-    start = find_start(choice.path, choice.resume, request.init_from, config.model_dump(), world)
-    if is_free(choice.path):
+        raise UserError(f"cannot write to the run directory {choice.directory}; choose another with --set expdir=DIR")
+    start = find_start(choice.directory, choice.resume, request.init_from, config.model_dump(), world)
+    if choice.directory.is_free:
         log.info("run directory: %s is new", choice)
     elif start.path is not None:
         log.info("run directory: %s exists: the run resumes from its newest checkpoint", choice)
@@ -127,8 +129,8 @@ def _find_start(options: Options, config: Config, directory: Path, size: ModelSi
     if start.is_complete:
         log.warning(start.nothing_to_train.replace("was trained", "is left to train", 1))
     else:
-        log.info(check_space(choice.path / FOLDER, size, resumes=start.path is not None))
-    return choice.path, start
+        log.info(check_space(choice.directory.checkpoints, size, resumes=start.path is not None))
+    return choice.directory, start
 
 
 def _train_one_step(config: Config, world: World, size: ModelSize, start: Start | None) -> None:

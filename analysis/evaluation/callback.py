@@ -24,7 +24,7 @@ from utils.data.loaders import Loader, get_loader
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.run import evaluations, tags
+from utils.run import tags
 from utils.run.run import Run
 from utils.steps.eager import EagerStep
 from utils.training.hooks import Evaluation
@@ -55,7 +55,7 @@ class VolumeEvaluation(Evaluation):
         self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
         self._known = KnownFlux()
-        self._folder = run.directory / evaluations.FOLDER
+        self._directory = run.directory
         self._metadata = {"input": volume.path, "run": str(run.directory), "loss": config.loss}
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
@@ -93,9 +93,9 @@ class VolumeEvaluation(Evaluation):
     def _save_and_draw(self, evaluation: Results, step: int) -> None:
         """Saves and draws the results; a full disk does not stop the run."""
         try:
-            results.save(evaluation, evaluations.path_of_step(self._folder, step))
+            results.save(evaluation, self._directory.evaluation(step))
         except OSError as error:
-            log.warning("Cannot save the evaluation in %s: %s", self._folder, error.strerror or error)
+            log.warning("Cannot save the evaluation in %s: %s", self._directory.evaluations, error.strerror or error)
         from analysis.evaluation import figures  # matplotlib takes time to import
 
         for name, figure in figures.draw_all(evaluation).items():

@@ -20,8 +20,8 @@ from analysis.lyman_alpha.results import FGPA, REAL_FGPA, Flux
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory
-from utils.run import evaluations, tags
-from utils.run.loggers.base import METRICS, read_records, run_name
+from utils.run import tags
+from utils.run.directory import RunDirectory
 from utils.run.provenance import read_provenance
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
@@ -69,22 +69,22 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         log.info("report: %s", output / PAGE)
 
 
-def write_run_report(run: Path) -> list[Path]:
+def write_run_report(run: RunDirectory) -> list[Path]:
     """Writes report.html, with the last evaluation of a run, into its directory; returns the files written."""
-    paths = sorted((run / evaluations.FOLDER).glob(evaluations.FILES))
-    if not paths:
+    steps = run.evaluated_steps()
+    if not steps:
         return []
-    evaluation = results.load(paths[-1])
-    records = read_records(run / METRICS)
+    evaluation = results.load(run.evaluation(steps[-1]))
+    records = run.read_metrics()
     losses = {record["step"]: record[tags.VALID_LOSS] for record in records if tags.VALID_LOSS in record}
     known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
     evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})
     pictures = _draw(evaluation) | _training_curves(evaluation)
-    provenance = read_provenance(run / "provenance.json")
+    provenance = read_provenance(run.provenance)
     provenance.pop("earlier", None)
-    with atomic_write([run / PAGE]) as (partial,):
+    with atomic_write([run.report]) as (partial,):
         partial.write_text(page(evaluation, pictures, provenance), encoding="utf-8")
-    return [run / PAGE]
+    return [run.report]
 
 
 def _draw(evaluation: Results) -> dict[str, bytes]:
@@ -94,10 +94,10 @@ def _draw(evaluation: Results) -> dict[str, bytes]:
 def _training_curves(evaluation: Results) -> dict[str, bytes]:
     """The picture of the training run's losses, if its records are there."""
     run = evaluation.run
-    records = read_records(run / METRICS) if run else []
+    records = run.read_metrics() if run else []
     if not (run and records):
         return {}
-    return {TRAINING: figures.encode_png(loss_curves(records, evaluation.metadata.get("loss", ""), run_name(run)))}
+    return {TRAINING: figures.encode_png(loss_curves(records, evaluation.metadata.get("loss", ""), run.title))}
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:

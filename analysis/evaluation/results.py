@@ -13,8 +13,7 @@ import numpy as np
 from analysis.lyman_alpha.results import Flux, FluxField
 from utils.files import atomic_write
 from utils.run import tags
-from utils.run.checkpoint import FOLDER
-from utils.run.loggers.base import run_name
+from utils.run.directory import RunDirectory
 from utils.volumes.channels import Channel
 
 LOG_DENSITY = "log density"
@@ -156,18 +155,19 @@ class Results:
         return "rad/cell" if self.cell is None else "h/Mpc"
 
     @property
-    def run(self) -> Path | None:
+    def run(self) -> RunDirectory | None:
         """The directory of the training run, if the results name it or one of its checkpoints."""
         if "run" in self.metadata:
-            return Path(self.metadata["run"])
-        checkpoint = Path(self.metadata.get("checkpoint", ""))
-        return checkpoint.parents[2] if checkpoint.parent.parent.name == FOLDER else None
+            return RunDirectory(Path(self.metadata["run"]))
+        checkpoints = Path(self.metadata.get("checkpoint", "")).parent.parent
+        run = RunDirectory(checkpoints.parent)
+        return run if run.checkpoints == checkpoints else None
 
     @property
     def title(self) -> str:
         """The run or the file, epoch and step: "demo/2ranks/00, epoch 4, step 800"."""
         files = (Path(self.metadata.get(key) or "").name for key in ("checkpoint", "prediction"))
-        source = run_name(self.run) if self.run else next(filter(None, files), "")
+        source = self.run.title if self.run else next(filter(None, files), "")
         numbers = (f"{key} {self.metadata[key]}" for key in ("epoch", "step") if key in self.metadata)
         return ", ".join(filter(None, (source, *numbers)))
 

@@ -16,14 +16,13 @@ from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
 from utils.run import tags
-from utils.run.loggers.base import METRICS, read_records, run_name
+from utils.run.directory import RunDirectory
 from utils.run.run import Run
 from utils.steps.eager import EagerStep
 from utils.volumes.channels import volume_channels
 
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
 STRUCTURE, ERROR = "the most structure", "the largest error"
-FILES = {STRUCTURE: ("slices.png", tags.SLICES), ERROR: ("slices_largest_error.png", tags.SLICES_LARGEST_ERROR)}
 
 
 class Plane(NamedTuple):
@@ -43,23 +42,24 @@ def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: i
         yield f"report: {path}"
 
 
-def write_loss_curves(directory: Path, loss: str) -> Path:
+def write_loss_curves(directory: RunDirectory, loss: str) -> Path:
     """Draws the losses of a run's metrics.jsonl into loss_curves.png; `loss` is the config's."""
-    path = directory / "loss_curves.png"
-    _write(loss_curves(read_records(directory / METRICS), loss, run_name(directory)), path)
-    return path
+    _write(loss_curves(directory.read_metrics(), loss, directory.title), directory.loss_curves)
+    return directory.loss_curves
 
 
 def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[Path]:
-    """Draws planes of the validation crops into the FILES, and into TensorBoard at step `steps`."""
-    title = f"{run_name(run.directory)}, {progress(read_records(run.directory / METRICS))}"
+    """Draws planes of the validation crops into two files, and into TensorBoard at step `steps`."""
+    directory = run.directory
+    files = {STRUCTURE: (directory.slices, tags.SLICES), ERROR: (directory.error_slices, tags.SLICES_LARGEST_ERROR)}
+    title = f"{directory.title}, {progress(directory.read_metrics())}"
     for name, plane in choose_planes(step, loader).items():
-        file, tag = FILES[name]
+        path, tag = files[name]
         crop = f"{title}\nvalidation crop with {name}"
         figure = figures.draw_slices(*volume_channels(config), plane.fields, None, crop)
-        _write(figure, run.directory / file)
+        _write(figure, path)
         run.records.figure(tag, figure, steps)
-        yield run.directory / file
+        yield path
 
 
 def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:

@@ -93,7 +93,7 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
 def test_trainings_run_once_and_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_forked: Any
 ) -> None:
-    """Finished runs are kept, regardless of their commit. Their logs are copied without checkpoints."""
+    """Finished runs are kept, regardless of their commit. Their logs are copied without checkpoints and evaluations."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
     monkeypatch.setattr(common, "failure_of", run_forked)
     monkeypatch.chdir(tmp_path)  # main changes the directory
@@ -101,7 +101,7 @@ def test_trainings_run_once_and_are_compared(
     arguments += [
         f"--set={key}" for key in ("num_epochs=2", "Nsamples=320", "Nsamples_val=40", "report_pictures=false")
     ]
-    study.main([*arguments, f"--logs={tmp_path / 'logs'}"])
+    study.main(arguments)
     assert (tmp_path / "out/study_digits.md").read_text() in capsys.readouterr().out
     curve = json.loads((tmp_path / "out/study_digits.json").read_text())["conditions"][1]["curve"]
     assert [(point["epoch"], point["samples"], point["step"]) for point in curve] == [
@@ -111,15 +111,16 @@ def test_trainings_run_once_and_are_compared(
     ]
     assert curve[0]["seconds"] == 0 < curve[1]["seconds"] < curve[2]["seconds"]
     assert (tmp_path / "out/study_digits.png").read_bytes().startswith(b"\x89PNG")
-    kept = set(os.listdir(tmp_path / "logs/one"))
-    assert {"config.yaml", "logs", "metrics.jsonl"} <= kept - {"checkpoints"} == kept
 
     started: list[str] = []
     path = next((tmp_path / "runs").glob("**/digits-0-seed0/provenance.json"))
     path.write_text(json.dumps({**json.loads(path.read_text()), "git_commit": "another"}))
     monkeypatch.setattr(Training, "run", lambda training: started.append(training.condition.name))
-    study.main(arguments)
+    (path.parent / "evaluation").mkdir()
+    study.main([*arguments, f"--logs={tmp_path / 'logs'}"])
     assert started == []
+    kept = set(os.listdir(tmp_path / "logs/one"))
+    assert {"config.yaml", "logs", "metrics.jsonl"} <= kept - {"checkpoints", "evaluation"} == kept
     found = json.loads((tmp_path / "out/study_digits.json").read_text())
     assert found["conditions"][0]["commits"] == ["another"]
     with pytest.raises(UserError, match="no training run of one is finished"):

@@ -237,7 +237,7 @@ def rank_main(name: str, rank: int, size: int, port: int, folder: Path) -> None:
 
     def main() -> None:
         with one_line_errors(), connect("cpu", timeouts) as world:
-            world.heartbeat.folder = folder
+            world.heartbeat.folder, world.heartbeat.log = folder, folder / "out.log"
             SCENARIOS[name][0](world)
 
     run_script(main)

@@ -20,7 +20,6 @@ from trainings import directory
 from utils.distributed.signals import Request, StopCoordinator, StopSignals
 from utils.distributed.world import World
 from utils.run import checkpoint
-from utils.run.checkpoint import FOLDER
 
 LONG = "--num_epochs=100000"  # runs until a signal stops it
 EPOCHS = 40  # one or two seconds
@@ -62,7 +61,7 @@ def two_ranks(start: Start, flags: list[str]) -> list[Program]:
 
 def all_are_complete(tmp_path: Path, ranks: int = 1) -> list[int]:
     """The steps of the checkpoints, the last one first."""
-    folder = directory(tmp_path, ranks) / FOLDER
+    folder = directory(tmp_path, ranks) / "checkpoints"
     steps = checkpoint.saved_steps(folder)
     for step in steps:
         checkpoint.verify(checkpoint.step_directory(folder, step))
@@ -72,7 +71,7 @@ def all_are_complete(tmp_path: Path, ranks: int = 1) -> list[int]:
 def saved_at_the_stop(text: str, tmp_path: Path, ranks: int = 1) -> checkpoint.Checkpoint:
     """The complete checkpoint of the step that the log reports, once."""
     (step,) = re.findall(r"Stopping after step (\d+): ", text)
-    folder = directory(tmp_path, ranks) / FOLDER
+    folder = directory(tmp_path, ranks) / "checkpoints"
     saved = checkpoint.load(checkpoint.step_directory(folder, int(step)))
     assert saved.state.step == int(step) == all_are_complete(tmp_path, ranks)[0]
     assert not list(folder.glob(".*")), "no partial files"

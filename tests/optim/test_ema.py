@@ -14,7 +14,7 @@ from trainings import STEPS, YAML, directory, last, metrics
 
 import train
 from networks import build_loss
-from utils.run.checkpoint import FOLDER, Checkpoint, step_directory
+from utils.run.checkpoint import Checkpoint, step_directory
 from utils.steps.eager import EagerStep
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_holds_the_average_and_averaging_may_be_switched_on_or_off(
         for number, more in enumerate([[], ["--set=ema_decay=0.9"]]):
             train.main([*flags, f"--run_num=own{number}", f"--init_from={source}", "--num_epochs=1", *more])
             assert metrics(directory(tmp_path, run_num=f"own{number}"))[0]["Loss/valid"] == whole.state.final_loss
-    shutil.rmtree(step_directory(source / FOLDER, STEPS))
+    shutil.rmtree(step_directory(source / "checkpoints", STEPS))
     train.main([*flags, "--resume", f"--set=ema_decay={after}"])
     resumed = last(source)
     assert differing(trained_weights(resumed), trained_weights(whole)) == []

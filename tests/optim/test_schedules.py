@@ -16,7 +16,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.config.sections import LrScheduleConfig
 from utils.optim.schedules import SCHEDULES, build_schedule, warn_of_long_warmup
-from utils.run.choice import is_free
+from utils.run.directory import RunDirectory
 
 
 def scheduled(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:
@@ -118,6 +118,6 @@ def test_the_preflight_plots_the_learning_rate(
             train.main([*flags, "--preflight", plot])
         assert f"preflight: learning rate plotted in {name}\n" in capsys.readouterr().out
         assert [path for path in Path().rglob("*") if path.is_file()] == [name]
-        assert is_free(run)
+        assert RunDirectory(run).is_free
         assert name.read_bytes().startswith(b"\x89PNG")
         name.unlink()

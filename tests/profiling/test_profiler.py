@@ -22,6 +22,7 @@ from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler, nsys_capture
+from utils.run.directory import RunDirectory
 from utils.steps.annotate import annotate
 from utils.training.hooks import Profiler
 
@@ -57,7 +58,7 @@ def test_only_the_steps_of_the_window_are_profiled(tmp_path, first, length, coun
     The directory may not exist yet, because rank 0 creates it, perhaps on another node.
     """
     directory = tmp_path / "runs" / "00"
-    window = WindowProfiler(first, length, TorchProfiler(directory, on_gpu=False), CPU)
+    window = WindowProfiler(first, length, TorchProfiler(RunDirectory(directory), on_gpu=False), CPU)
     assert steps_annotated(window, count) == profiled
     assert list(tmp_path.iterdir()) == ([tmp_path / "runs"] if profiled else [])
     if profiled:
@@ -100,7 +101,7 @@ def built(directory: Path, device: torch.device = CPU, rank: int = 0, epochs: in
     """The profiler of a training run with eight steps per epoch."""
     options = {"global_batch_size": 8, "Nsamples": 64, "num_epochs": epochs, "profile": ProfileConfig(**profile)}
     config = Config(enable_manual_profiling=True, **options)
-    return build_profiler(config, World(Launch("test", rank, rank, 2), device), directory)
+    return build_profiler(config, World(Launch("test", rank, rank, 2), device), RunDirectory(directory))
 
 
 def test_default_window_is_thirty_steps_from_the_sixth_step_of_the_second_epoch(calls, tmp_path) -> None:
@@ -132,7 +133,7 @@ def test_a_run_that_captures_nothing_says_what_to_add(calls, tmp_path, caplog, m
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     built(tmp_path, GPU)
     for rank in (0, 1):
-        build_profiler(Config(), World(Launch("test", rank, rank, 2), GPU), tmp_path)
+        build_profiler(Config(), World(Launch("test", rank, rank, 2), GPU), RunDirectory(tmp_path))
     assert ["--profiler=torch" in line for line in caplog.messages] == [True, False]
     assert caplog.messages[1].endswith("without --enable_manual_profiling; add it")
 

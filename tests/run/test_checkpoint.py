@@ -29,6 +29,7 @@ from utils.files import recover
 from utils.run import checkpoint as checkpoints
 from utils.run import writer as checkpoint_writer
 from utils.run.checkpoint import BEST, CHECKSUMS, TRAINING, WEIGHTS, load_newest, read_weights, step_directory
+from utils.run.directory import RunDirectory
 from utils.run.start import Start, find_start
 from utils.run.state import TrainState
 from utils.run.writer import BackgroundWriter
@@ -258,13 +259,13 @@ def only_rank_0_reads(world: World, folder: str) -> list[Any]:
     worlds.BROADCAST_BYTES = 1000
     if not world.is_root:
         checkpoints.read = mock.Mock(side_effect=AssertionError)
-    saved = find_start(Path(), None, None, Config().model_dump(), world)._checkpoint
+    saved = find_start(RunDirectory(Path()), None, None, Config().model_dump(), world)._checkpoint
     step = mock.Mock()
     Start({}, folder + f"/{world.rank}").restore(step, world)
     if world.is_root:
         flip(saved.path / WEIGHTS, 300)
     with pytest.raises(UserError, match="no usable checkpoint") as caught:
-        find_start(Path(), None, None, Config().model_dump(), world)
+        find_start(RunDirectory(Path()), None, None, Config().model_dump(), world)
     content = [saved.weights, saved.training, saved.state]
     return [str(saved.path), repr(content), repr(step.load_weights.call_args.args), str(caught.value)]
 

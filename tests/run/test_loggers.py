@@ -27,6 +27,7 @@ from utils.distributed.devices import out_of_memory_for_users
 from utils.errors import Stopped, UserError
 from utils.log import configure_logging, log_file, once_per_job
 from utils.run import loggers
+from utils.run.directory import RunDirectory
 from utils.run.loggers import LOGGERS, build_loggers
 from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
 from utils.run.loggers.tensorboard import TensorBoardLogger
@@ -48,7 +49,7 @@ def recorded(run: Path) -> list[int]:
 
 
 def start(path: Path, resumed: int | None = None) -> RunRecords:
-    run = LoggedRun(path) if resumed is None else LoggedRun(path, Resumed(resumed))
+    run = LoggedRun(RunDirectory(path)) if resumed is None else LoggedRun(RunDirectory(path), Resumed(resumed))
     return RunRecords(run, [TensorBoardLogger(run)])
 
 
@@ -147,7 +148,7 @@ def test_points_after_the_clock_was_set_back_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_logger_that_records_nothing_creates_nothing(tmp_path: Path) -> None:
-    run = LoggedRun(tmp_path)
+    run = LoggedRun(RunDirectory(tmp_path))
     with closing(RunRecords(run, build_loggers([*LOGGERS], run))) as logger:
         logger.flush()
     assert os.listdir(tmp_path) == []
@@ -161,7 +162,7 @@ def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     exec(compile(source, "docs/logging.md", "exec", dont_inherit=True), vars(module))
     monkeypatch.setattr(loggers, "LOGGERS", LOGGERS | eval(f"{{{line}}}", vars(loggers) | vars(module)))
     for resumed, steps in ((-1, range(3)), (1, range(2, 4))):
-        run = LoggedRun(tmp_path, Resumed(resumed))
+        run = LoggedRun(RunDirectory(tmp_path), Resumed(resumed))
         with closing(RunRecords(run, build_loggers(["csv"], run))) as logger:
             for step in steps:
                 logger.scalars({"a, b": step / 2}, step)
@@ -191,7 +192,7 @@ def points(records: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
 def record_with(wandb: mock.Mock, path: Path, steps: range, resumed: Resumed) -> RunRecords:
     """Records intervals of two steps and epochs of four, from a process that resumes; leaves the logger open."""
     sys.modules["wandb"] = wandb
-    run = LoggedRun(path, resumed, {"optimizer": {"name": "adam"}}, {"git_commit": "0123abc"})
+    run = LoggedRun(RunDirectory(path), resumed, {"optimizer": {"name": "adam"}}, {"git_commit": "0123abc"})
     logger = RunRecords(run, build_loggers(["wandb"], run))
     for step in steps:
         if step % 2 == 0 and step > resumed.step:

@@ -47,8 +47,7 @@ from utils.profiling.benchmark import Benchmark
 from utils.run import checkpoint
 from utils.run import run as runs
 from utils.run import writer as checkpoint_writer
-from utils.run.checkpoint import BEST, FOLDER, WEIGHTS, saved_steps, step_directory
-from utils.run.choice import SUMMARY
+from utils.run.checkpoint import BEST, WEIGHTS, saved_steps, step_directory
 from utils.run.loggers.base import RunRecords
 from utils.run.start import Start
 from utils.steps import build
@@ -139,7 +138,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Pa
     """The directory of an uninterrupted run, which tests must not change."""
     expdir = tmp_path_factory.mktemp("whole")
     assert run(ALONE, [*data_flags, *OFTEN, f"--set=expdir={expdir}"])
-    assert saved_steps(directory(expdir) / FOLDER) == [16, 15, 12, 9, 8, 6, 3]
+    assert saved_steps(directory(expdir) / "checkpoints") == [16, 15, 12, 9, 8, 6, 3]
     return directory(expdir)
 
 
@@ -267,7 +266,7 @@ def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> Non
     for name in ("provenance.json", "config.yaml"):
         (finished / name).write_text("")
     (finished / "summary.json").unlink()
-    (finished / FOLDER / BEST).unlink()
+    (finished / "checkpoints" / BEST).unlink()
     with (finished / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "Loss/va')
     code, stderr = command("--resume", "--num_epochs=3")
@@ -282,18 +281,18 @@ def test_a_new_training_that_ends_before_its_first_step_resumes_no_old_one(
     command: Any, finished: Path, monkeypatch: Any
 ) -> None:
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
-    before = saved_steps(finished / FOLDER)
+    before = saved_steps(finished / "checkpoints")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     for module, function in ((train, "open_loaders"), (runs, "_remove_run")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, lambda *_: sys.exit(143))
             assert command("--resume=no", "--num_epochs=1")[0] == 143
-        assert saved_steps(finished / FOLDER) == before, "nothing is removed before the new run starts"
+        assert saved_steps(finished / "checkpoints") == before, "nothing is removed before the new run starts"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, stderr = command("--resume=no", "--num_epochs=1")
     assert code == 0, stderr
     assert "Resuming" not in stderr
-    assert saved_steps(finished / FOLDER) == [8]
+    assert saved_steps(finished / "checkpoints") == [8]
     assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new run"
 
 
@@ -328,7 +327,7 @@ def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> Non
     ],
 )
 def test_an_unusable_start_is_one_line(tmp_path: Path, command: Any, whole: Path, flag: str, says: Any) -> None:
-    source = step_directory(whole / FOLDER, 16)
+    source = step_directory(whole / "checkpoints", 16)
     (shutil.copytree(source, tmp_path / "new" / "damaged") / WEIGHTS).write_text("damaged")
     flags = flag.format(new=tmp_path / "new", source=source).split()
     code, stderr = command(*flags, "--num_epochs=3")
@@ -340,28 +339,28 @@ def test_an_unusable_start_is_one_line(tmp_path: Path, command: Any, whole: Path
     assert not directory(tmp_path).exists(), "nothing is written"
 
 
-@pytest.mark.parametrize("given", ["", f"/{FOLDER}/step_00000012"])
+@pytest.mark.parametrize("given", ["", "/checkpoints/step_00000012"])
 def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(
     tmp_path: Path, command: Any, whole: Path, given: str
 ) -> None:
     """A fixed bug: --resume=<run>/checkpoints/step_00000012 reported that it holds no checkpoint."""
     run, other = directory(tmp_path), shutil.copytree(whole, directory(tmp_path, run_num="other"), symlinks=True)
-    shutil.rmtree(step_directory(other / FOLDER, 16))
-    shutil.rmtree(step_directory(other / FOLDER, 15))
+    shutil.rmtree(step_directory(other / "checkpoints", 16))
+    shutil.rmtree(step_directory(other / "checkpoints", 15))
     before = contents(other)
     flags = [f"--resume={other}{given}", "--set=checkpoint.every_steps=1"]
     code, stderr = command(*flags, after=lambda step: sys.exit(143) if step == 3 else None)
     assert code == 143, stderr
-    assert f"Resuming from {step_directory(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
+    assert f"Resuming from {other}/checkpoints/step_00000012, after step 12" in messages(stderr, "INFO")
     code, stderr = command(*flags)
     assert code == 0, stderr
-    assert f"Resuming from {run / FOLDER}" in stderr, "its own checkpoint comes first"
+    assert f"Resuming from {run}/checkpoints" in stderr, "its own checkpoint comes first"
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
     assert contents(other) == before
 
 
 def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    path = step_directory(whole / FOLDER, 8) / WEIGHTS
+    path = step_directory(whole / "checkpoints", 8) / WEIGHTS
     code, stderr = command(f"--init_from={path}", "--set=seed=7", "--num_epochs=1")
     assert code == 0, stderr
     assert f"Weights of {path}" in messages(stderr, "INFO")
@@ -375,14 +374,14 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
     flags = [*data_flags, f"--set=expdir={tmp_path}", "--num_epochs=4", "--set=checkpoint.keep_last=1"]
     source, elsewhere = directory(tmp_path), directory(tmp_path, run_num="elsewhere")
     assert not run(ALONE, flags, 20, valid={0: 5.0, 8: 3.0, 16: 1.0})
-    assert saved_steps(source / FOLDER) == [20, 16]
-    assert os.readlink(source / FOLDER / BEST) == "step_00000016"
+    assert saved_steps(source / "checkpoints") == [20, 16]
+    assert os.readlink(source / "checkpoints" / BEST) == "step_00000016"
     assert run(ALONE, [*flags, "--run_num=elsewhere", f"--resume={source}"], valid={0: 9.0, 4: 2.0, 12: 4.0})
-    assert saved_steps(elsewhere / FOLDER) == [32, 24]
-    assert os.readlink(elsewhere / FOLDER / BEST) == "step_00000024"
+    assert saved_steps(elsewhere / "checkpoints") == [32, 24]
+    assert os.readlink(elsewhere / "checkpoints" / BEST) == "step_00000024"
     assert run(ALONE, flags, valid={0: 9.0, 4: 2.0, 12: 4.0})
-    assert saved_steps(source / FOLDER) == [32, 16]
-    assert os.readlink(source / FOLDER / BEST) == "step_00000016"
+    assert saved_steps(source / "checkpoints") == [32, 16]
+    assert os.readlink(source / "checkpoints" / BEST) == "step_00000016"
     assert (last(source).state.best_loss, last(source).state.best_step) == (1.0, 16)
 
 
@@ -392,7 +391,7 @@ def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, co
     monkeypatch.setattr(checkpoint_writer, "time", fake)
     flags = ["--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99"]
     assert command(*flags, after=lambda step: now.append(now.pop() + 60))[0] == 0
-    assert saved_steps(directory(tmp_path) / FOLDER) == [16, 14, 11, 8, 6, 3]
+    assert saved_steps(directory(tmp_path) / "checkpoints") == [16, 14, 11, 8, 6, 3]
 
 
 def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_flags: list[str]) -> None:
@@ -422,7 +421,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         code, stderr = command(*flags, after=after)
         assert code == 2, stderr
         fault = "No space left on device"
-        assert f"\nerror: the checkpoint of step 16 is not in {run / FOLDER}: {fault}; run the command again" in stderr
+        assert f"\nerror: the checkpoint of step 16 is not in {run}/checkpoints: {fault}; run the command" in stderr
         warnings = messages(stderr, "WARNING")
         assert sum(f": {fault}; earlier ones are kept" in line for line in warnings) == 3, "of steps 8, 12 and 16"
         assert warnings.count(f"Cannot record scalars in {run}: {fault}; the run continues") == 1
@@ -431,7 +430,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         (disk / "filler").unlink()
         code, stderr = command(*flags)
         assert code == 0, stderr
-        assert f"Resuming from {step_directory(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
+        assert f"Resuming from {run}/checkpoints/step_00000004, after step 4" in messages(stderr, "INFO")
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
@@ -443,7 +442,7 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / SUMMARY).read_text())
+    return json.loads((run / "summary.json").read_text())
 
 
 def train_and_die(argv: list[str]) -> None:
@@ -458,7 +457,7 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     argv = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
     killed(train_and_die, argv)
     run = directory(tmp_path)
-    assert not (run / SUMMARY).exists()
+    assert not (run / "summary.json").exists()
     before = contents(run)
     assert "The summary of this run is missing" in start("--set=report_pictures=true")[1]
     assert scalars(run) == scalars(whole), "each value once"
@@ -539,7 +538,7 @@ def test_a_run_that_stopped_early_is_finished(start: Any) -> None:
     assert f"Early stopping after epoch 1: {before['early_stop']}" in printed
     _, printed = start(*command, "--resume")
     assert "is the end of epoch 1, the last one; raise num_epochs or early_stopping.patience to extend" in printed
-    (run / SUMMARY).unlink()
+    (run / "summary.json").unlink()
     assert "The summary of this run is missing" in start(*command)[1]
     assert summary(run)["early_stop"] == before["early_stop"]
     start(command[0], "--set=early_stopping.patience=2", "--resume")

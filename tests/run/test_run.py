@@ -28,8 +28,9 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import checkpoint
 from utils.run import run as runs
-from utils.run.checkpoint import FOLDER, step_directory
-from utils.run.choice import LOCK, Request, choose
+from utils.run.checkpoint import step_directory
+from utils.run.choice import Request, choose
+from utils.run.directory import RunDirectory
 from utils.run.provenance import BLOCKS, HEAD, command, data_changes, data_record
 from utils.run.run import Run
 from utils.steps import build
@@ -55,7 +56,7 @@ def save(path: Path, config: Config, step: int = 16) -> None:
     weights = {"network": {}, "config": config.model_dump(), "step": step}
     state = {"step": step, "epoch": step // 8, "best_step": step}
     training = {"optimizer": {}, "scaler": {}, "random": [], "state": state}
-    checkpoint.write(step_directory(path / FOLDER, step), weights, training)
+    checkpoint.write(step_directory(path / "checkpoints", step), weights, training)
 
 
 @pytest.fixture
@@ -76,13 +77,13 @@ def run(first: Path) -> Callable[..., Path]:
 
 
 def request(first: Path, config: Config = TEST, **options: Any) -> Request:
-    return Request(config, "test", first, **options)
+    return Request(config, "test", RunDirectory(first), **options)
 
 
 def chosen(first: Path, **options: Any) -> tuple[str, str]:
     """Name and reason of the choice."""
     choice = choose(request(first, **options))
-    return choice.path.name, choice.reason
+    return choice.directory.path.name, choice.reason
 
 
 def name_of(first: Path, **options: Any) -> str:
@@ -101,7 +102,7 @@ def test_a_restarted_job_returns_to_its_run(first: Path, run: Any, resume: str |
     run(2, finished=False, jobs=["slurm 8"], earlier=[{"jobs": ["slurm 9"], "command": command()}])
     for job, name in (("slurm 7", "00"), ("slurm 8", "00-2"), ("slurm 9", "00-2")):
         choice = choose(request(first, config(seed=3), resume=resume, restarted=(job,)))
-        assert (choice.path.name, choice.reason) == (name, "")
+        assert (choice.directory.path.name, choice.reason) == (name, "")
         assert choice.resume == (None if resume == "no" else resume), "a restart removes nothing"
     assert name_of(first, resume="no", restarted=("slurm 10",)) == "00"
 
@@ -126,7 +127,7 @@ def test_only_an_unfinished_idle_run_with_an_equal_config_is_continued(first: Pa
     assert chosen(first) == ("00", "")
     assert chosen(first, config=config(enable_amp=True)) == ("00-2", "")
     assert name_of(first, config=config(num_epochs=5)) == "00-4"
-    with open_locked(first / LOCK, "locked"):
+    with open_locked(first / ".lock", "locked"):
         assert name_of(first) == "00-4"
     shutil.rmtree(first.with_name("00-3"))
     reason = "00-2 differs in num_epochs, enable_amp; --resume would use it"
@@ -140,7 +141,7 @@ def test_any_other_command_uses_the_next_free_directory_for_a_reason(first: Path
     run(1)
     assert chosen(first) == ("00-2", "00 is finished; --resume would use it")
     assert "00 is finished and differs in network.width; " in chosen(first, config=config(network__width=5))[1]
-    with open_locked(first / LOCK, "locked"):
+    with open_locked(first / ".lock", "locked"):
         assert chosen(first) == ("00-2", "00 is being trained by another process")
     (run(2, finished=False) / "config.yaml").write_text("")
     assert chosen(first) == ("00-3", "00-2 differs in config.yaml; --resume would use it")
@@ -209,7 +210,7 @@ def test_the_second_directory_of_a_run_and_the_task_of_an_array_stay_apart(first
     assert chosen(task) == ("00-2-2", "00-2 belongs to another run")
     shutil.rmtree(task)
     task.mkdir()
-    (task / LOCK).touch()
+    (task / ".lock").touch()
     assert name_of(first) == "00-2"
     (task / "notes.txt").touch()
     assert name_of(first) == "00-3"
@@ -242,7 +243,7 @@ def test_a_kill_while_the_first_records_are_written_leaves_the_directory_free(fi
     (first / "out.log").write_text("early")
     begin(first, config=configs.load(YAML, "test").for_world(4))
     assert (first / "out.log").read_text().startswith("early"), "a run without a checkpoint keeps its log"
-    assert names(first) == [LOCK, "config.yaml", "out.log", "provenance.json"]
+    assert names(first) == [".lock", "config.yaml", "out.log", "provenance.json"]
     again = configs.load(str(first / "config.yaml"), "test").for_world(2)
     assert (again.global_batch_size, again.local_batch_size) == (8, 4), "for another number of ranks"
 
@@ -254,31 +255,31 @@ def test_a_run_that_is_being_trained_is_refused_and_not_touched(
 ) -> None:
     monkeypatch.setattr(runs, "RESTART_SECONDS", 0.1)
     run(1, finished, jobs=["slurm 7"])
-    (first / FOLDER / ".step_00000020.abc.partial").mkdir()  # of a save in progress
+    (first / "checkpoints" / ".step_00000020.abc.partial").mkdir()  # of a save in progress
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
-    with open_locked(first / LOCK, "locked"):
+    with open_locked(first / ".lock", "locked"):
         with pytest.raises(UserError, match=rf"^another run is writing to {first}; .*--run_num"):
             opened(first, **options).__enter__()
         assert names(first.parent) == ["00"]
-    (first / LOCK).unlink()
+    (first / ".lock").unlink()
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
     with opened(first, **options) as again:
-        assert again.directory == first
+        assert again.directory.path == first
 
 
 def test_runs_that_start_at_once_use_different_directories(first: Path) -> None:
     """Before the first one has begun, and while it is trained; directories that were not used are removed."""
     with opened(first) as one, opened(first) as two:
-        assert [run.directory.name for run in (one, two)] == ["00", "00-2"]
-        assert ALONE.heartbeat.folder == two.directory, "for the files after a hang"
+        assert [run.directory.path.name for run in (one, two)] == ["00", "00-2"]
+        assert ALONE.heartbeat.folder == two.directory.path, "for the files after a hang"
         with pytest.raises(UserError, match=r"^another run is writing to "):  # A fixed bug: it tried again and again.
             opened(first, resume="no").__enter__()
         one.restore(mock.Mock(), SIZE)
         with opened(first) as three:
-            assert three.directory.name == "00-3"
+            assert three.directory.path.name == "00-3"
     assert names(first.parent) == ["00"]
     with opened(first) as again:
-        assert again.directory == first, "it is idle and unfinished"
+        assert again.directory.path == first, "it is idle and unfinished"
     with opened(first.with_name("01")):
         pass
     assert names(first.parent) == ["00"]
@@ -286,7 +287,7 @@ def test_runs_that_start_at_once_use_different_directories(first: Path) -> None:
 
 def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path, run: Any) -> None:
     run(1)
-    predecessor = open_locked(first / LOCK, "locked")
+    predecessor = open_locked(first / ".lock", "locked")
     threading.Timer(0.1, predecessor.close).start()
     with opened(first, resume="no", restarted=("slurm 7",)):
         assert predecessor.closed
@@ -309,7 +310,7 @@ def test_all_ranks_follow_rank_0(first: Path, tmp_path: Path) -> None:
 def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp_path: Path) -> None:
     """The second process was started with --resume alone; the command of the first still finds its run."""
     save(tmp_path / "source", TEST)
-    weights = str(tmp_path / "source" / FOLDER / "step_00000016")
+    weights = str(tmp_path / "source" / "checkpoints" / "step_00000016")
     begin(first, init_from=weights, jobs=("slurm 7",))
     save(first, TEST, 8)
     (first / "summary.json").touch()
@@ -373,10 +374,10 @@ def test_a_kill_before_the_link_to_the_best_checkpoint_moves_loses_nothing(first
     (first / "evaluation").mkdir()
     for step in (16, 24):
         (first / "evaluation" / f"step_{step:08d}.npz").touch()
-    (first / FOLDER / "best").symlink_to("step_00000008")
-    step_directory(first / FOLDER, 16).rename(first / FOLDER / ".step_00000016.replaced")
+    (first / "checkpoints" / "best").symlink_to("step_00000008")
+    step_directory(first / "checkpoints", 16).rename(first / "checkpoints" / ".step_00000016.replaced")
     begin(first, resume="auto")
-    assert os.readlink(first / FOLDER / "best") == "step_00000016"
+    assert os.readlink(first / "checkpoints" / "best") == "step_00000016"
     assert names(first / "evaluation") == ["step_00000016.npz"]
 
 
@@ -403,7 +404,7 @@ def test_resume_no_removes_what_a_run_has_written_and_nothing_else(recorded: Pat
     with opened(recorded, resume="no", config=config(seed=3)) as run:
         assert all(path.read_bytes() == content for path, content in before.items()), "only once it begins"
         run.restore(mock.Mock(), SIZE)
-    assert names(recorded) == [LOCK, "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
+    assert names(recorded) == [".lock", "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
     assert "seed: 3" in (recorded / "config.yaml").read_text()
 
 
@@ -417,7 +418,7 @@ def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, m
     assert {"checkpoints", "metrics.jsonl", "provenance.json"} <= set(names(recorded))
     assert name_of(recorded) == "00-2"
     begin(recorded, resume="no")
-    assert names(recorded) == [LOCK, "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
+    assert names(recorded) == [".lock", "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
 
 
 def volumes(folder: Path) -> dict[str, str]:

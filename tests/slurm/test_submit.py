@@ -17,7 +17,7 @@ from slurm_cluster import Cluster, Job, Unavailable, private_cluster
 from trainings import assert_same_training, directory
 
 from utils import config as configs
-from utils.run.checkpoint import FOLDER, saved_steps
+from utils.run.checkpoint import saved_steps
 
 pytestmark = pytest.mark.slurm
 
@@ -95,7 +95,7 @@ def test_an_interrupted_training_run_is_requeued_and_resumes(
     One file has the output of both starts, from rank 0.
     """
     (job, ranks), run = training, directory(tmp_path / LOGS, 4)
-    newest = saved_steps(run / FOLDER)[0]
+    newest = saved_steps(run / "checkpoints")[0]
     saved = [newest, newest + 8]  # the next one may have been half written when the ranks were suspended
     if by == "SIGTERM":
         cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
@@ -128,7 +128,7 @@ def test_a_canceled_training_saves_and_stays_canceled(
     cluster.run("scancel", job.number)
     job.ends("CANCELLED")
     assert job.field("Restarts") == "0"
-    assert stopped_after(job, "SIGTERM") in saved_steps(directory(tmp_path / LOGS, 4) / FOLDER)
+    assert stopped_after(job, "SIGTERM") in saved_steps(directory(tmp_path / LOGS, 4) / "checkpoints")
 
 
 def test_bad_input_ends_the_job_with_exit_code_2(cluster: Cluster, tmp_path: Path) -> None:

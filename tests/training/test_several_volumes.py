@@ -14,7 +14,6 @@ from volume_files import write_volume
 
 import train
 from analysis.evaluation import results
-from utils.run import evaluations
 
 BOXES = {"a": (16, 8, 12), "b": (8, 20, 9), "valid": (12, 8, 16)}
 
@@ -66,7 +65,7 @@ def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(t
     untrained = [metrics(run)[0] for run in several]
     assert untrained[1] == pytest.approx(untrained[0], rel=1e-5)
     assert last(several[1]).weights["config"]["box_size"] == [16, [list(BOXES["a"]), list(BOXES["b"])]]
-    (evaluation,) = (several[1] / evaluations.FOLDER).iterdir()
+    (evaluation,) = (several[1] / "evaluation").iterdir()
     assert results.load(evaluation).metadata["input"] == str(paths["a"])
     for second, says in (("b", "Nsamples_val 1 is less than the 2 volumes"), ("a", f"{paths['a']} is listed twice")):
         wrong = [f"--set=val_path=[{paths['a']},{paths[second]}]", "--set=Nsamples_val=1"]

@@ -42,7 +42,8 @@ class Heartbeat:
         """The run hangs if no rank makes progress for `hang_seconds`; 0: no limit. A single rank needs no store."""
         launch = launch or Launch("single process")
         self.rank, self._size = launch.rank, launch.world_size
-        self.folder = Path()  # for the last collectives; a training run sets its run directory
+        # For the last collectives and the diagnosis; a training run sets its directory and its log.
+        self.folder, self.log = Path(), Path(os.devnull)
         self.pulse, self._beats = Pulse(), 0
         self.diagnoser = Diagnoser(self.rank, self._size, hang_seconds)
         self._reports = ReportStore(self.diagnoser.ranks, launch, store)
@@ -176,7 +177,7 @@ class Heartbeat:
         """Writes the line to stderr and to the run's log, without the lock of the logging module: this thread must not
         wait for one that hangs."""
         _write(f"error: {line}\n")
-        with contextlib.suppress(OSError), open(self.folder / "out.log", "r+", encoding="utf-8") as log:
+        with contextlib.suppress(OSError), open(self.log, "r+", encoding="utf-8") as log:
             log.seek(0, os.SEEK_END)
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 - {__name__} - ERROR - {line}\n")
 

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.timing import synchronize
+from utils.run.directory import RunDirectory
 from utils.steps import annotate
 from utils.steps.annotate import Range
 from utils.training.hooks import Profiler
@@ -47,9 +47,8 @@ class TorchProfiler:
     If `rank` is set, both file names contain it, because every rank writes its own files.
     """
 
-    def __init__(self, directory: Path, on_gpu: bool, rank: int | None = None) -> None:
-        suffix = "" if rank is None else f"_rank{rank}"
-        self._trace, self._table = directory / f"trace{suffix}.json.gz", directory / f"top_operations{suffix}.txt"
+    def __init__(self, directory: RunDirectory, on_gpu: bool, rank: int | None = None) -> None:
+        self._trace, self._table = directory.profile("" if rank is None else f"_rank{rank}")
         self._on_gpu = on_gpu
         self._profile: Any = None
 
@@ -131,7 +130,7 @@ def nsys_capture(world: World, content: str) -> Iterator[None]:
         tool.stop(content)
 
 
-def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
+def build_profiler(config: Config, world: World, directory: RunDirectory) -> Profiler:
     """The profiler of this rank, one that does nothing if it is not to be profiled.
 
     Raises UserError, on every rank, if the config asks for an impossible profile.

@@ -21,13 +21,14 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
 from utils.log import once_per_job
+from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 
 log = once_per_job(__name__)
 
 FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
-FOLDER, BEST = "checkpoints", "best"
+BEST = "best"
 NO_BEST = "no saved epoch so far has lowered the validation loss below that of the initial network"
 ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
@@ -186,7 +187,7 @@ def weights_file(path: Path) -> Path:
 
     Raises UserError if there is none.
     """
-    folder = path / FOLDER
+    folder = RunDirectory(path).checkpoints
     if folder.is_dir():  # a run's directory
         path = folder / BEST
         if not path.exists():

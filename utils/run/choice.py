@@ -34,10 +34,8 @@ from utils.distributed.rendezvous import digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import read_json
+from utils.run.directory import RunDirectory
 from utils.run.provenance import command
-
-LOCK, CONFIG, PROVENANCE, SUMMARY = ".lock", "config.yaml", "provenance.json", "summary.json"
-LEARNING_RATE = "learning_rate.png"  # the preflight's plot
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Request:
 
     config: Config
     name: str
-    directory: Path
+    directory: RunDirectory
     resume: str | None = None
     init_from: str | None = None
     jobs: tuple[str, ...] = ()
@@ -69,35 +67,35 @@ class Request:
 class Choice:
     """The directory that a command uses, the value of --resume that counts there, and the reason for the log."""
 
-    path: Path
+    directory: RunDirectory
     resume: str | None = None
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.reason})" if self.reason else str(self.path)
+        return f"{self.directory} ({self.reason})" if self.reason else str(self.directory)
 
 
 class EarlierRun:
     """The state and the records of a run in its directory."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        self.path, self.number = path, number
+    def __init__(self, directory: RunDirectory, number: int) -> None:
+        self.directory, self.number = directory, number
 
     @property
     def is_finished(self) -> bool:
-        return (self.path / SUMMARY).exists()
+        return self.directory.summary.exists()
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The records of the processes that have trained it, latest first; empty if they cannot be read."""
         try:
-            latest = read_json(self.path / PROVENANCE)
+            latest = read_json(self.directory.provenance)
         except (OSError, ValueError):
             return []
         return [latest, *reversed(latest.get("earlier", []))]
 
     def belongs_to(self, run_num: str) -> bool:
-        return run_num == (self.records[0]["run_num"] if self.records else self.path.name)
+        return run_num == (self.records[0]["run_num"] if self.records else self.directory.path.name)
 
     def was_started_by(self, jobs: tuple[str, ...]) -> bool:
         """True if one of these jobs has trained it with the command of this process: a job may have several."""
@@ -107,30 +105,21 @@ class EarlierRun:
     def changes(self, request: Request) -> list[str]:
         """The keys and flags that give the requested run another result; the file's name if it cannot be read."""
         try:
-            before = configs.load(str(self.path / CONFIG), request.name)
+            before = configs.load(str(self.directory.config), request.name)
         except UserError:
-            return [CONFIG]
+            return [self.directory.config.name]
         changes = configs.result_changes(before, request.config)
         origin = self.records[0]["origin"] if self.records else None
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
 
     def why_not_continued(self, request: Request) -> str:
         """The reason why a command does not continue it."""
-        if is_locked(self.path / LOCK):
-            return f"{self.path.name} is being trained by another process"
+        name = self.directory.path.name
+        if is_locked(self.directory.lock):
+            return f"{name} is being trained by another process"
         changes = self.changes(request)
         facts = ["is finished"] * self.is_finished + [f"differs in {', '.join(changes)}"] * bool(changes)
-        return f"{self.path.name} {' and '.join(facts)}; --resume would use it"
-
-
-def is_free(path: Path) -> bool:
-    """True if no run has begun there.
-
-    A process that was killed may have left hidden files, or the first record; a preflight its plot.
-    """
-    if not path.is_dir():
-        return not os.path.lexists(path)
-    return all(name.startswith(".") or name in (PROVENANCE, LEARNING_RATE) for name in os.listdir(path))
+        return f"{name} {' and '.join(facts)}; --resume would use it"
 
 
 def choose(request: Request) -> Choice:
@@ -138,51 +127,54 @@ def choose(request: Request) -> Choice:
     first, runs = request.directory, _earlier_runs(request.directory)
     for run in runs:
         if run.was_started_by(request.restarted):
-            return Choice(run.path, None if request.resume == "no" else request.resume)
-    if request.resume == "no" and (is_free(first) or any(run.number == 1 for run in runs)):
+            return Choice(run.directory, None if request.resume == "no" else request.resume)
+    if request.resume == "no" and (first.is_free or any(run.number == 1 for run in runs)):
         return Choice(first, "no")
     for run in runs:
-        if request.resume == "auto" or (request.resume and Path(request.resume).resolve() == run.path.resolve()):
-            return Choice(run.path, request.resume)
+        is_named = request.resume and Path(request.resume).resolve() == run.directory.path.resolve()
+        if request.resume == "auto" or is_named:
+            return Choice(run.directory, request.resume)
     for run in runs:
-        if not run.is_finished and not run.changes(request) and not is_locked(run.path / LOCK):
-            return Choice(run.path, request.resume)
+        if not run.is_finished and not run.changes(request) and not is_locked(run.directory.lock):
+            return Choice(run.directory, request.resume)
     reason = runs[0].why_not_continued(request) if runs else ""
     if request.resume == "auto":  # no error: a job script may always give --resume, also for its first start
         reason = "--resume has found no run to resume"
     numbers = range(runs[0].number + 1 if runs else 1, 1_000_000)
-    path = next(path for n in numbers if is_free(path := _numbered(first, n)) and not is_locked(path / LOCK))
-    if path != first and not reason:
-        held = is_locked(first / LOCK)
-        reason = f"{first.name} {'is being trained by another process' if held else 'belongs to another run'}"
-    return Choice(path, request.resume, reason)
+    directory = next(free for n in numbers if (free := _numbered(first, n)).is_free and not is_locked(free.lock))
+    if directory.path != first.path and not reason:
+        held = is_locked(first.lock)
+        reason = f"{first.path.name} {'is being trained by another process' if held else 'belongs to another run'}"
+    return Choice(directory, request.resume, reason)
 
 
-def _earlier_runs(directory: Path) -> list[EarlierRun]:
+def _earlier_runs(first: RunDirectory) -> list[EarlierRun]:
     """The runs of a run number, newest first."""
-    pattern = re.compile(re.escape(directory.name) + r"(?:-([2-9]|[1-9]\d+))?", re.ASCII)
-    names = os.listdir(directory.parent) if directory.parent.is_dir() else []
-    matches = [(match, directory.with_name(name)) for name in names if (match := pattern.fullmatch(name))]
-    runs = [EarlierRun(path, int(match[1] or 1)) for match, path in matches if path.is_dir() and not is_free(path)]
-    own = [run for run in runs if run.belongs_to(directory.name)]
-    return sorted(own, key=lambda run: run.number, reverse=True)
+    parent = first.path.parent
+    pattern = re.compile(re.escape(first.path.name) + r"(?:-([2-9]|[1-9]\d+))?", re.ASCII)
+    names = os.listdir(parent) if parent.is_dir() else []
+    numbers = sorted((int(match[1] or 1) for name in names if (match := pattern.fullmatch(name))), reverse=True)
+    directories = [(number, _numbered(first, number)) for number in numbers]
+    runs = [EarlierRun(place, number) for number, place in directories if place.path.is_dir() and not place.is_free]
+    return [run for run in runs if run.belongs_to(first.path.name)]
 
 
-def _numbered(directory: Path, number: int) -> Path:
-    return directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
+def _numbered(first: RunDirectory, number: int) -> RunDirectory:
+    return first if number == 1 else RunDirectory(first.path.with_name(f"{first.path.name}-{number}"))
 
 
-def run_directory(config: Config, name: str, run_num: str, ranks: int) -> Path:
+def first_directory(config: Config, name: str, run_num: str, ranks: int) -> RunDirectory:
     """The first directory of a run number: <expdir>/<config>/<ranks>GPU/<run_num>, as in the tutorial.
 
     On CPUs <ranks>ranks takes the place of <ranks>GPU.
     """
-    return Path(config.expdir) / name / f"{ranks}{'GPU' if uses_gpus(config.device) else 'ranks'}" / run_num
+    kind = "GPU" if uses_gpus(config.device) else "ranks"
+    return RunDirectory(Path(config.expdir) / name / f"{ranks}{kind}" / run_num)
 
 
 def run_request(config: Config, options: Options, world: World) -> Request:
     """The request of a command line; every rank calls it."""
-    directory = run_directory(config, options.config, options.run_num, world.size)
+    directory = first_directory(config, options.config, options.run_num, world.size)
     everywhere = world.gather_json(lasting_jobs())
     jobs, restarts = (tuple(sorted({job for jobs in part for job in jobs})) for part in zip(*everywhere, strict=True))
     return Request(config, options.config, directory, options.resume, options.init_from, jobs, restarts)

@@ -24,8 +24,7 @@ from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, read_json
 from utils.progress import format_duration
 from utils.run import tags
-from utils.run.choice import CONFIG, PROVENANCE, SUMMARY
-from utils.run.loggers.base import METRICS, read_records
+from utils.run.directory import RunDirectory
 
 NOTHING = "-"
 # Sections and keys that define the validation loss.
@@ -48,10 +47,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The runs among the directories and below them, each once; UserError for a directory without any."""
     runs: dict[Path, None] = {}
     for path in paths:
-        below = [path] if (path / CONFIG).is_file() else _runs_below(path)
+        config = RunDirectory(path).config
+        below = [path] if config.is_file() else _runs_below(path)
         if not below:
             raise UserError(
-                f"{path} is not a run's directory and has none in it: there is no {CONFIG}; give one such as "
+                f"{path} is not a run's directory and has none in it: there is no {config.name}; give one such as "
                 "runs/demo/2ranks/00, or runs"
             )
         runs |= dict.fromkeys(below)
@@ -62,8 +62,9 @@ def _runs_below(path: Path) -> list[Path]:
     runs = []
     for folder, names, files in os.walk(path):
         names.sort()
-        if {CONFIG, PROVENANCE} <= {*files}:
-            runs.append(Path(folder))
+        run = RunDirectory(Path(folder))
+        if {run.config.name, run.provenance.name} <= {*files}:
+            runs.append(run.path)
             names.clear()  # a run's own folders hold none
     return runs
 
@@ -77,7 +78,7 @@ def compare(runs: Sequence[Path], order: str) -> list[Row]:
     rows: list[Row] = []
     for number, (run, config) in enumerate(zip(runs, values, strict=True)):
         config_cells = {key: shown[key][number] for key in differing}
-        rows.append({RUN: str(run), **config_cells, **_results(run, config)})
+        rows.append({RUN: str(run), **config_cells, **_results(RunDirectory(run), config)})
     key = ORDERS.get(order)
     return rows if key is None else sorted(rows, key=lambda row: math.inf if row[key] is None else row[key])
 
@@ -107,15 +108,15 @@ def csv_text(rows: Sequence[Row]) -> str:
 
 def _flat_config(run: Path) -> dict[str, Any]:
     """The config by dotted keys."""
-    ((name, values),) = configs.read_file(str(run / CONFIG)).items()
+    ((name, values),) = configs.read_file(str(RunDirectory(run).config)).items()
     return {"config": name, **configs.flatten(Config()), **configs.flatten(values)}
 
 
-def _results(run: Path, config: Mapping[str, Any]) -> Row:
+def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
     """The results of a run, and where it ran."""
-    paths = (run / SUMMARY, run / PROVENANCE)
+    paths = (run.summary, run.provenance)
     summary, provenance = (read_json(path) if path.exists() else {} for path in paths)
-    records = read_records(run / METRICS)
+    records = run.read_metrics()
     losses = [(record[tags.VALID_LOSS], record["step"]) for record in records if tags.VALID_LOSS in record]
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]
     commit = provenance.get("git_commit")

@@ -22,10 +22,9 @@ from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, recover, remove
 from utils.log import log_file, once_per_job
 from utils.run import tags
-from utils.run.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
-from utils.run.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, is_free
-from utils.run.evaluations import FOLDER as EVALUATIONS
-from utils.run.evaluations import remove_after
+from utils.run.checkpoint import NO_BEST, saved_steps, step_directory
+from utils.run.choice import Choice, Request, choose
+from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
 from utils.run.provenance import common_data_record, data_changes, provenance, read_provenance
@@ -40,11 +39,6 @@ from utils.volumes.opened import training_simulation
 log = once_per_job(__name__)
 
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
-# All that a run writes; --resume=no removes it, and nothing else. Without its config a run cannot be continued, so the
-# config goes first and a removal that was interrupted is completed by the next start.
-WRITTEN = [SUMMARY, CONFIG, FOLDER, "metrics.jsonl", "logs", "out.log", EVALUATIONS, "report.html", "wandb"]
-WRITTEN += ["loss_curves.png", "slices*.png", "trace*.json.gz", "top_operations*.txt"]
-WRITTEN += ["flight_recorder_rank*.json", PROVENANCE]
 
 
 @dataclass
@@ -65,8 +59,8 @@ class Run:
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
 
     @property
-    def directory(self) -> Path:
-        return self.choice.path
+    def directory(self) -> RunDirectory:
+        return self.choice.directory
 
     @classmethod
     @contextlib.contextmanager
@@ -84,16 +78,17 @@ class Run:
                 if world.is_root:
                     choice = files.enter_context(_claimed(request))
                     if choice.resume != "no":
-                        recover(choice.path / FOLDER)
-            path, resume = world.gather_json([str(choice.path), choice.resume] if choice else None)[0]
-            choice = choice or Choice(Path(path), resume)
-            world.heartbeat.folder = choice.path
-            start = find_start(choice.path, choice.resume, request.init_from, request.config.model_dump(), world)
+                        recover(choice.directory.checkpoints)
+            path, resume = world.gather_json([str(choice.directory), choice.resume] if choice else None)[0]
+            choice = choice or Choice(RunDirectory(Path(path)), resume)
+            directory = choice.directory
+            world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
+            start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
             run = cls(request, choice, world, start, data, files)
             try:
                 yield run
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) and saved_steps(choice.path / FOLDER):
+                if isinstance(error, KeyboardInterrupt) and saved_steps(directory.checkpoints):
                     again = "the same command" + (" without --resume=no" if choice.resume == "no" else "")
                     error.args = (
                         f"the last checkpoint is kept, and {again} continues from it (kill -TERM saves first)",
@@ -107,7 +102,7 @@ class Run:
         """True, and logs the reason, if all epochs are trained and the summary is written; every rank calls it."""
         if not self.start.is_complete:
             return False
-        has_summary = self.world.gather_json((self.directory / SUMMARY).exists())[0]
+        has_summary = self.world.gather_json(self.directory.summary.exists())[0]
         if self.start.lacks_only_summary and not has_summary:
             return False
         log.info("Run directory: %s", self.directory)
@@ -121,7 +116,7 @@ class Run:
         all checks.
         """
         state = self.start.restore(step, self.world)
-        record = {**provenance(self.world), "run_num": self.request.directory.name}
+        record = {**provenance(self.world), "run_num": self.request.directory.path.name}
         record |= {"jobs": self.request.jobs, "origin": self.request.origin}
         with self.world.raise_together():
             if self.world.is_root:
@@ -145,11 +140,11 @@ class Run:
             if self.world.is_root:
                 self._write_summary(result)
         if result.best_step == 0:
-            last = step_directory(self.directory / FOLDER, result.steps)
+            last = step_directory(self.directory.checkpoints, result.steps)
             log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
 
     def _write_summary(self, result: FitResult) -> None:
-        path = self.directory / SUMMARY
+        path = self.directory.summary
         remedy = "the network is saved; the same command writes it"
         with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
             partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
@@ -157,18 +152,18 @@ class Run:
     def _begin(self, record: dict[str, Any], size: ModelSize) -> None:
         """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""
         directory, start, config = self.directory, self.start, self.request.config
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.path.mkdir(parents=True, exist_ok=True)
         if not start.is_complete:
-            check_space(directory / FOLDER, size, resumes=start.path is not None)
-        if start.path is None and (self.choice.resume == "no" or not (directory / CONFIG).exists()):
+            check_space(directory.checkpoints, size, resumes=start.path is not None)
+        if start.path is None and (self.choice.resume == "no" or not directory.config.exists()):
             _remove_run(directory)
-        recover(directory)
-        remove_after(directory / EVALUATIONS, start.state.step)
+        recover(directory.path)
+        directory.remove_evaluations_after(start.state.step)
         changes: list[str] = []
         if not start.is_complete:  # otherwise the records of the process that trained it stay
             changes = self._write_records(record)
-        (directory / SUMMARY).unlink(missing_ok=True)
-        self._open_files.enter_context(log_file(directory / "out.log"))
+        directory.summary.unlink(missing_ok=True)
+        self._open_files.enter_context(log_file(directory.log))
         log.info("Run directory: %s", self.choice)
         for line in start.describe():
             log.info(line)
@@ -180,17 +175,17 @@ class Run:
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
         simulation = training_simulation(config, get_loader(config.data_loader_config).reads)
-        self.checkpoint_writer = writer = BackgroundWriter(directory / FOLDER, config, simulation)
+        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, simulation)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:
         """Writes both files; returns lines about data files and layers that changed since the run that resumes."""
         # Only the global batch: with another number of ranks the local one would change it.
         portable = self.request.config.model_copy(update={"local_batch_size": None})
-        path, changes = self.directory / PROVENANCE, []
+        path, changes = self.directory.provenance, []
         record["data"] = self.data
         record["convolutions"] = build.convolution_plan(self.request.config, self.world.device)
-        source = None if self.start.path is None else self.start.path.resolve().parent.parent / PROVENANCE
+        source = self.start.path and RunDirectory(self.start.path.resolve().parent.parent).provenance
         if source is not None and source.exists():
             before = read_provenance(source)
             if source == path.resolve():  # otherwise another run resumes here
@@ -199,7 +194,7 @@ class Run:
             changes = data_changes(before.get("data", {}), record["data"])
             changes += convolutions.changes(before.get("convolutions", {}), record["convolutions"])
         # The config comes last: without it, the directory is still free for the command that a kill has ended.
-        with atomic_write([path, self.directory / CONFIG]) as (record_file, config_file):
+        with atomic_write([path, self.directory.config]) as (record_file, config_file):
             config_file.write_text(configs.to_yaml(portable, self.request.name))
             record_file.write_text(json.dumps(record, indent=2) + "\n")
         return changes
@@ -218,31 +213,31 @@ def _claimed(request: Request) -> Iterator[Choice]:
     lock = None
     while lock is None:
         choice = choose(request)
-        path = choice.path
-        is_new = is_free(path)
+        directory, path = choice.directory, choice.directory.path
+        is_new = directory.is_free
         created = [folder for folder in (path, *path.parents) if not folder.exists()]  # innermost first
         fault = f"another run is writing to {path}; wait for its end, or give this one a --run_num of its own"
         with os_errors_for_users(f"cannot write to the run directory {path}", "choose another with --set expdir=DIR"):
             path.mkdir(parents=True, exist_ok=True)
             try:
-                lock = open_locked(path / LOCK, fault, RESTART_SECONDS if request.restarted else 0.0)
+                lock = open_locked(directory.lock, fault, RESTART_SECONDS if request.restarted else 0.0)
             except UserError:
                 if choice.resume == "no" or not is_new:  # else another new run has just taken the directory
                     raise
     try:
         yield choice
     finally:
-        if created and is_free(path):
-            (path / LOCK).unlink(missing_ok=True)
+        if created and directory.is_free:
+            directory.lock.unlink(missing_ok=True)
         lock.close()
         with contextlib.suppress(OSError):
             for folder in created:
                 folder.rmdir()  # fails unless it is empty
 
 
-def _remove_run(directory: Path) -> None:
+def _remove_run(directory: RunDirectory) -> None:
     """Removes what an earlier run has written."""
-    paths = [path for pattern in WRITTEN for path in sorted(directory.glob(pattern))]
+    paths = directory.written()
     for path in paths:
         remove(path)
     if paths:

@@ -17,14 +17,8 @@ from utils import config as configs
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import checkpoint
-from utils.run.checkpoint import (
-    FOLDER,
-    WEIGHTS,
-    Checkpoint,
-    load_weights,
-    stored_config,
-    verify,
-)
+from utils.run.checkpoint import WEIGHTS, Checkpoint, load_weights, stored_config, verify
+from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 from utils.steps.eager import EagerStep
 
@@ -100,7 +94,7 @@ class Start:
 
 
 def find_start(
-    directory: Path, resume: str | None, init_from: str | None, config: Mapping[str, Any], world: World
+    directory: RunDirectory, resume: str | None, init_from: str | None, config: Mapping[str, Any], world: World
 ) -> Start:
     """The start of a training run in a run directory; every rank calls it, and rank 0 reads the files.
 
@@ -110,11 +104,11 @@ def find_start(
     saved: Checkpoint | None = None
     with world.raise_together():
         if world.is_root and resume != "no":
-            saved = checkpoint.load_newest(directory / FOLDER)
+            saved = checkpoint.load_newest(directory.checkpoints)
             if saved is None and resume not in (None, "auto"):
                 saved = _checkpoint_of_flag(resume)
     saved = checkpoint.share(saved, world)
-    is_elsewhere = saved is not None and saved.path.parent.resolve() != (directory / FOLDER).resolve()
+    is_elsewhere = saved is not None and saved.path.parent.resolve() != directory.checkpoints.resolve()
     if saved is not None and is_elsewhere:
         saved.state.best_loss, saved.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
     return Start(config, init_from, saved, is_elsewhere)
@@ -126,7 +120,7 @@ def _checkpoint_of_flag(resume: str) -> Checkpoint:
     if (directory / WEIGHTS).exists():
         verify(directory)
         return checkpoint.load(directory.resolve())  # a run in progress may move its link `best`
-    saved = checkpoint.load_newest(directory / FOLDER)
+    saved = checkpoint.load_newest(RunDirectory(directory).checkpoints)
     if saved is None:
         reason = "it holds no checkpoint" if directory.exists() else "no such directory"
         raise UserError(f"--resume={resume}: {reason}; give a run directory, a checkpoint directory, auto or no")

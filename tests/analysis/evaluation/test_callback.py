@@ -30,8 +30,7 @@ from utils.data.plan import SamplePlan
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.run.checkpoint import read_weights
-from utils.run.evaluations import FILES, FOLDER
-from utils.run.loggers.base import read_records
+from utils.run.directory import RunDirectory
 from utils.run.state import FitResult
 from utils.volumes.hdf5 import open_volume
 
@@ -44,7 +43,7 @@ def run(flags: list[str], folder: Path, *more: str) -> Path:
 
 
 def history(run: Path) -> list[Results]:
-    return [load(path) for path in sorted((run / FOLDER).glob(FILES))]
+    return [load(path) for path in sorted((run / "evaluation").glob("step_*.npz"))]
 
 
 def epochs_of(run: Path) -> list[int]:
@@ -85,7 +84,7 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path) -> No
     assert KNOWN == [[], ["target", "FGPA"]]
     found = history(trained)
     assert [(results.metadata["epoch"], results.metadata["step"]) for results in found] == [(1, 8), (2, 16)]
-    records = [record for record in read_records(trained / "metrics.jsonl") if "Evaluation L1/all channels" in record]
+    records = [record for record in RunDirectory(trained).read_metrics() if "Evaluation L1/all channels" in record]
     assert [record["step"] for record in records] == [8, 16]
     for record, results in zip(records, found, strict=True):
         scalars = results.scalars()
@@ -105,7 +104,7 @@ def test_training_ends_with_the_same_bits_as_without_evaluation(
     trained: Path, data_flags: list[str], tmp_path: Path
 ) -> None:
     plain = run(data_flags, tmp_path)
-    assert not (plain / FOLDER).exists()
+    assert not (plain / "evaluation").exists()
     assert not (plain / "report.html").exists()
     assert_same_network(trained, plain)
 
@@ -134,7 +133,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     stopped = run(data_flags, tmp_path, EVERY_EPOCH)
     assert epochs_of(stopped) == [1, 2]
     assert_same_network(trained, stopped)
-    records = read_records(stopped / "metrics.jsonl")
+    records = RunDirectory(stopped).read_metrics()
     assert [record["step"] for record in records if "Evaluation L1/all channels" in record] == [8, 16]
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=3", "--set=evaluation.every_epochs=2")
     assert epochs_of(stopped) == [2, 3], "a run from scratch removes the evaluations of the run that it replaces"

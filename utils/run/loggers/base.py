@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from utils.config import Config
@@ -17,8 +16,7 @@ from utils.errors import os_reason
 from utils.files import atomic_write
 from utils.log import once_per_job
 from utils.run import tags
-
-METRICS = "metrics.jsonl"
+from utils.run.directory import RunDirectory
 
 log = once_per_job(__name__)
 
@@ -37,7 +35,7 @@ FROM_SCRATCH = Resumed(-1)
 class LoggedRun:
     """The run that a logger records, its config and provenance, and where it resumes."""
 
-    directory: Path
+    directory: RunDirectory
     resumed: Resumed = FROM_SCRATCH
     config: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -45,10 +43,9 @@ class LoggedRun:
     def kept_records(self) -> list[dict[str, Any]]:
         """The records of earlier processes up to the resumption, without those of an epoch's end that comes again."""
         step, in_epoch = self.resumed
-        records = read_records(self.directory / METRICS)
         return [
             record
-            for record in records
+            for record in self.directory.read_metrics()
             if record["step"] < step or (record["step"] == step and not (in_epoch and tags.ends_epoch(record)))
         ]
 
@@ -92,7 +89,7 @@ class RunRecords(Logger):
 
     @cached_property
     def _metrics(self) -> IO[str]:
-        path = self._run.directory / METRICS
+        path = self._run.directory.metrics
         kept = "".join(json.dumps(record) + "\n" for record in self._run.kept_records())
         with atomic_write([path]) as (partial,):
             partial.write_text(kept, encoding="utf-8")
@@ -140,17 +137,3 @@ class RunRecords(Logger):
         if line not in self._warned:
             log.warning(line)
         self._warned.add(line)
-
-
-def run_name(directory: Path) -> str:
-    """The end of a run directory's path: config, ranks and run_num."""
-    return "/".join(directory.parts[-3:])
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records

@@ -16,7 +16,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.run.loggers.base import LoggedRun, Logger
 
-FOLDER, HPARAMS = "logs", ".hparams"
+HPARAMS = ".hparams"
 # Hyperparameters that HPARAMS shows at once, also if they are the defaults; it has five columns for them.
 COLUMNS = ("lr_schedule.start_lr", "optimizer.name", "network.width", "global_batch_size", "num_epochs")
 
@@ -35,7 +35,7 @@ class TensorBoardLogger(Logger):
     def _writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self._run.directory / FOLDER
+        folder = self._run.directory.tensorboard
         _begin_later(folder)
         threading.excepthook = _without_writer_errors
         step, in_epoch = self._run.resumed
@@ -74,9 +74,9 @@ class TensorBoardLogger(Logger):
         }
         self.scalars(results, step)
         # In a file of their own, because TensorBoard shows the first ones of a run. add_hparams would create a run.
-        for earlier in (self._run.directory / FOLDER).glob(f"*{HPARAMS}"):
+        for earlier in self._run.directory.tensorboard.glob(f"*{HPARAMS}"):
             earlier.unlink()
-        with SummaryWriter(str(self._run.directory / FOLDER), filename_suffix=HPARAMS) as writer:
+        with SummaryWriter(str(self._run.directory.tensorboard), filename_suffix=HPARAMS) as writer:
             for summary in _with_columns_first(*hparams(plain, dict(results))):
                 writer._get_file_writer().add_summary(summary)
 

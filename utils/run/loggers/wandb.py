@@ -104,17 +104,17 @@ class WandbLogger(Logger):
         import wandb
 
         self._has_service = True
-        directory = self._logged.directory.absolute()
-        config, ranks, run_num = directory.parts[-3:]
-        (directory / "wandb").mkdir(exist_ok=True)
+        directory = self._logged.directory
+        config, ranks, _ = directory.path.absolute().parts[-3:]
+        directory.wandb.mkdir(exist_ok=True)
         provenance = {name: self._logged.provenance.get(name) for name in PROVENANCE}
         run = wandb.init(
             id=self._id(),
             resume="allow" if _is_online(wandb) else None,  # `wandb sync` would append it to the earlier directories
-            dir=str(directory),
+            dir=str(directory.path.absolute()),
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             group=os.environ.get("WANDB_RUN_GROUP", config),
-            name=f"{config}/{ranks}/{run_num}",
+            name=directory.title,
             tags=None if "WANDB_TAGS" in os.environ else [config, ranks],
             config={**self._logged.config, "provenance": provenance},
             settings=wandb.Settings(**SETTINGS),
@@ -131,7 +131,7 @@ class WandbLogger(Logger):
 
     def _id(self) -> str:
         """The id of the W&B run that resumes, or a new one for a training run from scratch."""
-        path = self._logged.directory / "wandb" / "id"
+        path = self._logged.directory.wandb / "id"
         if self._logged.resumed.step >= 0 and path.exists():
             return path.read_text().strip()
         new = secrets.token_hex(8)

@@ -1,0 +1,83 @@
+"""The directory of a run: the names of all files in it, and those that a run writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from utils.distributed.flight_recorder import RECORD
+from utils.files import recover
+
+
+class RunDirectory:
+    """The files of a run by what they hold. utils/run/checkpoint.py names those in `checkpoints`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock, self.config, self.log = path / ".lock", path / "config.yaml", path / "out.log"
+        self.provenance, self.summary = path / "provenance.json", path / "summary.json"
+        self.checkpoints, self.evaluations = path / "checkpoints", path / "evaluation"
+        self.metrics, self.tensorboard, self.wandb = path / "metrics.jsonl", path / "logs", path / "wandb"
+        self.loss_curves, self.report = path / "loss_curves.png", path / "report.html"
+        self.slices, self.error_slices = path / "slices.png", path / "slices_largest_error.png"
+        self.learning_rate = path / "learning_rate.png"  # the preflight's plot
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def profile(self, suffix: str) -> tuple[Path, Path]:
+        """The trace and the table of operations, for several ranks with a suffix."""
+        return self.path / f"trace{suffix}.json.gz", self.path / f"top_operations{suffix}.txt"
+
+    def evaluation(self, step: int) -> Path:
+        return self.evaluations / f"step_{step:08d}.npz"
+
+    def written(self) -> list[Path]:
+        """All that a run has written here; --resume=no removes it in this order, and nothing else.
+
+        Without its config a run cannot be continued, so the next start completes a removal that was interrupted.
+        """
+        paths = [self.summary, self.config, self.checkpoints, self.metrics, self.tensorboard, self.log]
+        paths += [self.evaluations, self.report, self.wandb, self.loss_curves, self.path / "slices*.png"]
+        paths += [*self.profile("*"), self.path / RECORD.format("*"), self.provenance]
+        return [file for path in paths for file in sorted(self.path.glob(path.name))]
+
+    @property
+    def is_free(self) -> bool:
+        """True if no run has begun here.
+
+        A process that was killed may have left hidden files, or the first record; a preflight its plot.
+        """
+        if not self.path.is_dir():
+            return not os.path.lexists(self.path)
+        remains = (self.provenance.name, self.learning_rate.name)
+        return all(name.startswith(".") or name in remains for name in os.listdir(self.path))
+
+    @property
+    def title(self) -> str:
+        """The end of the path: config, ranks and run_num."""
+        return "/".join(self.path.parts[-3:])
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some."""
+        records = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+            with contextlib.suppress(ValueError):
+                records.append(json.loads(line))
+        return records
+
+    def evaluated_steps(self) -> list[int]:
+        """Steps of the evaluations during training, in ascending order."""
+        names = [path.stem[5:] for path in self.evaluations.glob("step_*.npz")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def remove_evaluations_after(self, step: int) -> None:
+        """Removes the evaluations after the step at which a run resumes; -1 removes all of them."""
+        if self.evaluations.is_dir():
+            recover(self.evaluations)
+        for later in self.evaluated_steps():
+            if later > step:
+                self.evaluation(later).unlink(missing_ok=True)
