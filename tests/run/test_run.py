@@ -29,7 +29,7 @@ from utils.errors import UserError
 from utils.run import checkpoint
 from utils.run import run as runs
 from utils.run.checkpoint import step_directory
-from utils.run.choice import Request, choose
+from utils.run.choice import RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.provenance import BLOCKS, HEAD, command, data_changes, data_record
 from utils.run.run import Run
@@ -76,8 +76,8 @@ def run(first: Path) -> Callable[..., Path]:
     return leave
 
 
-def request(first: Path, config: Config = TEST, **options: Any) -> Request:
-    return Request(config, "test", RunDirectory(first), **options)
+def request(first: Path, config: Config = TEST, **options: Any) -> RunRequest:
+    return RunRequest(config, "test", RunDirectory(first), **options)
 
 
 def chosen(first: Path, **options: Any) -> tuple[str, str]:

@@ -39,7 +39,7 @@ from utils.run.provenance import command
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """A command that needs a run directory.
 
     directory: the first one of the run number.
@@ -102,7 +102,7 @@ class EarlierRun:
         own = [record for record in self.records if record.get("command") == command()]
         return any(set(jobs) & set(record["jobs"]) for record in own)
 
-    def changes(self, request: Request) -> list[str]:
+    def changes(self, request: RunRequest) -> list[str]:
         """The keys and flags that give the requested run another result; the file's name if it cannot be read."""
         try:
             before = configs.load(str(self.directory.config), request.name)
@@ -112,7 +112,7 @@ class EarlierRun:
         origin = self.records[0]["origin"] if self.records else None
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
 
-    def why_not_continued(self, request: Request) -> str:
+    def why_not_continued(self, request: RunRequest) -> str:
         """The reason why a command does not continue it."""
         name = self.directory.path.name
         if is_locked(self.directory.lock):
@@ -122,7 +122,7 @@ class EarlierRun:
         return f"{name} {' and '.join(facts)}; --resume would use it"
 
 
-def choose(request: Request) -> Choice:
+def choose(request: RunRequest) -> Choice:
     """The directory that the command uses, by the table above; changes nothing."""
     first, runs = request.directory, _earlier_runs(request.directory)
     for run in runs:
@@ -172,12 +172,12 @@ def first_directory(config: Config, name: str, run_num: str, ranks: int) -> RunD
     return RunDirectory(Path(config.expdir) / name / f"{ranks}{kind}" / run_num)
 
 
-def run_request(config: Config, options: Options, world: World) -> Request:
+def run_request(config: Config, options: Options, world: World) -> RunRequest:
     """The request of a command line; every rank calls it."""
     directory = first_directory(config, options.config, options.run_num, world.size)
     everywhere = world.gather_json(lasting_jobs())
     jobs, restarts = (tuple(sorted({job for jobs in part for job in jobs})) for part in zip(*everywhere, strict=True))
-    return Request(config, options.config, directory, options.resume, options.init_from, jobs, restarts)
+    return RunRequest(config, options.config, directory, options.resume, options.init_from, jobs, restarts)
 
 
 def identity(config: Config, options: Options) -> dict[str, str]:

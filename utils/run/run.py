@@ -23,7 +23,7 @@ from utils.files import atomic_write, recover, remove
 from utils.log import log_file, once_per_job
 from utils.run import tags
 from utils.run.checkpoint import NO_BEST, saved_steps, step_directory
-from utils.run.choice import Choice, Request, choose
+from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
@@ -49,7 +49,7 @@ class Run:
     data: the record of the data files, the same on all ranks but for missing files.
     """
 
-    request: Request
+    request: RunRequest
     choice: Choice
     world: World
     start: Start
@@ -64,7 +64,7 @@ class Run:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, request: Request, world: World) -> Iterator[Run]:
+    def open(cls, request: RunRequest, world: World) -> Iterator[Run]:
         """Chooses, creates and locks the directory, and reads the checkpoint to start from; every rank enters.
 
         Nothing else is written before `restore`. A directory in which nothing was written is removed again, so that bad
@@ -204,7 +204,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def _claimed(request: Request) -> Iterator[Choice]:
+def _claimed(request: RunRequest) -> Iterator[Choice]:
     """Chooses, creates and locks a directory for the duration of the block.
 
     Removes the directories that it has created if nothing was written there. Raises UserError if the chosen run is
