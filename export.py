@@ -34,7 +34,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import check_target
 from utils.log import configure_logging
-from utils.run.checkpoint import digest, weights_file
+from utils.run.checkpoint import file_digest, weights_file
 from utils.run.provenance import provenance
 
 UNITS = ("physical", "channel")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "checkpoint": finite_record(trained.record),
         "config": configs.to_yaml(trained.config, "trained"),
         **{key: record[key] for key in ("git_commit", "date", "versions")},
-        "weights_sha256": digest(weights),
+        "weights_sha256": file_digest(weights),
     }
     with os_errors_for_users(f"cannot write {target}", "give another --output"):
         print(exported.write(target, metadata))

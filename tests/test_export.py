@@ -226,7 +226,7 @@ def test_metadata_says_how_to_use_the_file(files: Path) -> None:
     for side, channels in (("input", units[:4]), ("output", units)):
         assert [channel["unit"] for channel in found[side]["channels"]] == channels
     assert found["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
-    assert found["weights_sha256"] == checkpoint.digest(checkpoint.weights_file(files / "run"))
+    assert found["weights_sha256"] == checkpoint.file_digest(checkpoint.weights_file(files / "run"))
     assert configs.validate(configs.parse_value(found["config"])["trained"], "trained") == config_of()
     assert finite_record({"epoch": 0, "final_loss": math.nan}) == {"epoch": 0, "final_loss": None}, "JSON has no NaN"
 

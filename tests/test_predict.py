@@ -31,7 +31,7 @@ from utils.config.sections import TransformConfig
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.run.checkpoint import BEST, WEIGHTS, digest, read_weights
+from utils.run.checkpoint import BEST, WEIGHTS, file_digest, read_weights
 from utils.volumes import import_volume
 from utils.volumes.channels import target_channels
 from utils.volumes.hdf5 import FieldReader
@@ -127,7 +127,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_r
         **SIMULATION,
         **transform.model_dump(),
         "checkpoint": str(weights),
-        "checkpoint_sha256": digest(weights),
+        "checkpoint_sha256": file_digest(weights),
         **{f"checkpoint_{key}": content[key] for key in ("epoch", "step", "final_loss")},
         **{"window": 8, "periodic": True, "precision": "float32", "symmetries": 1},
     }
@@ -318,12 +318,12 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
     flags: str, says: str, trained_run: Path, nbody: Path, bad: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """tests/test_bad_input.py tests damaged files."""
-    before = {path: digest(path) for path in bad.iterdir()}
+    before = {path: file_digest(path) for path in bad.iterdir()}
     given = flags.replace("BAD", str(bad)).split()
     line = refusal(predict.main, command_line(trained_run, nbody, tmp_path / "out" / "hydro.h5", *given), capsys)
     assert says.replace("BAD", str(bad)) in line
     assert [*(tmp_path / "out").glob("*")] == []
-    assert {path: digest(path) for path in bad.iterdir()} == before
+    assert {path: file_digest(path) for path in bad.iterdir()} == before
 
 
 def test_a_non_finite_value_is_located(command: Any, tmp_path: Path) -> None:

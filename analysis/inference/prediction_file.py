@@ -19,7 +19,7 @@ from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.progress import Progress, format_duration
-from utils.run.checkpoint import digest
+from utils.run.checkpoint import file_digest
 from utils.run.provenance import provenance
 from utils.volumes.hdf5 import FieldReader, cells_text
 from utils.volumes.values import check_sample
@@ -94,7 +94,7 @@ class PredictionFile:
         grid, options, layout = predictor.grid, self.options, self.layout
         origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
         box, source = self.source.attributes, Path(self.source.path).resolve()
-        sha256, status = digest(self.weights), source.stat()
+        sha256, status = file_digest(self.weights), source.stat()
         attributes = {
             "made_by": "predict.py: a network's prediction",
             **{key: box[key] for key in box if key.startswith(BOX_ATTRIBUTES)},

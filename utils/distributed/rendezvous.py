@@ -185,13 +185,13 @@ def find_refusal(calls: Sequence[Mapping[str, Any]]) -> str:
 # --- the identity of a run -------------------------------------------------------------------------------------------
 
 
-def digest(text: str) -> str:
+def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
 def identify(launch: Launch, known: Mapping[str, str]) -> dict[str, str]:
     """Short texts that are the same on all ranks of a run: `known` by the entry script, and those of the process."""
-    return {**known, "command line": digest(shlex.join(sys.argv[1:])), "number of ranks": str(launch.world_size)}
+    return {**known, "command line": text_digest(shlex.join(sys.argv[1:])), "number of ranks": str(launch.world_size)}
 
 
 def describe_differences(rank: int, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:

@@ -64,7 +64,7 @@ def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any])
                     torch.save({"format": FORMAT, **content}, file)
                 except RuntimeError as error:  # PyTorch's writer replaces the OSError of a full disk
                     raise (error.__context__ or error) from None
-            digests += f"{digest(partial / name)}  {name}\n"
+            digests += f"{file_digest(partial / name)}  {name}\n"
         (partial / CHECKSUMS).write_text(digests, encoding="ascii")
 
 
@@ -142,7 +142,7 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     try:
         listed = (directory / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines()
         for reading in names:
-            if f"{digest(directory / reading)}  {reading}" not in listed:
+            if f"{file_digest(directory / reading)}  {reading}" not in listed:
                 raise DamagedCheckpoint(directory, f"{reading} is damaged: its digest does not match")
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{reading}: {os_reason(error)}") from None
@@ -156,7 +156,7 @@ def share(saved: Checkpoint | None, world: World) -> Checkpoint | None:
     return saved if saved or path is None else _checkpoint(Path(path), weights, training)
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """SHA-256 of a regular file."""
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:

@@ -30,7 +30,7 @@ from utils.config import Config
 from utils.distributed.devices import uses_gpus
 from utils.distributed.launch import lasting_jobs
 from utils.distributed.locks import is_locked
-from utils.distributed.rendezvous import digest
+from utils.distributed.rendezvous import text_digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import read_json
@@ -183,4 +183,4 @@ def run_request(config: Config, options: Options, world: World) -> RunRequest:
 def identity(config: Config, options: Options) -> dict[str, str]:
     """Distinguishes a run from others. All of its ranks have the same, and compare it when they connect."""
     directory = Path(config.expdir, options.config, options.run_num)  # without the device, which may differ
-    return {"config": digest(configs.to_yaml(config, options.config)), "run directory": str(directory.absolute())}
+    return {"config": text_digest(configs.to_yaml(config, options.config)), "run directory": str(directory.absolute())}
