@@ -56,7 +56,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
     """One training run, from its directory to its summary. Every rank calls it."""
     volume = evaluation_volume(config, world)
     with Run.open(run_request(config, options, world), world) as run:
-        if run.has_nothing_to_do():
+        if run.is_finished():
             return
         with build.assemble(config, world, step_class) as parts:
             state = run.restore(parts.step, parts.size)

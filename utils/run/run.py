@@ -98,7 +98,7 @@ class Run:
             run.records.close()
             log.info("DONE ---- rank %d", world.rank)
 
-    def has_nothing_to_do(self) -> bool:
+    def is_finished(self) -> bool:
         """True, and logs the reason, if all epochs are trained and the summary is written; every rank calls it."""
         if not self.start.is_complete:
             return False
