@@ -21,7 +21,7 @@ from utils.log import configure_logging, once_per_job
 from utils.profiling import benchmark
 from utils.profiling.profiler import build_profiler
 from utils.run.choice import identity, run_request
-from utils.run.run import Run
+from utils.run.open_run import Run
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep

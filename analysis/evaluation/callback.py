@@ -25,7 +25,7 @@ from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import tags
-from utils.run.run import Run
+from utils.run.open_run import Run
 from utils.steps.eager import EagerStep
 from utils.training.hooks import Evaluation
 from utils.volumes.attributes import conditions_of

@@ -17,7 +17,7 @@ from utils.data.loaders import Loader
 from utils.files import atomic_write
 from utils.run import tags
 from utils.run.directory import RunDirectory
-from utils.run.run import Run
+from utils.run.open_run import Run
 from utils.steps.eager import EagerStep
 from utils.volumes.channels import volume_channels
 

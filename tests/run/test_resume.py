@@ -45,7 +45,7 @@ from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.profiling.benchmark import Benchmark
 from utils.run import checkpoint
-from utils.run import run as runs
+from utils.run import open_run as runs
 from utils.run import writer as checkpoint_writer
 from utils.run.checkpoint import BEST, WEIGHTS, saved_steps, step_directory
 from utils.run.loggers.base import RunRecords

@@ -27,12 +27,12 @@ from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import checkpoint
-from utils.run import run as runs
+from utils.run import open_run as runs
 from utils.run.checkpoint import step_directory
 from utils.run.choice import RunRequest, choose
 from utils.run.directory import RunDirectory
+from utils.run.open_run import Run
 from utils.run.provenance import BLOCKS, HEAD, command, data_changes, data_record
-from utils.run.run import Run
 from utils.steps import build
 
 

@@ -13,7 +13,7 @@ from utils.log import once_per_job
 from utils.optim.schedules import Schedule
 from utils.progress import format_duration
 from utils.run import tags
-from utils.run.run import Run
+from utils.run.open_run import Run
 from utils.run.state import FitResult, TrainState
 from utils.steps.build import Parts
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, Stopwatch, Validation

@@ -14,7 +14,7 @@ from utils.errors import Stopped
 from utils.log import once_per_job
 from utils.optim.schedules import build_schedule
 from utils.progress import Progress
-from utils.run.run import Run
+from utils.run.open_run import Run
 from utils.run.start import random_states
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import SaveTimer
