@@ -1,4 +1,4 @@
-"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/run/loggers."""
+"""The methods of a logger, and the records of a run: metrics.jsonl and the loggers of its config."""
 
 from __future__ import annotations
 
