@@ -88,12 +88,11 @@ class Run:
             try:
                 yield run
             except BaseException as error:
+                run.records.close(error)
                 if isinstance(error, KeyboardInterrupt) and saved_steps(directory.checkpoints):
                     again = "the same command" + (" without --resume=no" if choice.resume == "no" else "")
-                    error.args = (
-                        f"the last checkpoint is kept, and {again} continues from it (kill -TERM saves first)",
-                    )
-                run.records.close(error)
+                    remedy = f"the last checkpoint is kept, and {again} continues from it (kill -TERM saves first)"
+                    raise KeyboardInterrupt(remedy) from error
                 raise
             run.records.close()
             log.info("DONE ---- rank %d", world.rank)
