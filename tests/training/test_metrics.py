@@ -249,5 +249,5 @@ def test_the_advice_in_the_log() -> None:
             assert estimate.sentence() == f"Gradient noise scale: not known after {count} steps, it needs 20"
             estimate.add(part_square, batch_square)
         assert says in estimate.sentence()
-    assert list(estimate.scalars().values()) == pytest.approx([100, 0.5])
-    assert NoiseScale(50, 100, []).scalars() == {}
+    assert [estimate.result, *estimate.scalars().values()] == pytest.approx([100, 100, 0.5])
+    assert (NoiseScale(50, 100, []).result, NoiseScale(50, 100, []).scalars()) == (None, {})

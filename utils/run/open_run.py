@@ -143,10 +143,11 @@ class Run:
             log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
 
     def _write_summary(self, result: FitResult) -> None:
-        path = self.directory.summary
+        path, summary = self.directory.summary, dataclasses.asdict(result)
+        del summary["noise_advice"]
         remedy = "the network is saved; the same command writes it"
         with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
-            partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, record: dict[str, Any], size: ModelSize) -> None:
         """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""

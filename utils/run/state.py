@@ -70,7 +70,8 @@ class FitResult:
     samples_per_second: float  # all ranks, last epoch, without validation
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
-    noise_scale: str | None = None  # one sentence, if it was measured
+    noise_scale: float | None = None  # in samples; None if it was not measured, or could not be
+    noise_advice: str | None = None  # a sentence for the log
     early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
     skipped_updates: int = 0
     best_step: int = 0  # of the best checkpoint, which has best_loss; 0: no saved epoch has lowered the loss
@@ -92,4 +93,4 @@ class FitResult:
         lines.append(f"{'training and validation':<32}{format_duration(self.seconds):>10}   {self.steps} steps")
         if self.skipped_updates:
             lines.append(f"{'skipped updates':<32}{self.skipped_updates:>10}   see the warnings above")
-        return lines if self.noise_scale is None else [*lines, self.noise_scale]
+        return lines if self.noise_advice is None else [*lines, self.noise_advice]

@@ -44,6 +44,11 @@ class NoiseScale:
         gradient, noise, weight, _ = self._sums
         return (noise / weight) / (gradient / weight) if gradient > 0 and noise > 0 else None
 
+    @property
+    def result(self) -> float | None:
+        """The noise scale after enough steps."""
+        return self.samples if self._sums[3] >= MIN_STEPS else None
+
     def scalars(self) -> dict[str, float]:
         """The noise scale and the relative progress per step at this batch, for TensorBoard."""
         scale = self.samples
