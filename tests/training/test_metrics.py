@@ -197,15 +197,14 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
     """|G|², S and the noise scale of a quadratic whose samples are N(0.5, 3²), without updates."""
     options = {"log_noise_scale": True, "bucket_cap_mb": 1e-4, **options}
     step = make_step(world=world, network=Offset(), loss=HalfSquare(), **options)
-    sums: list[float] = []
+    sums: dict[str, float] = {}
     estimate = NoiseScale(local_batch * world.size / step.probe.parts, local_batch * world.size, sums)
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(STEPS):
         inputs = 0.5 + NOISE * torch.randn(local_batch, SIZE, generator=generator)
         step(Batch(inputs, inputs), 0.0)
         estimate.add(float(world.sum(step.probe.square)) / world.size, float(step.gradient_norm) ** 2)
-    gradient_square, noise, weights, _ = sums
-    return gradient_square / weights, noise / weights, estimate.samples
+    return sums["gradient"] / sums["weight"], sums["noise"] / sums["weight"], estimate.samples
 
 
 TRUE = [pytest.approx(x, rel=0.1) for x in (TRUE_GRADIENT_SQUARE, TRUE_NOISE, TRUE_NOISE / TRUE_GRADIENT_SQUARE)]
@@ -244,10 +243,10 @@ def test_the_advice_in_the_log() -> None:
         (2.0, 1.0, "noise dominates the gradient"),
         (3.0, 2.0, "100 samples. Batch 100 is 1× the noise scale: larger batches would save steps, with diminishing "),
     ):
-        estimate = NoiseScale(50, 100, [])
+        estimate = NoiseScale(50, 100, {})
         for count in range(20):
             assert estimate.sentence() == f"Gradient noise scale: not known after {count} steps, it needs 20"
             estimate.add(part_square, batch_square)
         assert says in estimate.sentence()
     assert [estimate.result, *estimate.scalars().values()] == pytest.approx([100, 100, 0.5])
-    assert (NoiseScale(50, 100, []).result, NoiseScale(50, 100, []).scalars()) == (None, {})
+    assert (NoiseScale(50, 100, {}).result, NoiseScale(50, 100, {}).scalars()) == (None, {})

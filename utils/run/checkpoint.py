@@ -22,7 +22,7 @@ from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
 from utils.log import once_per_job
 from utils.run.directory import RunDirectory
-from utils.run.state import TrainState
+from utils.run.state import NOISE_SUMS, TrainState
 
 log = once_per_job(__name__)
 
@@ -119,7 +119,10 @@ def load(path: Path) -> Checkpoint:
 
 
 def _checkpoint(path: Path, weights: dict[str, Any], training: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(path, weights, training, TrainState(**training["state"]))
+    state = training["state"]
+    if isinstance(state.get("noise"), list):  # of an earlier version
+        state["noise"] = dict(zip(NOISE_SUMS, state["noise"], strict=False))
+    return Checkpoint(path, weights, training, TrainState(**state))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from utils.progress import format_duration
 
+# Of the gradient noise scale: weighted sums over the steps of |G|² and of S, the weights, and the steps.
+NOISE_SUMS = ("gradient", "noise", "weight", "steps")
+
 
 @dataclass
 class TrainState:
@@ -20,7 +23,7 @@ class TrainState:
     losses: list[float] = field(default_factory=list)  # logged losses of the current epoch's steps
     # Loss and gradient norm of the steps that were read from the device but not logged yet.
     unlogged: list[tuple[float, float]] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)  # sums of the gradient noise scale
+    noise: dict[str, float] = field(default_factory=dict)  # NOISE_SUMS by name, if they are measured
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
     skipped: int = 0  # steps whose update was skipped, in total
     skipped_in_a_row: int = 0

@@ -9,6 +9,7 @@ Source: McCandlish, Kaplan, Amodei & OpenAI Dota Team 2018, arXiv:1812.06162, ap
 from __future__ import annotations
 
 from utils.run import tags
+from utils.run.state import NOISE_SUMS
 
 MIN_STEPS = 20  # below that, no result is given
 SMOOTHING = 0.99  # decay per step of the weight of earlier steps: the mean is over about the last hundred
@@ -21,33 +22,33 @@ class NoiseScale:
     and denominator are smoothed separately.
     """
 
-    def __init__(self, part: float, batch: float, sums: list[float]) -> None:
+    def __init__(self, part: float, batch: float, sums: dict[str, float]) -> None:
         """`part` < `batch`, both in samples.
 
-        `sums` are updated in place: [] at first, then the weighted sums of |G|² and of S, the weights and the steps.
+        `sums` are the NOISE_SUMS, empty at first; they are updated in place.
         """
         self._part, self._batch, self._sums = part, batch, sums
-        sums.extend([0.0] * (4 - len(sums)))
+        sums.update({name: sums.get(name, 0.0) for name in NOISE_SUMS})
 
     def add(self, part_norm_squared: float, batch_norm_squared: float) -> None:
         """Adds a step's squared gradient norms: of a part of the batch, mean over the parts, and of the batch."""
         part, batch = self._part, self._batch
         gradient = (batch * batch_norm_squared - part * part_norm_squared) / (batch - part)
         noise = (part_norm_squared - batch_norm_squared) / (1 / part - 1 / batch)
-        for index, value in enumerate((gradient, noise, 1.0)):
-            self._sums[index] = SMOOTHING * self._sums[index] + (1 - SMOOTHING) * value
-        self._sums[3] += 1
+        for name, value in {"gradient": gradient, "noise": noise, "weight": 1.0}.items():
+            self._sums[name] = SMOOTHING * self._sums[name] + (1 - SMOOTHING) * value
+        self._sums["steps"] += 1
 
     @property
     def samples(self) -> float | None:
         """The noise scale in samples; None if an estimate is not positive, as before the first step."""
-        gradient, noise, weight, _ = self._sums
+        gradient, noise, weight = (self._sums[name] for name in ("gradient", "noise", "weight"))
         return (noise / weight) / (gradient / weight) if gradient > 0 and noise > 0 else None
 
     @property
     def result(self) -> float | None:
         """The noise scale after enough steps."""
-        return self.samples if self._sums[3] >= MIN_STEPS else None
+        return self.samples if self._sums["steps"] >= MIN_STEPS else None
 
     def scalars(self) -> dict[str, float]:
         """The noise scale and the relative progress per step at this batch, for TensorBoard."""
@@ -56,7 +57,7 @@ class NoiseScale:
 
     def sentence(self) -> str:
         """The result in one sentence, with its meaning for the number of ranks."""
-        scale, steps, batch = self.samples, self._sums[3], self._batch
+        scale, steps, batch = self.samples, self._sums["steps"], self._batch
         if steps < MIN_STEPS:
             return f"Gradient noise scale: not known after {steps:g} steps, it needs {MIN_STEPS}"
         if scale is None:
