@@ -283,7 +283,7 @@ def test_a_new_training_that_ends_before_its_first_step_resumes_no_old_one(
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / "checkpoints")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for module, function in ((train, "open_loaders"), (runs, "_remove_run")):
+    for module, function in ((build, "open_loaders"), (runs, "_remove_run")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, lambda *_: sys.exit(143))
             assert command("--resume=no", "--num_epochs=1")[0] == 143
