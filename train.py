@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from analysis.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
 from utils import cli, preflight
 from utils import config as configs
-from utils.config import Config
-from utils.data.loaders import resolve_config
+from utils.data.loaders import open_volumes
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
@@ -26,6 +25,7 @@ from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.training.trainer import Trainer
+from utils.volumes.opened import Volumes
 
 log = once_per_job(__name__)
 
@@ -42,23 +42,25 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
     connection = connect(config.device, config.timeouts, identity(config, options), nccl=not config.noddp)
     with signals, connection as world, out_of_memory_for_users():
         configure_logging(world.rank)
-        config = resolve_config(config, world)
+        with world.raise_together():
+            volumes = open_volumes(config.for_world(world.size))
+        config = volumes.config
         with world.raise_together():
             build.check(config, world, step_class)
         set_backends(config, world.device)
         if config.enable_benchy:
-            benchmark.run(options, config, world, step_class)
+            benchmark.run(options, volumes, world, step_class)
         else:
-            run(options, config, world, step_class, signals)
+            run(options, volumes, world, step_class, signals)
 
 
-def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
+def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """One training run, from its directory to its summary. Every rank calls it."""
-    volume = evaluation_volume(config, world)
-    with Run.open(run_request(config, options, world), world) as run:
+    config, volume = volumes.config, evaluation_volume(volumes, world)
+    with Run.open(run_request(config, options, world), volumes, world) as run:
         if run.is_finished():
             return
-        with build.assemble(config, world, step_class) as parts:
+        with build.assemble(volumes, world, step_class) as parts:
             state = run.restore(parts.step, parts.size)
             log.info(configs.describe_config(config, options.yaml_config, options.config))
             build.log_settings(config, world)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import common
 from utils import config as configs
-from utils.data.loaders import get_loader
+from utils.data.loaders import get_loader, open_volumes
 from utils.run.state import TrainState
 from utils.run.writer import BackgroundWriter
 from utils.steps import build
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     keys = {"network.width": options.width, "network.scales": options.scales, "data_size": options.crop}
     keys |= {"local_batch_size": options.batch, "Nsamples_val": options.batch, "data_loader_config": "synthetic"}
     config, world, state = configs.load(common.YAML, "base", keys).for_world(1), common.this_machine(), TrainState()
-    batch = next(get_loader("synthetic").build(config, world).train.epoch(0))
+    batch = next(get_loader("synthetic").build(open_volumes(config), world).train.epoch(0))
     step = build.step(config, world, build.network_with_loss(config))
     pauses: list[float] = []
 

@@ -30,7 +30,7 @@ from benchmarks import common
 from utils import config as configs
 from utils.config import Config
 from utils.data import symmetry
-from utils.data.loaders import LOADERS, DataSplits, dali, get_loader
+from utils.data.loaders import LOADERS, DataSplits, dali, get_loader, open_volumes
 from utils.data.loaders.base import sample_plan
 from utils.errors import UserError
 from utils.volumes.convert_to_npy import convert
@@ -112,7 +112,7 @@ def loader_config(options: argparse.Namespace, name: str) -> Config:
 
 
 def build_loader(options: argparse.Namespace, name: str) -> DataSplits:
-    return get_loader(name).build(loader_config(options, name), common.this_machine())
+    return get_loader(name).build(open_volumes(loader_config(options, name)), common.this_machine())
 
 
 class PlainDataset(Dataset):

@@ -38,7 +38,7 @@ import torch
 from benchmarks import common, layers, loaders, peer, step_profile
 from utils import config as configs
 from utils.config import Config
-from utils.data.loaders import Batch, get_loader
+from utils.data.loaders import Batch, get_loader, open_volumes
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -132,7 +132,8 @@ class Training:
         chosen, self._device = SETS[name], world.device
         self.config = config_of(options, chosen.changes, world.device)
         set_backends(self.config, world.device)
-        opened = stack.enter_context(get_loader(self.config.data_loader_config).build(self.config, world))
+        build_loader = get_loader(self.config.data_loader_config).build
+        opened = stack.enter_context(build_loader(open_volumes(self.config), world))
         own = build.step(
             self.config, world, build.network_with_loss(self.config), GraphStep if chosen.graph else EagerStep
         )

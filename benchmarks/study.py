@@ -38,7 +38,7 @@ from benchmarks.common import over_seeds
 from networks.losses import accuracy
 from utils import config as configs
 from utils.cli import read_changes
-from utils.data.loaders import get_loader
+from utils.data.loaders import open_volumes
 from utils.data.loaders.classification import ClassificationLoader, open_splits
 from utils.data.plan import ShufflePlan
 from utils.distributed.launch import Launch
@@ -49,7 +49,6 @@ from utils.run.checkpoint import read_weights, saved_steps, step_directory
 from utils.run.choice import first_directory
 from utils.run.provenance import read_provenance
 from utils.steps import build
-from utils.volumes.opened import with_file_values
 
 LOSS, ACCURACY = "Loss/valid", "training accuracy"
 LIMIT = 3600.0  # seconds of a run
@@ -113,7 +112,7 @@ class Training:
         """True if the run is finished, with these settings and any commit."""
         try:
             config = configs.load(str(self.directory.config), self.condition.config)
-            requested = with_file_values(self.config, get_loader(self.config.data_loader_config).reads)
+            requested = open_volumes(self.config).config
         except (OSError, ValueError, UserError):
             return False
         steps = saved_steps(self.directory.checkpoints)

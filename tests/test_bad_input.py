@@ -21,9 +21,9 @@ from volume_files import write_volume
 import train
 from utils import errors
 from utils.config import load
-from utils.data import loaders
 from utils.data.loaders.base import sample_plan
 from utils.steps import build
+from utils.volumes.opened import Volumes
 
 Refuse = Callable[..., str]
 
@@ -176,7 +176,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
 
     With fewer steps than max_consecutive_skips it once ended with the result of a "trained network".
     """
-    monkeypatch.setattr(loaders, "check_data", lambda *_: None)  # its sample of a large file may miss a NaN
+    monkeypatch.setattr(Volumes, "check", lambda *_: None)  # its sample of a large file may miss a NaN
     path, cell, config = tmp_path / "nan.h5", (0, 10, 2), load(str(TOP / "config" / "UNet.yaml"), "test")
     volume_with_nan(path, *cell, seed=1)
     origins = sample_plan(config, "train", [(16, 16, 16)]).epoch(0).origins

@@ -17,7 +17,7 @@ from trainings import TOP, YAML, metrics, train_on
 import train
 from analysis.evaluation.baselines import class_frequency_loss
 from utils import config as configs
-from utils.data.loaders import open_loaders
+from utils.data.loaders import open_loaders, open_volumes
 from utils.data.loaders.classification import open_splits
 from utils.distributed.world import World
 from utils.steps import build
@@ -59,7 +59,7 @@ def train_digits(world: World, flags: list[str]) -> dict[str, float]:
     """Trains; returns the baseline of the validation labels."""
     train_on(world, ["--set=device=cpu", *flags])
     config = configs.load(YAML, "digits_naive").for_world(world.size)
-    return class_frequency_loss(open_loaders(config, world).valid, world)
+    return class_frequency_loss(open_loaders(open_volumes(config), world).valid, world)
 
 
 @pytest.mark.parametrize(

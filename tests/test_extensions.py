@@ -64,7 +64,7 @@ def test_the_documented_loader_carries_out_the_sample_plan(data_flags: list[str]
     monkeypatch.setattr(loaders, "LOADERS", loaders.LOADERS | eval(f"{{{line}}}", vars(loaders) | {"plain": module}))
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", *data_flags, "--data_loader_config=plain"])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    opened = loaders.open_loaders(config, ALONE)
+    opened = loaders.open_loaders(loaders.open_volumes(config), ALONE)
     for split, loader in (("train", opened.train), ("valid", opened.valid)):
         fields = read_fields(getattr(config, split_settings(config, split).key))
         plan = sample_plan(config, split, [fields[0].shape[1:]])
@@ -140,5 +140,5 @@ def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
     monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(events[0]()))
     with pytest.raises(UserError) if fails else contextlib.nullcontext(), worlds._leaving_group():
-        train.run(options, config, ALONE, CyclicStep, Signals())
+        train.run(options, loaders.open_volumes(config), ALONE, CyclicStep, Signals())
     assert events[1:] == ["closed", None]

@@ -233,8 +233,8 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
     write_signed_zeros(path)
     data, label = (str(copy) for copy in convert(path))
     plan = SamplePlan(203, cubes(16), 8, seed=1, split=split)
-    copies = open_npy_volume((data, label), ("data", "label"), str(path), (4, 5))
-    host = loader_of(ThreadedCropLoader, [open_volume(path, (4, 5))], plan, channels_last=channels_last)
+    copies = open_npy_volume((data, label), ("data", "label"), str(path))
+    host = loader_of(ThreadedCropLoader, [open_volume(path)], plan, channels_last=channels_last)
     assert_same_batches(loader_of(DaliLoader, [copies], plan, device="cuda:0", channels_last=channels_last), host)
 
 
@@ -245,7 +245,7 @@ def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(
 ) -> None:
     """Of two volumes, copied to the device or cut there, also while kernels that use earlier batches still run."""
     boxes, dtype = ((16, 16, 16), (9, 20, 12)), resident or torch.float32
-    volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box), (4, 5)) for box in boxes]
+    volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box)) for box in boxes]
     plan = SamplePlan(46, boxes, 9, seed=1, split="train")
     layout = {"rank": 1, "ranks": 2, "channels_last": channels_last}
     stored = [

@@ -31,7 +31,7 @@ def train_on(world: World, flags: list[str], step_class: type = EagerStep, signa
     """Trains in this process, which is one rank."""
     options = train.cli.parse([f"--yaml_config={YAML}", *flags])
     config = train.configs.load(options.yaml_config, options.config, options.overrides)
-    train.run(options, train.resolve_config(config, world), world, step_class, signals or Signals())
+    train.run(options, train.open_volumes(config.for_world(world.size)), world, step_class, signals or Signals())
 
 
 def killed(function: Callable[..., None], *arguments: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from utils.cli import Options
 from utils.config import Config, describe_config
-from utils.data.loaders import get_loader, open_loaders
+from utils.data.loaders import open_loaders, open_volumes
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World
@@ -33,11 +33,11 @@ from utils.run.writer import check_space
 from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize, check_memory, fits_one_step
-from utils.volumes.opened import check_all_values, with_file_values
+from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
-Check = Callable[[Config, World], object]
+Check = Callable[[Volumes, World], object]
 
 
 class _Report(logging.Handler):
@@ -65,19 +65,22 @@ def run(options: Options, config: Config, step_class: type[EagerStep], check_eva
     report = _Report()
     logging.basicConfig(level=logging.INFO, handlers=[report], force=True)
     ranks = options.preflight or launch.world_size
-    config = with_file_values(config.for_world(ranks), get_loader(config.data_loader_config).reads)
+    volumes = open_volumes(config.for_world(ranks))
     with value_errors_for_users():
-        _check(options, config, ranks, step_class, check_evaluation)
+        _check(options, volumes, ranks, step_class, check_evaluation)
     print(f"preflight: no errors; warnings: {report.warnings}" if report.warnings else "preflight: all checks passed")
 
 
-def _check(options: Options, config: Config, ranks: int, step_class: type[EagerStep], check_evaluation: Check) -> None:
+def _check(
+    options: Options, volumes: Volumes, ranks: int, step_class: type[EagerStep], check_evaluation: Check
+) -> None:
+    config = volumes.config
     lacks_gpu = config.device == "cuda" and not torch.cuda.is_available()  # a login node
     device = torch.device("cpu") if lacks_gpu else choose_device(config.device, 0)
     alone = World(Launch("preflight"), device)
     together = World(Launch("preflight", world_size=ranks), torch.device("cuda") if lacks_gpu else device)
     build.check(config, together, step_class)
-    check_evaluation(config, alone)
+    check_evaluation(volumes, alone)
     check_loggers(config.loggers, alone)
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
@@ -96,12 +99,12 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
         if not options.plot:
             directory.path.mkdir(parents=True, exist_ok=True)
         plot_learning_rate(config, options.config, Path(options.plot or directory.learning_rate))
-    if lacks_gpu and get_loader(config.data_loader_config).reads == "hdf5":  # others may need its memory
-        config = config.model_copy(update={"data_loader_config": "lowmem"})
+    if lacks_gpu and volumes.reads == "hdf5":  # others may need its memory
+        volumes = volumes.changed(data_loader_config="lowmem")
     if lacks_gpu:  # its CPU has no own kernels
-        config = config.model_copy(update={"convolutions": "auto"})
-    _train_one_step(config, alone, size, start)
-    check_all_values(config, get_loader(config.data_loader_config).reads)
+        volumes = volumes.changed(convolutions="auto")
+    _train_one_step(volumes, alone, size, start)
+    volumes.check_all()
 
 
 def _find_start(
@@ -133,20 +136,20 @@ def _find_start(
     return choice.directory, start
 
 
-def _train_one_step(config: Config, world: World, size: ModelSize, start: Start | None) -> None:
+def _train_one_step(volumes: Volumes, world: World, size: ModelSize, start: Start | None) -> None:
     """Opens the loaders and trains one step on the smallest batch that the network accepts, if memory allows.
 
     An eager step without compilation, which runs on every device and takes seconds.
     """
-    samples = build.smallest_batch(config)
-    changes = {"local_batch_size": samples, "accumulation_steps": 1, "enable_jit": False, "use_cache": None}
-    config = config.model_copy(update=changes)
+    samples = build.smallest_batch(volumes.config)
+    volumes = volumes.changed(local_batch_size=samples, accumulation_steps=1, enable_jit=False, use_cache=None)
+    config = volumes.config
     if not fits_one_step(build.model_size(config), world):
-        with open_loaders(config, world, size.reserve(world.device)):
+        with open_loaders(volumes, world, size.reserve(world.device)):
             log.info("Optimizer: %s", config.optimizer.name)
             build.check_output(config)
         return
-    with build.assemble(config, world, EagerStep, size) as parts:
+    with build.assemble(volumes, world, EagerStep, size) as parts:
         started = time.perf_counter()
         if start is not None:
             start.restore(parts.step, world)

@@ -20,7 +20,7 @@ from analysis.inference.window_grid import WindowGrid, build_window_grid
 from analysis.lyman_alpha.forest import KnownFlux
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
-from utils.data.loaders import Loader, get_loader
+from utils.data.loaders import Loader
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -30,7 +30,7 @@ from utils.steps.eager import EagerStep
 from utils.training.hooks import Evaluation
 from utils.volumes.attributes import conditions_of
 from utils.volumes.hdf5 import Volume, reading
-from utils.volumes.opened import open_boxes
+from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,7 @@ class VolumeEvaluation(Evaluation):
         with out_of_memory_for_users(MEMORY_REMEDY):
             slabs = Slabs(self._volume.shape, self._world)
             predicted = slabs.stored(self._predictor.predict_planes(slabs))
-            inputs, target = (
-                slabs.reader(functools.partial(self._read, field))
-                for field in (self._volume.inputs, self._volume.targets)
-            )
+            inputs, target = (slabs.reader(functools.partial(self._read, field)) for field in self._volume.fields)
             fields = SlabFields(inputs, predicted, target)
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
         if self._world.is_root:
@@ -112,16 +109,21 @@ def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
         raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
 
 
-def evaluation_volume(config: Config, world: World) -> Volume | None:
+def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
     """The first validation volume, if evaluation.every_epochs asks for it; UserError if it cannot be evaluated.
 
     Called before anything is written: a run must not begin if its evaluations are bound to fail.
     """
-    if not config.evaluation.every_epochs:
+    if not volumes.config.evaluation.every_epochs:
         return None
     with world.raise_together():
-        volume, *_ = open_boxes(config, "valid", get_loader(config.data_loader_config).reads)
-        evaluation_grid(config, volume)
+        if not volumes.has_files:
+            raise UserError(
+                f"evaluation.every_epochs: data_loader_config {volumes.config.data_loader_config} reads no volumes to "
+                f"predict; set it to 0, or choose another loader"
+            )
+        volume, *_ = volumes.split("valid")
+        evaluation_grid(volumes.config, volume)
     return volume
 
 

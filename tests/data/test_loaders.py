@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -18,16 +19,18 @@ from processes import run_ranks
 from reference_samples import ALONE, digest, rank_batches, read_fields, reference, write_signed_zeros
 from volume_files import write_volume
 
+import train
 from utils.config import Config, load, validate
-from utils.data.loaders import LOADERS, DataSplits, auto, dali, get_loader, gpu_resident, threaded
+from utils.data.loaders import LOADERS, DataSplits, auto, dali, get_loader, gpu_resident, open_volumes, threaded
 from utils.data.loaders.base import memory_format, sample_plan
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.distributed.launch import Launch
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.volumes import shared_memory
 from utils.volumes.convert_to_npy import convert
-from utils.volumes.opened import open_split, open_split_npy, with_file_values
+from utils.volumes.opened import Volumes
 
 TOP = Path(__file__).parents[2]
 GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and an incomplete one
@@ -86,7 +89,7 @@ def config_for(paths: Paths, name: str, **changed: Any) -> Config:
 
 
 def build_loaders(config: Config, world: World = ALONE) -> DataSplits:
-    return get_loader(config.data_loader_config).build(config.for_world(world.size), world)
+    return get_loader(config.data_loader_config).build(open_volumes(config.for_world(world.size)), world)
 
 
 def read(loaders: DataSplits, readings: list[Reading], channels_last: bool = False) -> list[list[list[str]]]:
@@ -132,7 +135,7 @@ def test_one_rank_gets_the_samples_of_the_plan(paths: Paths, name: str) -> None:
     assert read(build_loaders(config), READINGS) == expected(config, READINGS)
     few = config_for(paths, name, Nsamples_val=3)
     assert read(build_loaders(few), FEW) == expected(few, FEW)
-    ranges = with_file_values(config, get_loader(name).reads).network.condition_ranges
+    ranges = open_volumes(config).config.network.condition_ranges
     assert ranges == [[2.5, 3.25], [CELLS["more"], CELLS["train"]]], "those of the training volumes"
 
 
@@ -175,7 +178,8 @@ def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[st
         found[name] = read(build_loaders(config, world), READINGS) + read(build_loaders(few, world), FEW)
     shared_memory.free_shared_memory = lambda _: 0 if world.is_root else 2**40
     threaded.build_lowmem = lambda *_: built.append("lowmem")  # type: ignore[assignment,func-returns-value]
-    auto.build(config_for(paths, "auto", train_path=str(Path(paths["val_path"]).with_name("chunked.h5"))), world)
+    chunked = str(Path(paths["val_path"]).with_name("chunked.h5"))
+    auto.build(open_volumes(config_for(paths, "auto", train_path=chunked)), world)
     return found, built
 
 
@@ -208,6 +212,38 @@ def test_use_cache_reads_the_copies_of_the_node(paths: Paths, tmp_path: Path, na
     assert read(loaders, WHOLE) == expected(config_for(paths, name), WHOLE)
 
 
+def openings(world: World, config: Config) -> Counter[str]:
+    """The numbers of times that this rank, a process, has opened each file when its first step begins."""
+    counts: Counter[str] = Counter()
+
+    def counted(function: Any) -> Any:
+        return lambda path, *rest, **options: counts.update([os.fsdecode(path)]) or function(path, *rest, **options)
+
+    def first_step(*_: Any) -> None:
+        raise UserError("the first step")
+
+    h5py.h5f.open, np.lib.format.open_memmap = counted(h5py.h5f.open), counted(np.lib.format.open_memmap)
+    step_class = type("FirstStep", (train.EagerStep,), {"__call__": first_step})
+    with pytest.raises(UserError, match="the first step"):
+        train.run(train.cli.parse([]), train.open_volumes(config.for_world(world.size)), world, step_class, Signals())
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "copied"), [(4, "auto", 0), (1, "auto", 0), (1, "lowmem", 3), (1, "dali-lowmem", 0)]
+)
+def test_each_rank_opens_each_file_once_before_its_first_step(
+    paths: Paths, tmp_path: Path, ranks: int, name: str, copied: int
+) -> None:
+    """Also one that training and validation share, with conditions, evaluations of a whole volume, and copies."""
+    both = {key: [paths[key], paths[key.replace("val", "train")][1]] for key in paths if key.startswith("val")}
+    changes = {**CONDITIONS, "evaluation.every_epochs": 1, "Nsamples_val": 16, "expdir": str(tmp_path)}
+    config = config_for(paths | both, name, **changes, use_cache=str(tmp_path / "cache") if copied else None)
+    files = 3 + copied + (6 if name == "dali-lowmem" else 0)
+    for counts in run_ranks(openings, ranks, config):
+        assert (set(counts.values()), len(counts)) == ({1}, files), counts
+
+
 @pytest.mark.parametrize("reads", ["hdf5", "npy"])
 def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_files(tmp_path: Path, reads: str) -> None:
     """A named value that is wrong is refused; vectors that a file cannot have are no longer the default."""
@@ -215,23 +251,23 @@ def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_file
     keys = same_volume(file)
     if reads == "npy":
         file.rename(tmp_path / "gone.h5")
-    found = with_file_values(validate(keys, "mine"), reads)
+    volumes = Volumes.open(validate(keys, "mine"), reads)
+    found = volumes.config
     assert (found.N_in_channels, found.N_out_channels, found.box_size) == (2, 7, [16, 16])
     assert (found.vector_channels.inputs, found.vector_channels.targets) == ([], [[1, 2, 3]])
-    open_files = open_split if reads == "hdf5" else open_split_npy
-    open_files(found.model_copy(update={"data_size": 8}), "train")
+    volumes.changed(data_size=8).split("train")
     for key, value in {"N_in_channels": 4, "N_out_channels": 5, "box_size": [32, 32]}.items():
-        named = with_file_values(validate({**keys, key: value}, "mine"), reads)
-        assert key != "box_size" or named.box_size == value
-        with pytest.raises(UserError, match="box_size is 32" if key == "box_size" else "expected"):
-            open_files(named, "train")
+        named = Volumes.open(validate({**keys, key: value}, "mine"), reads)
+        assert key != "box_size" or named.config.box_size == value
+        with pytest.raises(UserError, match="box_size is 32" if key == "box_size" else rf"expected .*, or set {key}$"):
+            named.split("train")
 
 
 @pytest.mark.parametrize("key", ["train_path", "train_path_npy_data", "train_path_npy_label"])
 def test_there_must_be_as_many_npy_files_as_hdf5_files(paths: Paths, key: str) -> None:
     fewer = config_for({**paths, key: paths[key][:1]}, "dali-lowmem")
     with pytest.raises(UserError, match=r"train_path list (2 and 1|1 and 2) files"):
-        open_split_npy(fewer, "train")
+        open_volumes(fewer).split("train", npy=True)
 
 
 def test_the_synthetic_loader_repeats_one_batch_per_seed_and_rank(paths: Paths) -> None:
@@ -274,8 +310,8 @@ def test_auto_builds_the_fastest_loader_that_fits(
     config = config_for(paths, "auto", train_path=str(file)).model_copy(update=changes)
     built = []
 
-    def build(name: str, config: Config) -> None:
-        loader = f"{name} {config.resident_dtype}"
+    def build(name: str, volumes: Volumes) -> None:
+        loader = f"{name} {volumes.config.resident_dtype}"
         if loader in fails:
             raise UserError(f"{loader} fails")
         built.append(loader)
@@ -283,6 +319,6 @@ def test_auto_builds_the_fastest_loader_that_fits(
     builders = {"resident": (gpu_resident, "build"), "dali-lowmem": (dali, "build")}
     builders |= {name: (threaded, f"build_{name}") for name in ("inmem", "lowmem")}
     for name, (module, function) in builders.items():
-        monkeypatch.setattr(module, function, lambda config, *_, name=name: build(name, config))
-    auto.build(config, World(Launch("test"), torch.device(device)))
+        monkeypatch.setattr(module, function, lambda volumes, *_, name=name: build(name, volumes))
+    auto.build(open_volumes(config), World(Launch("test"), torch.device(device)))
     assert built == [wanted]

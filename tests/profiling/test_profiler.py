@@ -141,7 +141,7 @@ def test_a_run_that_captures_nothing_says_what_to_add(calls, tmp_path, caplog, m
 def train_on_rank(world: World, flags: list[str]) -> None:
     options = cli.parse(flags)
     config = load(options.yaml_config, options.config, options.overrides).for_world(world.size)
-    train.run(options, config, world, train.EagerStep, Signals())
+    train.run(options, train.open_volumes(config), world, train.EagerStep, Signals())
 
 
 def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flags, monkeypatch) -> None:

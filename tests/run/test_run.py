@@ -22,6 +22,7 @@ from volume_files import write_volume
 
 from utils import config as configs
 from utils.config import Config
+from utils.data.loaders import open_volumes
 from utils.distributed.launch import lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
@@ -34,6 +35,7 @@ from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
 from utils.run.provenance import BLOCKS, HEAD, command, data_changes, data_record
 from utils.steps import build
+from utils.volumes.opened import Volumes
 
 
 def config(**changes: Any) -> Config:
@@ -217,7 +219,8 @@ def test_the_second_directory_of_a_run_and_the_task_of_an_array_stay_apart(first
 
 
 def opened(first: Path, **options: Any) -> contextlib.AbstractContextManager[Run]:
-    return Run.open(request(first, **options), ALONE)
+    wanted = request(first, **options)
+    return Run.open(wanted, Volumes(wanted.config, "hdf5"), ALONE)
 
 
 def begin(first: Path, **options: Any) -> None:
@@ -295,10 +298,11 @@ def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path, run: 
 
 def open_on_ranks(world: World, first: str, blocked: str) -> list[Any]:
     """Rank 0 decides; the request of the others leads elsewhere. Then a directory that cannot be created."""
-    with Run.open(request(Path(first if world.is_root else "/nowhere/00"), resume="no"), world) as run:
+    volumes = Volumes(TEST, "hdf5")
+    with Run.open(request(Path(first if world.is_root else "/nowhere/00"), resume="no"), volumes, world) as run:
         choice = [str(run.directory), run.choice.resume]
     with pytest.raises(UserError, match=r"rank 0: cannot write to the run directory .*--set expdir=DIR"):
-        Run.open(request(Path(blocked)), world).__enter__()
+        Run.open(request(Path(blocked)), volumes, world).__enter__()
     return choice
 
 
@@ -451,9 +455,9 @@ def test_a_resumed_run_warns_about_changed_data(first: Path, tmp_path: Path, cap
 def error_in_own_directory(world: World, folder: str) -> str:
     """The error of a run that opens relative paths in a directory of its own for each rank."""
     os.chdir(Path(folder, str(world.rank)))
-    paths = {"train_path": "train_path.h5", "val_path": "val_path.h5"}
+    given = config(train_path="train_path.h5", val_path="val_path.h5")
     try:
-        with Run.open(request(Path(folder, "run"), config(**paths)), world):
+        with Run.open(request(Path(folder, "run"), given), Volumes(given, "hdf5"), world):
             return ""
     except UserError as error:
         return str(error)
@@ -477,9 +481,10 @@ def test_only_files_that_the_loader_reads_are_recorded(tmp_path: Path) -> None:
     paths = volumes(tmp_path / "data")
     npy = {f"{split}_path_npy_{field}": paths["val_path"] for split in ("train", "val") for field in ("data", "label")}
     for loader, keys in {"dali-lowmem": paths | npy, "lowmem": paths, "synthetic": {}}.items():
-        assert data_record(config(data_loader_config=loader, **paths, **npy)).keys() == keys.keys(), loader
+        given = config(data_loader_config=loader, **paths, **npy)
+        assert data_record(open_volumes(given), ALONE).keys() == keys.keys(), loader
     several = config(**paths | {"train_path": [*paths.values()]})
-    assert data_record(several).keys() == {"train_path[0]", "train_path[1]", "val_path"}
+    assert data_record(open_volumes(several), ALONE).keys() == {"train_path[0]", "train_path[1]", "val_path"}
 
 
 def test_a_large_file_is_sampled_up_to_its_end(tmp_path: Path) -> None:
@@ -492,6 +497,6 @@ def test_a_large_file_is_sampled_up_to_its_end(tmp_path: Path) -> None:
             file.truncate(size)
             file.seek(place)
             file.write(b"x" if place else b"")
-        records.append(data_record(sparse))
+        records.append(data_record(open_volumes(sparse), ALONE))
     assert records[0].keys() == {"train_path"}, "files that the loader does not need may be missing"
     assert [bool(data_changes(records[0], record)) for record in records[1:]] == [False, True, True, True]

@@ -21,7 +21,7 @@ from utils.errors import UserError
 from utils.steps import build
 from utils.volumes.attributes import cell_size, common_simulation, file_transform
 from utils.volumes.hdf5 import FieldReader
-from utils.volumes.opened import with_file_values
+from utils.volumes.opened import Volumes
 
 DEFAULT = TransformConfig()
 OTHER = {"velocity_scale_km_s": 500.0, "temperature_log10_center": 4.0}
@@ -80,7 +80,7 @@ def test_the_density_term_of_the_loss_has_the_density_log_scale_of_the_files(tmp
     path = str(write_volume(tmp_path / "a.h5", density_log_scale=10.0))
     config = configs.load(YAML, "test", {"train_path": path, "val_path": path, "lambda_rho": 0.5})
     fields = torch.full((1, 5, 2, 2, 2), 0.1)
-    loss = build.loss(with_file_values(config, "hdf5"))(fields, 0 * fields)
+    loss = build.loss(Volumes.open(config, "hdf5").config)(fields, 0 * fields)
     assert float(loss) == pytest.approx(0.1 + 0.5 * math.expm1(1.0))
 
 
@@ -88,13 +88,13 @@ def test_a_training_has_the_transform_of_its_files(tmp_path: Path) -> None:
     """It can be repeated from its own config.yaml, which sets all keys, and continued by the same command."""
     files = {key: str(write_volume(tmp_path / f"{key}.h5", **OTHER)) for key in ("train_path", "val_path")}
     config = configs.load(YAML, "test", files)
-    transformed = with_file_values(config, "hdf5")
+    transformed = Volumes.open(config, "hdf5").config
     assert transformed == config.model_copy(update={"transform": TransformConfig(**OTHER)})
     (tmp_path / "config.yaml").write_text(configs.to_yaml(transformed, "test"))
     repeated = configs.load(str(tmp_path / "config.yaml"), "test")
-    assert configs.result_changes(with_file_values(repeated, "hdf5"), transformed) == []
+    assert configs.result_changes(Volumes.open(repeated, "hdf5").config, transformed) == []
     elsewhere = configs.load(YAML, "test", {"train_path": "/nowhere.h5", "val_path": "/nowhere.h5"})
-    assert with_file_values(elsewhere, "hdf5") == elsewhere, "a loader of .npy files needs no HDF5 files"
+    assert Volumes.open(elsewhere, "hdf5").config == elsewhere, "a loader of .npy files needs no HDF5 files"
 
 
 def test_groups_of_nyx_stand_in_for_attributes_of_a_volume(tmp_path: Path) -> None:

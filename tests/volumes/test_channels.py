@@ -58,7 +58,7 @@ def test_the_documentation_writes_files_whose_channels_are_those_of_the_defaults
     dark_rho, gas_rho, temperature = (np.exp(rng.normal(size=shape) + mean) for mean in (0, 3, 10))
     dark_velocity, gas_velocity = 300 * rng.normal(size=(2, 3, *shape))
     namespace["write"](tmp_path / "my.h5", dark_rho, list(dark_velocity), gas_rho, list(gas_velocity), temperature)
-    volume = open_volume(tmp_path / "my.h5", (4, 5))
+    volume = open_volume(tmp_path / "my.h5")
     assert volume.mapped
     expected = [dark_rho / dark_rho.mean(), *dark_velocity, gas_rho / gas_rho.mean(), *gas_velocity, temperature]
     for channel, stored, values in zip((*DARK, *GAS), (*volume.inputs, *volume.targets), expected, strict=True):

@@ -90,7 +90,7 @@ def test_every_layout_gives_the_published_channels_and_attributes_that_state_eve
     if name != "nyx":
         monkeypatch.setattr(hdf5, "SLAB_VALUES", 5 * 6 * 8)
     run(source, *flags)
-    volume = open_volume(box, (1, 5))
+    volume = open_volume(box)
     assert (volume.mapped, volume.shape, volume.cell) == (True, SHAPE, 0.5)
     speeds = [FIELDS[key] / 900 for key in GAS[1:4]]
     targets = [np.log(FIELDS["baryon_density"]) / 14, *speeds, np.log(FIELDS["temperature"]) / 8 - 1.5]
@@ -256,7 +256,7 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(
         assert (found["box_size_mpc_h"], bool(found["periodic"])) == (4.0, False)
         assert found["input_planes"].tolist() == [planes.start, planes.stop]
     config = configs.load("config/UNet.yaml", "test", {"evaluation.window": 4, "evaluation.overlap": 1})
-    grid = evaluation_grid(config, open_volume(box.parent / "box_train.h5", (1, 5)))
+    grid = evaluation_grid(config, open_volume(box.parent / "box_train.h5"))
     assert grid.x.origins == (0, 1), "evaluations during a run do not wrap"
 
 

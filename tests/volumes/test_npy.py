@@ -82,7 +82,7 @@ def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(tmp_path:
         damage(inputs)
     paths = (str(inputs) if damage else None, str(targets))
     with pytest.raises(UserError, match=says) as caught:
-        open_npy_volume(paths, KEYS, str(source), (4, 5), open_volume(source, (4, 5)))
+        open_npy_volume(paths, KEYS, str(source), open_volume(source))
     assert "\n" not in str(caught.value)
     assert str(inputs) in str(caught.value)
     assert f"python -m utils.volumes.convert_to_npy -i {source}" in str(caught.value)

@@ -37,6 +37,7 @@ from utils.run.provenance import provenance
 from utils.steps import build
 from utils.steps.build import Parts
 from utils.steps.eager import EagerStep
+from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
@@ -190,10 +191,10 @@ class Benchmark:
             yield from self._loader.epoch(epoch)
 
 
-def run(options: Options, config: Config, world: World, step_class: type[EagerStep]) -> None:
+def run(options: Options, volumes: Volumes, world: World, step_class: type[EagerStep]) -> None:
     """Measures the step and the training loader. Every rank calls it."""
-    settings = read_settings(world)
-    with build.assemble(config, world, step_class) as parts:
+    config, settings = volumes.config, read_settings(world)
+    with build.assemble(volumes, world, step_class) as parts:
         log.info(describe_config(config, options.yaml_config, options.config))
         build.log_settings(config, world)
         Benchmark(config, parts, world, settings).run()

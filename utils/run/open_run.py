@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from utils import config as configs
-from utils.data.loaders import get_loader
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
@@ -27,14 +26,14 @@ from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.run.provenance import common_data_record, data_changes, provenance, read_provenance
+from utils.run.provenance import data_changes, data_record, provenance, read_provenance
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
 from utils.steps import build, convolutions
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize
-from utils.volumes.opened import training_simulation
+from utils.volumes.opened import Volumes
 
 log = once_per_job(__name__)
 
@@ -50,6 +49,7 @@ class Run:
     """
 
     request: RunRequest
+    volumes: Volumes
     choice: Choice
     world: World
     start: Start
@@ -64,14 +64,14 @@ class Run:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, request: RunRequest, world: World) -> Iterator[Run]:
+    def open(cls, request: RunRequest, volumes: Volumes, world: World) -> Iterator[Run]:
         """Chooses, creates and locks the directory, and reads the checkpoint to start from; every rank enters.
 
         Nothing else is written before `restore`. A directory in which nothing was written is removed again, so that bad
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
-        data = common_data_record(request.config, world)
+        data = data_record(volumes, world)
         with contextlib.ExitStack() as files:
             choice = None
             with world.raise_together():
@@ -84,7 +84,7 @@ class Run:
             directory = choice.directory
             world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
             start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
-            run = cls(request, choice, world, start, data, files)
+            run = cls(request, volumes, choice, world, start, data, files)
             try:
                 yield run
             except BaseException as error:
@@ -174,8 +174,7 @@ class Run:
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else FROM_SCRATCH
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
-        simulation = training_simulation(config, get_loader(config.data_loader_config).reads)
-        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, simulation)
+        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, self.volumes.simulation)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:

@@ -8,21 +8,19 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from utils import git_commit
-from utils.config import Config
-from utils.data.loaders import get_loader
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, name_ranks
 from utils.errors import UserError
 from utils.files import MIB, read_json
 from utils.log import once_per_job
-from utils.volumes.opened import SPLITS, npy_keys, split_settings
+from utils.volumes.opened import Volumes
 
 log = once_per_job(__name__)
 
@@ -93,24 +91,16 @@ def device_name(device: torch.device) -> str:
 # --- data files: a resumed run notices other data under the same name ------------------------------------------------
 
 
-def data_record(config: Config) -> dict[str, dict[str, Any]]:
-    """Path, size, modification time and digest of each file of a volume, by its config key.
+def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
+    """Path, size, modification time and digest of each file of a volume, by its config key. Every rank calls it.
 
-    Published data sets have checksums of their own. Not every loader reads all files; those that are missing are
-    skipped.
-    """
-    return {name: _describe(path) for name, path in _data_files(config) if path.is_file()}
-
-
-def common_data_record(config: Config, world: World) -> dict[str, dict[str, Any]]:
-    """`data_record` of this rank; UserError if the ranks see different files. Every rank calls it.
-
-    A file may be missing on some ranks: their loader reports it if it needs the file.
+    Raises UserError if the ranks see different files. Published data sets have checksums of their own. A file may be
+    missing, on some ranks or on all: their loader reports it if it needs the file.
     """
     with world.raise_together():
-        record = data_record(config)
+        record = {name: _describe(path) for name, path in volumes.files() if path.is_file()}
     everywhere = world.gather_json({name: [file["bytes"], file[DIGEST]] for name, file in record.items()})
-    for name, path in _data_files(config):
+    for name, path in volumes.files():
         seen = {rank: files[name] for rank, files in enumerate(everywhere) if name in files}
         first = next(iter(seen), 0)
         others = [rank for rank, file in seen.items() if file != seen[first]]
@@ -138,18 +128,6 @@ def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapp
 def _change(before: int, now: int) -> str:
     """What differs between two files of these sizes."""
     return "other content" if before == now else f"{now} bytes instead of {before}"
-
-
-def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
-    reads = get_loader(config.data_loader_config).reads
-    if reads not in ("hdf5", "npy"):
-        return
-    for values in (split_settings(config, split) for split in SPLITS):
-        copies = npy_keys(values.key) if reads == "npy" or config.data_loader_config == "auto" else ()
-        for key in (values.key, *copies):
-            paths = config.paths(key)
-            for number, path in enumerate(paths):
-                yield key if len(paths) == 1 else f"{key}[{number}]", Path(path)
 
 
 def _describe(path: Path) -> dict[str, Any]:

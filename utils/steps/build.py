@@ -29,6 +29,7 @@ from utils.steps import convolutions, own_network
 from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize
+from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +51,18 @@ class Parts(NamedTuple):
 
 @contextlib.contextmanager
 def assemble(
-    config: Config, world: World, step_class: type[EagerStep], size: ModelSize | None = None
+    volumes: Volumes, world: World, step_class: type[EagerStep], size: ModelSize | None = None
 ) -> Iterator[Parts]:
     """Builds the parts of a run, and closes them at the end; every rank enters.
 
     size: that of the run, if it trains larger batches than this config.
     """
+    config = volumes.config
     with world.raise_together():
         model = network_with_loss(config)
     size = size or model_size(config)
     reserve = size.reserve(world.device)
-    with open_loaders(config, world, reserve) as loaders, step(config, world, model, step_class) as train_step:
+    with open_loaders(volumes, world, reserve) as loaders, step(config, world, model, step_class) as train_step:
         yield Parts(size, loaders, train_step)
 
 
@@ -84,7 +86,7 @@ def _network(config: Config) -> nn.Module:
     if norm != "none":
         given["norm"] = norm
     if config.network.conditions:
-        assert config.network.condition_ranges, "resolve_config reads them from the files"
+        assert config.network.condition_ranges, "Volumes.open reads them from the files"
         given["conditions"] = config.network.condition_ranges
     variants: dict[str, object] = {"space_to_depth": config.network.space_to_depth}
     if config.dataset.name is not None:
@@ -124,7 +126,7 @@ def model_size(config: Config) -> ModelSize:
 
 
 def loss(config: Config) -> nn.Module:
-    """The loss of a config returned by `resolve_config`."""
+    """The loss of a config returned by `Volumes.open`."""
     lookup(LOSSES, "loss", config.loss)
     options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.channel_weights}
     if config.lambda_rho:

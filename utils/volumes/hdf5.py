@@ -20,7 +20,7 @@ import numpy as np
 
 from utils.config.sections import TransformConfig
 from utils.errors import UserError, os_reason, os_remedy
-from utils.volumes.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
+from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, file_transform, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
 
 DATASETS = ("Nbody", "Hydro")
@@ -48,6 +48,7 @@ class Volume:
     names: Sequence[str] = DATASETS
     simulation: Simulation = field(default_factory=dict)  # redshift, cosmology, cell size, as far as the file has them
     periodic: bool = True  # false for a part of a box, as the file states
+    attributes: Attributes = field(default_factory=dict)  # of the file
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -56,18 +57,23 @@ class Volume:
         return int(x), int(y), int(z)
 
     @property
+    def fields(self) -> tuple[Any, Any]:
+        """Inputs and targets."""
+        return self.inputs, self.targets
+
+    @property
     def mapped(self) -> bool:
-        return isinstance(self.inputs, np.ndarray) and isinstance(self.targets, np.ndarray)
+        return all(isinstance(field, np.ndarray) for field in self.fields)
 
     @property
     def bytes(self) -> int:
-        return sum(4 * int(np.prod(field.shape)) for field in (self.inputs, self.targets))
+        return sum(4 * int(np.prod(field.shape)) for field in self.fields)
 
     def slab_locations(self) -> list[tuple[int, int, slice]]:
         """Field (0 inputs, 1 targets), channel, and planes along x of each slab of the volume, in reading order."""
         return [
             (number, channel, planes)
-            for number, field in enumerate((self.inputs, self.targets))
+            for number, field in enumerate(self.fields)
             for channel in range(field.shape[0])
             for planes in slab_planes(field.shape[1:])
         ]
@@ -75,7 +81,7 @@ class Volume:
     def slabs(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
         """The whole volume in slabs: (field, channel, first x, values [n, Y, Z])."""
         for number, channel, planes in self.slab_locations():
-            field = (self.inputs, self.targets)[number]
+            field = self.fields[number]
             if isinstance(field, np.ndarray) and planes.stop < field.shape[1]:
                 ahead = slice(planes.stop, planes.stop + SLABS_AHEAD * (planes.stop - planes.start))
                 advise(field[channel, ahead], MADV_WILLNEED)  # otherwise the kernel reads mapped arrays in small pieces
@@ -118,13 +124,13 @@ class FieldReader:
         channels: int | None,
         transform: TransformConfig | None = None,
         remedy: str = "if it has another name: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
-        channels_key: str | None = None,
+        file: h5py.File | None = None,
     ) -> None:
-        """Raises UserError if the file does not match the config, with this remedy if it lacks the dataset."""
+        """UserError if the file, open as `file` or not, contradicts the config; `remedy` if it lacks the dataset."""
         self.path, self.name = path, name
         with reading(path):
-            file = open_file(path)
-            dataset = checked_dataset(file, path, name, channels, remedy, channels_key)
+            file = file or open_file(path)
+            dataset = checked_dataset(file, path, name, channels, remedy)
             self.shape: tuple[int, int, int] = dataset.shape[1:]
             self.attributes = attributes_of(file, self.shape)
             self.file = str(dataset.file.filename)  # the dataset may be a link into another file
@@ -157,20 +163,15 @@ class FieldReader:
         self.values = None
 
 
-def open_volume(
-    path: str | os.PathLike[str], channels: tuple[int | None, int | None], names: Sequence[str] = DATASETS
-) -> Volume:
-    """Opens a volume; raises UserError if it does not match the arguments. A number of channels None accepts any."""
-    keys = ("N_in_channels", "N_out_channels")
-    inputs, targets = (
-        FieldReader(str(path), name, count, remedy="choose another file, or set dataset_names", channels_key=key)
-        for name, count, key in zip(names, channels, keys, strict=True)
-    )
+def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -> Volume:
+    """Opens a volume with any numbers of channels; raises UserError if the file has no such datasets."""
+    remedy, file = "choose another file, or set dataset_names", open_file(str(path))
+    inputs, targets = (FieldReader(str(path), name, None, remedy=remedy, file=file) for name in names)
     if inputs.shape != targets.shape:
         raise UserError(f"{path}: {names[0]} has {inputs.shape} cells, {names[1]} {targets.shape}; make them equal")
     files = tuple(dict.fromkeys((inputs.file, targets.file)))
     fields = inputs.values, targets.values
-    return Volume(str(path), *fields, files, inputs.cell, names, inputs.simulation, inputs.periodic)
+    return Volume(str(path), *fields, files, inputs.cell, names, inputs.simulation, inputs.periodic, inputs.attributes)
 
 
 # --- datasets --------------------------------------------------------------------------------------------------------
@@ -208,12 +209,8 @@ def checked_dataset(
     name: str,
     channels: int | None = None,
     remedy: str = "choose another file or dataset",
-    channels_key: str | None = None,
 ) -> h5py.Dataset:
-    """A dataset [C, X, Y, Z]; `channels` None accepts any number.
-
-    `remedy` is that for a missing dataset, `channels_key` the config key that states the number of channels.
-    """
+    """A dataset [C, X, Y, Z]; `channels` None accepts any number. `remedy` is that for a missing dataset."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         if NATIVE in file:
@@ -227,8 +224,6 @@ def checked_dataset(
         fix = "choose or write one of that shape"
         if is_last:
             fix = "channels come first: write numpy.moveaxis(values, -1, 0)"
-        elif channels_key and len(shape) == 4:
-            fix = f"give files with the same channels for training and validation, or set {channels_key}"
         raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {fix}")
     check_real(dataset.dtype, f"{path}: {name}")
     chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
@@ -243,7 +238,7 @@ def check_real(dtype: np.dtype, name: str) -> None:
         raise UserError(f"{name} holds {dtype}, expected real numbers; write it as float32")
 
 
-@functools.cache  # a run opens its files several times
+@functools.cache  # a preflight opens its files again
 def _log_large_chunks(path: str, name: str, size: int) -> None:
     text = "%s: %s has chunks of %.1f GB, and a crop needs whole ones: this is slow; rewrite it contiguously"
     log.info(text, path, name, size / 1e9)

@@ -21,7 +21,6 @@ def open_npy_volume(
     paths: tuple[str | None, str | None],
     keys: Sequence[str],
     source: str,
-    channels: tuple[int | None, int | None],
     volume: Volume | None = None,
     names: Sequence[str] = DATASETS,
 ) -> Volume:
@@ -36,13 +35,13 @@ def open_npy_volume(
     files: list[str] = []
     fields: list[np.ndarray] = []  # [C, X, Y, Z]
     grid = volume.shape if volume else None  # that of the inputs is also expected for the targets
-    for number, (path, key, field, count) in enumerate(zip(paths, keys, ENDINGS, channels, strict=True)):
+    for number, (path, key, field) in enumerate(zip(paths, keys, ENDINGS, strict=True)):
         remedy = f"create {Path(source).with_name(f'{Path(source).stem}_{field}.npy')} with {command}, and set {key}"
         if path is None:
             raise UserError(f"{key} is not set; {remedy}, or use --data_loader_config=lowmem")
-        array = _open(path, grid, count, remedy)
+        array = _open(path, grid, volume.fields[number].shape[0] if volume else None, remedy)
         grid = grid or array.shape[:-1]
-        if volume is not None and not _same_values(array, (volume.inputs, volume.targets)[number]):
+        if volume is not None and not _same_values(array, volume.fields[number]):
             raise UserError(f"{path} does not match {volume.path}: other values; {remedy}")
         files.append(path)
         fields.append(np.moveaxis(array, -1, 0))

@@ -1,13 +1,15 @@
-"""The volumes of a config: opened and checked against it, and copied to `use_cache` if that is set."""
+"""The volumes of a config: each file is opened once, checked against it, and copied to `use_cache` if that is set."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,23 +18,21 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file
 from utils.volumes.attributes import (
+    Attributes,
     Simulation,
     common_simulation,
     conditions_of,
     file_transform,
-    plain_attributes,
     warn_of_untrained_conditions,
 )
 from utils.volumes.channels import vectors_of, volume_channels
-from utils.volumes.hdf5 import Volume, cells_text, open_file, open_volume, reading
+from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.npy import open_npy_volume
 from utils.volumes.values import check_all, check_distinct, check_samples
 
 SPLITS = {"train": 0, "valid": 1}  # and the part of the random stream's key
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
-
-# Keys that are read from the files if the config does not name them, with values that accept every file.
-UNNAMED: dict[str, Any] = {"N_in_channels": None, "N_out_channels": None, "box_size": [None, None]}
+CHANNELS_KEYS = {"N_in_channels": "inputs", "N_out_channels": "targets"}  # fields of a Volume
 
 log = logging.getLogger(__name__)
 
@@ -71,56 +71,9 @@ def channel_counts(config: Config) -> tuple[int, int]:
     return config.N_in_channels, config.N_out_channels
 
 
-def of_both_splits(volumes: Mapping[str, Sequence[Volume]]) -> list[Volume]:
+def all_volumes(splits: Mapping[str, Sequence[Volume]]) -> list[Volume]:
     """The volumes of training and validation in one list."""
-    return [volume for split in volumes.values() for volume in split]
-
-
-# --- values that the files state -------------------------------------------------------------------------------------
-
-
-def with_file_values(config: Config, reads: str | None) -> Config:
-    """The config with what its files state: transform, shapes of volumes that are not one cube, ranges of conditions.
-
-    Keys of UNNAMED that it does not name are read from the files, too. `reads` is the kind of files that its loader
-    reads. Raises UserError if the files contradict the config or each other. Files that cannot be read are left to a
-    loader that needs them.
-    """
-    if reads not in VOLUME_FILES:
-        if config.network.conditions:
-            raise UserError(
-                f"network.conditions: data_loader_config {config.data_loader_config} reads no volumes that state them; "
-                f"remove network.conditions, or choose another loader"
-            )
-        return config
-    unnamed = {key: value for key, value in UNNAMED.items() if key not in config.model_fields_set}
-    config = config.model_copy(update={"transform": file_transform(config.transform, _attributes(config))})
-    config = _with_channels(config, unnamed, reads)
-    box_size = [_stated_box(config, unnamed, split, reads) for split in SPLITS]
-    return _with_condition_ranges(config.model_copy(update={"box_size": box_size}))
-
-
-def _with_channels(config: Config, unnamed: Mapping[str, Any], reads: str) -> Config:
-    """The config with the unnamed numbers of channels, and the vectors among them, as in the first training file."""
-    volumes = _volumes_of_any(config, {**unnamed, "box_size": UNNAMED["box_size"]}, "train", reads)
-    if not volumes:
-        return config
-    found: dict[str, Any] = {}
-    fields = (("N_in_channels", "inputs", volumes[0].inputs), ("N_out_channels", "targets", volumes[0].targets))
-    vectors = config.vector_channels.model_dump()
-    for key, name, field in fields:
-        if key in unnamed:
-            found[key] = int(field.shape[0])
-            if "vector_channels" not in config.model_fields_set:
-                vectors[name] = vectors_of(found[key])
-    values = {**config.model_dump(), **found, "vector_channels": vectors}
-    return validate_section(Config, values, f"with the channels of {volumes[0].path}") if found else config
-
-
-def _stated_box(config: Config, unnamed: Mapping[str, Any], split: str, reads: str) -> int | list[list[int]]:
-    """The entry of box_size for a split."""
-    volumes = _volumes_of_any(config, {key: unnamed[key] for key in unnamed if key == "box_size"}, split, reads)
-    return box_entry([volume.shape for volume in volumes]) if volumes else split_settings(config, split).box
+    return [volume for split in SPLITS for volume in splits[split]]
 
 
 def box_entry(shapes: Sequence[Sequence[int]]) -> int | list[list[int]]:
@@ -128,57 +81,240 @@ def box_entry(shapes: Sequence[Sequence[int]]) -> int | list[list[int]]:
     return shapes[0][0] if len(shapes) == 1 and len(set(shapes[0])) == 1 else [list(shape) for shape in shapes]
 
 
-def _volumes_of_any(config: Config, unnamed: Mapping[str, Any], split: str, reads: str) -> list[Volume]:
-    """A split's volumes, which may have any values of the unnamed keys; empty if they cannot be opened."""
-    with contextlib.suppress(UserError):  # a crop that does not fit is reported later, too
-        return open_boxes(config.model_copy(update={**unnamed, "data_size": 1}), split, reads)
-    return []
+@dataclass(frozen=True)
+class Volumes:
+    """The volumes of a config, which a process opens once. A file is opened when it is first requested.
 
+    config: its keys, with the values that the files state.
+    reads: the kind of files that its loader reads, as `LoaderSpec.reads`; a loader of other data needs no volumes.
+    simulation: redshift, cosmology and size of a cell that all training files state, as far as they agree.
+    """
 
-def training_simulation(config: Config, reads: str | None) -> Simulation:
-    """Redshift, cosmology and size of a cell that all training files state, as far as they agree."""
-    with contextlib.suppress(UserError):
-        return common_simulation([volume.simulation for volume in open_boxes(config, "train", reads)])
-    return {}
+    config: Config
+    reads: str | None
+    simulation: Simulation = field(default_factory=dict)
+    _opened: dict[tuple[str | None, ...], Volume] = field(default_factory=dict, repr=False)
 
+    @classmethod
+    def open(cls, config: Config, reads: str | None) -> Volumes:
+        """Completes the config: transform, shapes of volumes that are not one cube, ranges of conditions.
 
-def _with_condition_ranges(config: Config) -> Config:
-    """The config with the ranges of its conditions in the training volumes, unless it names them."""
-    if not config.network.conditions:
-        return config
-    training, _ = (split_conditions(config, split) for split in SPLITS)  # all volumes must state them
-    ranges = [[min(values), max(values)] for values in zip(*training, strict=True)]
-    network = config.network.model_copy(update={"condition_ranges": config.network.condition_ranges or ranges})
-    return config.model_copy(update={"network": network})
+        Numbers of channels and box_size are read from the files, too, unless it names them. Raises UserError if the
+        files contradict the config or each other. Files that cannot be opened are left to a loader that needs them.
+        """
+        volumes = cls(config, reads)
+        if not volumes.has_files:
+            if config.network.conditions:
+                raise UserError(
+                    f"network.conditions: data_loader_config {config.data_loader_config} reads no volumes that state "
+                    f"them; remove network.conditions, or choose another loader"
+                )
+            return volumes
+        volumes = volumes.changed(transform=file_transform(config.transform, volumes._attributes()))
+        volumes = dataclasses.replace(volumes, config=volumes._with_channels())
+        box_size = [volumes._box(split, "box_size" in config.model_fields_set) for split in SPLITS]
+        volumes = volumes.changed(box_size=box_size)
+        if config.network.conditions:
+            training, _ = (volumes.conditions(split) for split in SPLITS)  # all volumes must state them
+            ranges = [[min(values), max(values)] for values in zip(*training, strict=True)]
+            ranges = config.network.condition_ranges or ranges
+            volumes = volumes.changed(network=config.network.model_copy(update={"condition_ranges": ranges}))
+        simulations = [volume.simulation for volume in volumes._available("train")]
+        return dataclasses.replace(volumes, simulation=common_simulation(simulations) if simulations else {})
 
+    @property
+    def has_files(self) -> bool:
+        """True if the loader reads volumes."""
+        return self.reads in VOLUME_FILES
 
-def split_conditions(config: Config, split: str) -> list[list[float]]:
-    """The conditions of each volume of a split, from the HDF5 files, also for a loader that reads `.npy` files."""
-    return [conditions_of(config.network, volume.path, volume.simulation) for volume in open_split(config, split)]
+    def changed(self, **keys: Any) -> Volumes:
+        """The volumes for a config with other values of these keys; files that are open stay open."""
+        return dataclasses.replace(self, config=self.config.model_copy(update=keys))
 
+    def release(self) -> None:
+        """Closes the files of volumes that nobody else has; they are opened again if they are requested again."""
+        self._opened.clear()
 
-def _attributes(config: Config) -> dict[str, dict[str, Any]]:
-    """The attributes of each HDF5 file that can be read, by its path; a loader that needs another one reports that."""
-    attributes: dict[str, dict[str, Any]] = {}
-    for path in [*config.paths("train_path"), *config.paths("val_path")]:
-        with contextlib.suppress(UserError), reading(path), open_file(path) as file:
-            attributes[path] = plain_attributes(file)
-    return attributes
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """The files that the loader may read: the config's key, with the number in a list of several, and the path."""
+        npy = self.reads == "npy" or self.config.data_loader_config == "auto"
+        for source in ("train_path", "val_path") if self.has_files else ():
+            for key in [source, *npy_keys(source)] if npy else [source]:
+                paths = self.config.paths(key)
+                for number, path in enumerate(paths):
+                    yield key if len(paths) == 1 else f"{key}[{number}]", Path(path)
 
+    # --- open --------------------------------------------------------------------------------------------------------
 
-# --- open and check --------------------------------------------------------------------------------------------------
+    def splits(self, npy: bool | None = None) -> dict[str, list[Volume]]:
+        """The volumes of both splits, see `split`."""
+        return {split: self.split(split, npy) for split in SPLITS}
 
+    def split(self, split: str, npy: bool | None = None) -> list[Volume]:
+        """One split's volumes, from the HDF5 files or the `.npy` files; UserError if they contradict the config.
 
-def open_split(config: Config, split: str) -> list[Volume]:
-    """The HDF5 volumes of one split, checked against the config."""
-    key = split_settings(config, split).key
-    volumes = []
-    for path in config.paths(key):
-        if not os.path.exists(path):
-            raise UserError(f"no such file: {path}; {_remedy(path)}, or set {key}")
-        volumes.append(open_volume(path, channel_counts(config), config.dataset_names))
-    _check_shapes(config, split, volumes)
-    return volumes
+        `npy` None takes the HDF5 files or, if they are missing and the loader reads `.npy` files, those.
+        """
+        volumes, counts = self._open_split(split, npy), channel_counts(self.config)
+        box, shape, crop = split_settings(self.config, split).box, volumes[0].shape, self.config.data_size
+        for volume in volumes:
+            for name, values, count, key in zip(volume.names, volume.fields, counts, CHANNELS_KEYS, strict=True):
+                if values.shape[0] != count:
+                    raise UserError(
+                        f"{volume.path}: {name} is {values.shape}, expected ({count}, X, Y, Z); give files with the "
+                        f"same channels for training and validation, or set {key}"
+                    )
+        if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
+            sizes = [self._box(name, named=False) for name in SPLITS]
+            fault = f"the volume has {shape[0]} cells per side, but box_size is {box}"
+            raise UserError(f"{volumes[0].path}: {fault}; set box_size to {sizes}")
+        for volume in volumes:
+            if min(volume.shape) < crop:
+                raise UserError(
+                    f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do "
+                    f"not fit; lower data_size, or choose another file"
+                )
+        return volumes
+
+    def for_loader(self, world: World, npy: bool = False) -> dict[str, list[Volume]]:
+        """The HDF5 or `.npy` volumes of both splits; with `use_cache` their copies there, made once per node.
+
+        Every rank calls it.
+        """
+        directory = self.config.use_cache
+        with world.raise_together():
+            splits = self.splits(npy)
+        if directory is None:
+            return splits
+        keys = [split_settings(self.config, split).key for split in SPLITS]
+        keys = npy_keys(*keys) if npy else keys
+        for path in [path for key in keys for path in self.config.paths(key)]:
+            with world.raise_together():
+                if world.is_node_leader:
+                    stage(path, directory)
+        with world.raise_together():
+            # Finds the leader's copies.
+            copies = {key: [stage(path, directory) for path in self.config.paths(key)] for key in keys}
+            return self.changed(**copies).splits(npy)
+
+    def _open(self, path: str, key: str) -> Volume:
+        """The volume of an HDF5 file that this key of the config names."""
+        if (path,) not in self._opened:
+            if not os.path.exists(path):
+                raise UserError(f"no such file: {path}; {_remedy(path)}, or set {key}")
+            self._opened[path,] = open_volume(path, self.config.dataset_names)
+        return self._opened[path,]
+
+    def _open_split(self, split: str, npy: bool | None = None) -> list[Volume]:
+        """The volumes of `split` with any numbers of channels and any sizes."""
+        keys = npy_keys(key := split_settings(self.config, split).key)
+        sources, *paths = (self.config.paths(name) for name in (key, *keys))
+        if npy is None:
+            npy = self.reads == "npy" and not all(map(os.path.exists, sources))
+        if not npy:
+            return [self._open(path, key) for path in sources]
+        for name, listed in zip(keys, paths, strict=True):
+            if listed and len(listed) != len(sources):
+                raise UserError(
+                    f"{name} and {key} list {len(listed)} and {len(sources)} files; list the .npy file of each HDF5 "
+                    f"file, in the same order"
+                )
+        volumes = []
+        for source, *pair in itertools.zip_longest(sources, *paths):
+            volume, files = self._open(source, key) if os.path.exists(source) else None, (source, pair[0], pair[1])
+            if files not in self._opened:
+                self._opened[files] = open_npy_volume(files[1:], keys, source, volume, self.config.dataset_names)
+            volumes.append(self._opened[files])
+        return volumes
+
+    # --- values that the files state ---------------------------------------------------------------------------------
+
+    def conditions(self, split: str) -> list[list[float]]:
+        """The conditions of each volume of a split, from the HDF5 files, also for a loader of `.npy` files."""
+        volumes = self.split(split, npy=False)
+        return [conditions_of(self.config.network, volume.path, volume.simulation) for volume in volumes]
+
+    def _available(self, split: str) -> list[Volume]:
+        """A split's volumes with any numbers of channels and any sizes; empty if they cannot be opened."""
+        with contextlib.suppress(UserError):
+            return self._open_split(split)
+        return []
+
+    def _attributes(self) -> dict[str, Attributes]:
+        """The attributes of each HDF5 file that can be opened, by its path."""
+        attributes = {}
+        for key in ("train_path", "val_path"):
+            for path in self.config.paths(key):
+                with contextlib.suppress(UserError):
+                    attributes[path] = self._open(path, key).attributes
+        return attributes
+
+    def _with_channels(self) -> Config:
+        """The config with numbers of channels that it does not name, and vectors, as in the first training file."""
+        volumes, config = self._available("train"), self.config
+        unnamed = {key: name for key, name in CHANNELS_KEYS.items() if key not in config.model_fields_set}
+        if not volumes or not unnamed:
+            return config
+        counts = {key: int(getattr(volumes[0], name).shape[0]) for key, name in unnamed.items()}
+        vectors = config.vector_channels.model_dump()
+        if "vector_channels" not in config.model_fields_set:
+            vectors |= {name: vectors_of(counts[key]) for key, name in unnamed.items()}
+        keys = {**config.model_dump(), **counts, "vector_channels": vectors}
+        return validate_section(Config, keys, f"with the channels of {volumes[0].path}")
+
+    def _box(self, split: str, named: bool) -> int | list[list[int]]:
+        """The entry of box_size for a split, as its files state it; a cube's side is the config's if that is named."""
+        volumes, box = self._available(split), split_settings(self.config, split).box
+        stated = box_entry([volume.shape for volume in volumes]) if volumes else box
+        return box if named and isinstance(box, int) and isinstance(stated, int) else stated
+
+    # --- check -------------------------------------------------------------------------------------------------------
+
+    def check(self, world: World) -> None:
+        """Checks samples of all volumes and logs what is unlikely; UserError if a run cannot succeed with the values.
+
+        Rank 0 reads, every rank calls it. A file that cannot be opened is left to the loader; a benchmark may use any.
+        """
+        config, network = self.config, self.config.network
+        with world.raise_together():
+            if world.is_root and self.has_files and not config.enable_benchy:
+                try:
+                    splits = self.splits()
+                except UserError:
+                    return
+                check_samples(all_volumes(splits), config.allow_physical_values)
+                for line in check_distinct(splits):
+                    log.warning(line)
+                for volume in all_volumes(splits) if network.conditions else ():
+                    conditions = conditions_of(network, volume.path, volume.simulation)
+                    warn_of_untrained_conditions(network, volume.path, conditions)
+                for name, (low, high) in zip(network.conditions, network.condition_ranges, strict=True):
+                    if low == high:
+                        log.warning(
+                            f"network.conditions: {name} is {low:g} in all training volumes, so it has no effect"
+                        )
+                for volume in splits["train"]:
+                    if set(volume.shape) == {config.data_size}:
+                        log.warning(
+                            f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size"
+                        )
+
+    def check_all(self) -> None:
+        """Reads all values of the volumes of both splits, and logs how they are stored.
+
+        Raises UserError for non-finite values and for a dataset with the same value everywhere.
+        """
+        if not self.has_files:
+            return
+        slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"
+        for split in SPLITS:
+            for volume in self.split(split):
+                check_all(volume)
+                access = "mapped" if volume.mapped else slow
+                size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
+                log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
+        channels = volume_channels(self.config)[1]
+        log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in channels)))
 
 
 def _remedy(path: str) -> str:
@@ -188,130 +324,6 @@ def _remedy(path: str) -> str:
     if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
         return "to try the program without /data, run make demo (later also --config=demo)"
     return f"simulate one with python -m simulation --output {path}"
-
-
-def open_split_npy(config: Config, split: str) -> list[Volume]:
-    """The `.npy` files of one split, checked against the config and, as far as they exist, against the HDF5 files."""
-    keys = npy_keys(key := split_settings(config, split).key)
-    sources, *paths = (config.paths(name) for name in (key, *keys))
-    for name, files in zip(keys, paths, strict=True):
-        if files and len(files) != len(sources):
-            raise UserError(
-                f"{name} and {key} list {len(files)} and {len(sources)} files; list the .npy file of each HDF5 file, "
-                f"in the same order"
-            )
-    channels, names = channel_counts(config), config.dataset_names
-    volumes = []
-    for source, *pair in itertools.zip_longest(sources, *paths):
-        volume = open_volume(source, channels, names) if os.path.exists(source) else None
-        volumes.append(open_npy_volume((pair[0], pair[1]), keys, source, channels, volume, names))
-    _check_shapes(config, split, volumes)
-    return volumes
-
-
-def open_boxes(config: Config, split: str, reads: str | None) -> list[Volume]:
-    """One split's volumes, to be read as a whole, from the HDF5 files or, for a loader of `.npy` files, from those.
-
-    Raises UserError if the config's loader, which reads files of kind `reads`, reads no volumes.
-    """
-    if reads not in VOLUME_FILES:
-        raise UserError(
-            f"evaluation.every_epochs: data_loader_config {config.data_loader_config} reads no volumes to predict; "
-            f"set it to 0, or choose another loader"
-        )
-    if reads == "npy" and not all(map(os.path.exists, config.paths(split_settings(config, split).key))):
-        return open_split_npy(config, split)
-    return open_split(config, split)
-
-
-def _check_shapes(config: Config, split: str, volumes: list[Volume]) -> None:
-    """Raises UserError if a crop does not fit into a volume, or if the size of a single cube contradicts the config."""
-    box, shape = split_settings(config, split).box, volumes[0].shape
-    if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
-        sizes = [_stated_box(config, UNNAMED, name, "hdf5") for name in SPLITS]
-        fault = f"the volume has {shape[0]} cells per side, but box_size is {box}"
-        raise UserError(f"{volumes[0].path}: {fault}; set box_size to {sizes}")
-    for volume in volumes:
-        if min(volume.shape) < config.data_size:
-            raise UserError(
-                f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size "
-                f"{config.data_size} do not fit; lower data_size, or choose another file"
-            )
-
-
-def check_data(config: Config, reads: str | None, world: World) -> None:
-    """Checks a sample of both volumes and logs what is unlikely; UserError if a run cannot succeed with the values.
-
-    Rank 0 reads, every rank calls it. A file that cannot be opened is left to the loader, and a benchmark may use any.
-    """
-    with world.raise_together():
-        if world.is_root and reads in VOLUME_FILES and not config.enable_benchy:
-            try:
-                volumes = {split: open_boxes(config, split, reads) for split in SPLITS}
-            except UserError:
-                return
-            check_samples(of_both_splits(volumes), config.allow_physical_values)
-            for line in check_distinct(volumes):
-                log.warning(line)
-            for volume in of_both_splits(volumes) if config.network.conditions else ():
-                conditions = conditions_of(config.network, volume.path, volume.simulation)
-                warn_of_untrained_conditions(config.network, volume.path, conditions)
-            for name, (low, high) in zip(config.network.conditions, config.network.condition_ranges, strict=True):
-                if low == high:
-                    log.warning(f"network.conditions: {name} is {low:g} in all training volumes, so it has no effect")
-            for volume in volumes["train"]:
-                if set(volume.shape) == {config.data_size}:
-                    log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")
-
-
-def check_all_values(config: Config, reads: str | None) -> None:
-    """Reads all values of the volumes of both splits, and logs how they are stored.
-
-    Raises UserError for non-finite values and for a dataset with the same value everywhere.
-    """
-    if reads not in VOLUME_FILES:
-        return
-    slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"
-    for split in SPLITS:
-        for volume in open_boxes(config, split, reads):
-            check_all(volume)
-            access = "mapped" if volume.mapped else slow
-            size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
-            log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
-    log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in volume_channels(config)[1])))
-
-
-# --- stage -----------------------------------------------------------------------------------------------------------
-
-
-def open_volumes(config: Config, world: World) -> dict[str, list[Volume]]:
-    """The HDF5 volumes of both splits; their copies in `use_cache`, if that is set."""
-    return _open_or_stage(config, world, open_split, [split_settings(config, split).key for split in SPLITS])
-
-
-def open_npy_volumes(config: Config, world: World) -> dict[str, list[Volume]]:
-    """The `.npy` files of both splits; their copies in `use_cache`, if that is set."""
-    keys = npy_keys(*(split_settings(config, split).key for split in SPLITS))
-    return _open_or_stage(config, world, open_split_npy, keys)
-
-
-def _open_or_stage(
-    config: Config, world: World, open_files: Callable[[Config, str], list[Volume]], keys: list[str]
-) -> dict[str, list[Volume]]:
-    """Opens both splits; if `use_cache` is set, copies the files that the keys name, once per node, and opens those."""
-    with world.raise_together():
-        opened = {split: open_files(config, split) for split in SPLITS}
-    if config.use_cache is None:
-        return opened
-    for path in [path for key in keys for path in config.paths(key)]:
-        with world.raise_together():
-            if world.is_node_leader:
-                stage(path, config.use_cache)
-    with world.raise_together():
-        # Finds the leader's copies.
-        copies = {key: [stage(path, config.use_cache) for path in config.paths(key)] for key in keys}
-        staged = config.model_copy(update=copies)
-        return {split: open_files(staged, split) for split in SPLITS}
 
 
 def stage(path: str, directory: str) -> str:

@@ -48,7 +48,7 @@ def check_room(volumes: Sequence[Volume], world: World) -> None:
 def share_volume(volume: Volume, world: World) -> Volume:
     """Reads the volume once per node and returns arrays that all ranks of the node share, after `check_room`."""
     if world.size == 1:
-        fields = [np.empty(field.shape, np.float32) for field in (volume.inputs, volume.targets)]
+        fields = [np.empty(field.shape, np.float32) for field in volume.fields]
     else:
         fields = _map_shared_memory(volume, world)
     with world.raise_together(), os_errors_for_users(f"cannot read {volume.path}", REMEDY):

@@ -33,7 +33,7 @@ def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
     allowed.
     """
     for volume in volumes:
-        for name, field in zip(volume.names, (volume.inputs, volume.targets), strict=True):
+        for name, field in zip(volume.names, volume.fields, strict=True):
             check_sample(volume.path, name, field, allow_physical)
 
 
@@ -80,7 +80,7 @@ def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
 
 
 def _samples(volume: Volume) -> list[np.ndarray]:
-    return [_sample(volume.path, field) for field in (volume.inputs, volume.targets)]
+    return [_sample(volume.path, field) for field in volume.fields]
 
 
 def _places(shape: tuple[int, ...]) -> list[tuple[int, int]]:

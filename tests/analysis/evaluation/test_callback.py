@@ -174,7 +174,7 @@ CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
 
 def baselines(world: World, path: str, name: str, copied: int | None = None) -> dict[str, float]:
     plan = SamplePlan(SAMPLES, cubes(16), 8, split="valid")
-    volume = open_volume(path, (4, 5))
+    volume = open_volume(path)
     keys = {"local_batch_size": 2, "num_data_workers": 1}
     loader = loader_of(ThreadedCropLoader, [volume], plan, world.rank, world.size, **keys)
     # Channel weights have no effect on a validation.
@@ -186,7 +186,7 @@ def baselines(world: World, path: str, name: str, copied: int | None = None) -> 
 def test_baselines_agree_with_numpy_on_one_rank_and_on_two(name: str, tmp_path: Path, volume_file) -> None:
     """The second of two ranks has fewer crops than the first."""
     path = str(volume_file(tmp_path / "box.h5"))
-    volume, plan = open_volume(path, (4, 5)), SamplePlan(SAMPLES, cubes(16), 8, split="valid").epoch(0)
+    volume, plan = open_volume(path), SamplePlan(SAMPLES, cubes(16), 8, split="valid").epoch(0)
     crops = [tuple(slice(int(start), int(start) + 8) for start in origin) for origin in plan.origins]
     inputs = np.stack([volume.inputs[(slice(None), *crop)] for crop in crops]).astype(np.float64)
     targets = np.stack([volume.targets[(slice(None), *crop)] for crop in crops]).astype(np.float64)

@@ -158,7 +158,7 @@ def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
     assert set(plan.epoch(0).volumes) == {0, 1}
     places = zip(BOXES, STORAGES, strict=True)
     paths = [write_volume(tmp_path / f"{n}.h5", box=box, seed=n, **how) for n, (box, how) in enumerate(places)]
-    volumes = load_resident([open_volume(path, (4, 5)) for path in paths], CPU, stored)
+    volumes = load_resident([open_volume(path) for path in paths], CPU, stored)
     both = [[torch.from_numpy(field).to(stored).float().numpy() for field in read_fields(path)] for path in paths]
     channels_last = split == "train"
     keys = {"local_batch_size": 4 // size, "symmetries": mode, "channels_last": channels_last}

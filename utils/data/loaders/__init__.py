@@ -10,7 +10,7 @@ from utils.data.loaders import auto, classification, dali, gpu_resident, synthet
 from utils.data.loaders.base import Batch, DataSplits, Loader
 from utils.distributed.world import World
 from utils.lookup import lookup
-from utils.volumes.opened import check_data, with_file_values
+from utils.volumes.opened import Volumes
 
 __all__ = [
     "LOADERS",
@@ -20,16 +20,16 @@ __all__ = [
     "LoaderSpec",
     "get_loader",
     "open_loaders",
-    "resolve_config",
+    "open_volumes",
 ]
 
 
 class LoaderSpec(NamedTuple):
     """An entry of LOADERS.
 
-    build: build(config, world, reserve) returns the loaders of both splits for one rank. Every rank calls it, and all
-      fail if one does. The batch sizes of the config are resolved for the world (`Config.for_world`). `reserve` is the
-      number of bytes that training needs on a GPU, for loaders that keep volumes there.
+    build: build(volumes, world, reserve) returns the loaders of both splits for one rank. Every rank calls it, and all
+      fail if one does. The batch sizes of `volumes.config` are resolved for the world (`Config.for_world`). `reserve`
+      is the number of bytes that training needs on a GPU, for loaders that keep volumes there.
     reads: the kind of files that the loader reads, None if it reads none.
     """
 
@@ -53,14 +53,14 @@ def get_loader(name: str) -> LoaderSpec:
     return lookup(LOADERS, "data_loader_config", name)
 
 
-def resolve_config(config: Config, world: World) -> Config:
-    """The config with the batch sizes of this world and the transform of its files. Every rank calls it."""
-    with world.raise_together():
-        return with_file_values(config.for_world(world.size), get_loader(config.data_loader_config).reads)
+def open_volumes(config: Config) -> Volumes:
+    """The volumes that the config's loader reads, and the config with what they state; see `Volumes.open`."""
+    return Volumes.open(config, get_loader(config.data_loader_config).reads)
 
 
-def open_loaders(config: Config, world: World, reserve: int = 0) -> DataSplits:
+def open_loaders(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     """Checks the data and builds the loaders of both splits for this rank; see `LoaderSpec.build`."""
-    spec = get_loader(config.data_loader_config)
-    check_data(config, spec.reads, world)
-    return spec.build(config, world, reserve)
+    volumes.check(world)
+    loaders = get_loader(volumes.config.data_loader_config).build(volumes, world, reserve)
+    volumes.release()
+    return loaders

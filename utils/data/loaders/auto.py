@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import logging
 
-from utils.config import Config
 from utils.data.loaders import dali, gpu_resident, threaded
 from utils.data.loaders.base import DataSplits
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.volumes.opened import SPLITS, of_both_splits, open_split
+from utils.volumes.opened import Volumes, all_volumes
 
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
+def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     reasons = ""
-    for name, dtype in _candidates(config, world):
+    for name, dtype in _candidates(volumes, world):
         builder = {"resident": gpu_resident.build, "dali-lowmem": dali.build, "inmem": threaded.build_inmem}[name]
         try:
-            splits = builder(config.model_copy(update={"resident_dtype": dtype}), world, reserve)
+            splits = builder(volumes.changed(resident_dtype=dtype), world, reserve)
         except UserError as error:  # on all ranks
             reasons += f"; not {name}: {error}"
         else:
@@ -36,18 +35,18 @@ def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
             log.info("data_loader_config auto: %s%s%s", name, stored, reasons)
             return splits
     log.info("data_loader_config auto: lowmem%s", reasons)
-    return threaded.build_lowmem(config, world)
+    return threaded.build_lowmem(volumes, world)
 
 
-def _candidates(config: Config, world: World) -> list[tuple[str, str]]:
+def _candidates(volumes: Volumes, world: World) -> list[tuple[str, str]]:
     """The loaders to try before `lowmem`, and the type in which `resident` stores values, best first."""
     with world.raise_together():
-        volumes = of_both_splits({split: open_split(config, split) for split in SPLITS})
-    candidates: list[tuple[str, str]] = []
+        mapped = all(volume.mapped for volume in all_volumes(volumes.splits()))
+    config, candidates = volumes.config, list[tuple[str, str]]()
     if world.device.type == "cuda":
         may_round = config.enable_amp and not config.deterministic
         dtypes = dict.fromkeys([config.resident_dtype, "float16" if may_round else config.resident_dtype])
         candidates += [("resident", dtype) for dtype in dtypes] + [("dali-lowmem", config.resident_dtype)]
-    if not all(volume.mapped for volume in volumes):
+    if not mapped:
         candidates.append(("inmem", config.resident_dtype))
     return candidates

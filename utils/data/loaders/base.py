@@ -14,7 +14,7 @@ from utils.data.datasets import get_dataset
 from utils.data.plan import SamplePlan, Shape, rank_batches
 from utils.distributed.world import World
 from utils.volumes.hdf5 import Volume
-from utils.volumes.opened import SPLITS, channel_counts, of_both_splits, split_conditions, split_settings, volume_names
+from utils.volumes.opened import SPLITS, Volumes, all_volumes, channel_counts, split_settings, volume_names
 from utils.volumes.page_cache import warm_page_cache
 
 
@@ -154,25 +154,27 @@ def build_splits(build: Callable[[str], Loader], world: World) -> DataSplits:
 
 
 def build_crop_loaders(
-    config: Config,
+    volumes: Volumes,
     world: World,
-    volumes: Mapping[str, Sequence[Volume]],
+    splits: Mapping[str, Sequence[Volume]],
     loader: Callable[[Sequence[Volume], SamplePlan, Config, World], Loader],
     from_files: bool = False,
 ) -> DataSplits:
     """Builds a loader for the volumes of each split, see `build_splits`.
 
+    splits: what the loader reads, `volumes` from its own storage.
     from_files: the loader reads crops from the files, which are therefore read into the page cache first.
     """
     if from_files:
-        both = of_both_splits(volumes)
-        mapped = [field for volume in both if volume.mapped for field in (volume.inputs, volume.targets)]
+        both = all_volumes(splits)
+        mapped = [field for volume in both if volume.mapped for field in volume.fields]
         warm_page_cache([path for volume in both for path in volume.files], mapped, world)
+    config = volumes.config
 
     def build(split: str) -> Loader:
-        plan = sample_plan(config, split, [volume.shape for volume in volumes[split]])
-        conditions = split_conditions(config, split) if config.network.conditions else []
-        built = loader(volumes[split], plan, config, world)
+        plan = sample_plan(config, split, [volume.shape for volume in splits[split]])
+        conditions = volumes.conditions(split) if config.network.conditions else []
+        built = loader(splits[split], plan, config, world)
         return ConditionedLoader(built, conditions, plan, config, world) if conditions else built
 
     return build_splits(build, world)

@@ -17,12 +17,13 @@ from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.volumes.opened import split_settings
+from utils.volumes.opened import Volumes, split_settings
 
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
+def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
+    config = volumes.config
     with world.raise_together():
         dataset, splits = open_splits(config)
         plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}

@@ -28,16 +28,16 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.volumes.hdf5 import Volume
 from utils.volumes.npy import ENDINGS
-from utils.volumes.opened import open_npy_volumes
+from utils.volumes.opened import Volumes
 
 QUEUE = 2  # batches that DALI has at a time
 SPARE = 2  # buffers for the batch that is being read, and for one whose copy to the device may still run
 
 
-def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
+def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     with world.raise_together():
         import_dali()
-    return build_crop_loaders(config, world, open_npy_volumes(config, world), DaliLoader, from_files=True)
+    return build_crop_loaders(volumes, world, volumes.for_loader(world, npy=True), DaliLoader, from_files=True)
 
 
 class DaliLoader(CropLoader):
@@ -112,8 +112,7 @@ class DaliLoader(CropLoader):
     def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
         """Copies a crop to its place in the buffers."""
         x, y, z = (slice(int(start), int(start) + self.plan.crop) for start in origin)
-        fields = self._volumes[volume].inputs, self._volumes[volume].targets
-        for field, out in zip(fields, sample, strict=True):
+        for field, out in zip(self._volumes[volume].fields, sample, strict=True):
             np.copyto(out, np.moveaxis(field[:, x, y, z], 0, -1))
 
     def _feed(self, buffer: Batch) -> None:

@@ -24,7 +24,7 @@ from utils.errors import UserError
 from utils.files import GIB
 from utils.progress import Progress
 from utils.volumes.hdf5 import Volume
-from utils.volumes.opened import of_both_splits, open_volumes
+from utils.volumes.opened import Volumes, all_volumes
 from utils.volumes.page_cache import warm_page_cache
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -32,22 +32,23 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
+def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
+    stored = volumes.config.resident_dtype
     if world.device.type != "cuda":
-        unused = "; resident_dtype has no effect" if config.resident_dtype != "float32" else ""
+        unused = "; resident_dtype has no effect" if stored != "float32" else ""
         log.info("data_loader_config resident: without a GPU it is inmem%s", unused)
-        return build_inmem(config, world)
-    opened, dtype = open_volumes(config, world), getattr(torch, config.resident_dtype)
-    both = of_both_splits(opened)
+        return build_inmem(volumes, world)
+    opened, dtype = volumes.for_loader(world), getattr(torch, stored)
+    both = all_volumes(opened)
     with world.raise_together():
         free, _ = torch.cuda.mem_get_info(world.device)
         check_fits(sum(volume.bytes for volume in both), dtype, free, reserve)
     warm_page_cache([path for volume in both for path in volume.files], [], world)
     with world.raise_together():
-        loaded = {split: load_resident(volumes, world.device, dtype) for split, volumes in opened.items()}
+        loaded = {split: load_resident(opened[split], world.device, dtype) for split in opened}
     names = ", ".join(os.path.basename(volume.path) for volume in both)
-    log.info("%s: read into the memory of %s, as %s", names, world.device, config.resident_dtype)
-    return build_crop_loaders(config, world, loaded, GpuResidentLoader)
+    log.info("%s: read into the memory of %s, as %s", names, world.device, stored)
+    return build_crop_loaders(volumes, world, loaded, GpuResidentLoader)
 
 
 class GpuResidentLoader(CropLoader):

@@ -13,10 +13,11 @@ from utils.config import Config
 from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_splits, memory_format, sample_plan
 from utils.data.plan import SamplePlan
 from utils.distributed.world import World
+from utils.volumes.opened import Volumes
 
 
-def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
-    boxes = [(config.data_size,) * 3]
+def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
+    config, boxes = volumes.config, [(volumes.config.data_size,) * 3]
     return build_splits(lambda split: SyntheticLoader(sample_plan(config, split, boxes), config, world), world)
 
 

@@ -19,27 +19,27 @@ from utils.data.plan import SamplePlan
 from utils.distributed.world import World
 from utils.files import GIB
 from utils.volumes.hdf5 import Volume
-from utils.volumes.opened import of_both_splits, open_volumes
+from utils.volumes.opened import Volumes, all_volumes
 from utils.volumes.shared_memory import check_room, share_volume
 
 log = logging.getLogger(__name__)
 
 
-def build_lowmem(config: Config, world: World, reserve: int = 0) -> DataSplits:
+def build_lowmem(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     """Crops from the files, which are mapped if they are contiguous."""
-    return build_crop_loaders(config, world, open_volumes(config, world), ThreadedCropLoader, from_files=True)
+    return build_crop_loaders(volumes, world, volumes.for_loader(world), ThreadedCropLoader, from_files=True)
 
 
-def build_inmem(config: Config, world: World, reserve: int = 0) -> DataSplits:
+def build_inmem(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     """Crops from one copy in the node's memory."""
-    opened, started = open_volumes(config, world), time.perf_counter()
-    both = of_both_splits(opened)
+    opened, started = volumes.for_loader(world), time.perf_counter()
+    both = all_volumes(opened)
     check_room(both, world)
-    shared = {split: [share_volume(volume, world) for volume in volumes] for split, volumes in opened.items()}
+    shared = {split: [share_volume(volume, world) for volume in opened[split]] for split in opened}
     names, size = ", ".join(os.path.basename(volume.path) for volume in both), sum(volume.bytes for volume in both)
     seconds = time.perf_counter() - started
     log.info("%s: %.2f GiB read into memory in %.2f s (%.1f GB/s)", names, size / GIB, seconds, size / 1e9 / seconds)
-    return build_crop_loaders(config, world, shared, ThreadedCropLoader)
+    return build_crop_loaders(volumes, world, shared, ThreadedCropLoader)
 
 
 class ThreadedCropLoader(CropLoader):
