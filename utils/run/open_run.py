@@ -143,10 +143,10 @@ class Run:
             log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
 
     def _write_summary(self, result: FitResult) -> None:
-        path, summary = self.directory.summary, dataclasses.asdict(result)
-        del summary["noise_advice"]
+        path = self.directory.summary
         remedy = "the network is saved; the same command writes it"
         with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
+            summary = {name: value for name, value in dataclasses.asdict(result).items() if name != "noise_advice"}
             partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, record: dict[str, Any], size: ModelSize) -> None:
