@@ -28,6 +28,7 @@ from analysis.evaluation.loss_curves import loss_curves
 from analysis.evaluation.results import Results, Spectrum, load, save
 from analysis.evaluation.training_figures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
+from utils.data.loaders import Batch
 
 PICTURES = dict.fromkeys(figures.PICTURES, b"PNG")
 
@@ -265,9 +266,9 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
     def predict(crops: torch.Tensor) -> torch.Tensor:
         return torch.stack([crop.repeat(5, 1, 1, 1) * targets[int(crop.max()), :1] for crop in crops])
 
-    def epoch(number: int) -> Iterator[list[torch.Tensor]]:
+    def epoch(number: int) -> Iterator[Batch]:
         for batch in zip(inputs.split(5), targets.split(5), strict=True):
-            yield [buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True)]
+            yield Batch(*(buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True)))
 
     step, loader = SimpleNamespace(predict=predict), SimpleNamespace(epoch=epoch)
     chosen = choose_planes(step, loader)
