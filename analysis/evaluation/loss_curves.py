@@ -22,9 +22,12 @@ Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
 def progress(records: Records) -> str:
-    """Epoch and step of the last validation: "epoch 4, step 800"."""
-    steps = sorted({record["step"] for record in records if tags.VALID_LOSS in record})
-    return f"epoch {len([step for step in steps if step])}, step {steps[-1]}" if steps else ""
+    """Epoch and step of the last validation: "epoch 4, step 800". Not every epoch need have one."""
+    last = max((record["step"] for record in records if tags.VALID_LOSS in record), default=None)
+    if last is None:
+        return ""
+    epochs = {record["step"] for record in records if tags.ITERATIONS_PER_SECOND in record and record["step"] <= last}
+    return f"epoch {len(epochs)}, step {last}"
 
 
 def loss_curves(records: Records, loss: str, run: str) -> Figure:

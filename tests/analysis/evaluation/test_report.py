@@ -239,13 +239,15 @@ def test_figures_show_their_data(with_flux: Results) -> None:
 
 
 def test_loss_curves_show_losses_and_metrics() -> None:
-    records = [
+    """Validations were counted as epochs; here only the second epoch has one."""
+    records: list[dict[str, float]] = [
         {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1, "Loss/valid/valid": 2.2},
         {"step": 5, "Step/loss": 1.5, "Step/learning rate": 0.1},
+        *({"step": step, "Avg iters per sec": 3.0} for step in (5, 10, 15)),
         {"step": 10, "Loss/train": 1.0, "Loss/valid": 1.1, "Accuracy/valid": 0.5, "Learning Rate": 0.1},
     ]
     figure = loss_curves(records, "cross_entropy", "demo/2ranks/00")
-    assert figure.get_suptitle() == "demo/2ranks/00, epoch 1, step 10"
+    assert figure.get_suptitle() == "demo/2ranks/00, epoch 2, step 10"
     lines = {line.get_label(): list(line.get_ydata()) for axes in figure.axes[:2] for line in axes.lines}
     ends = {"validation": [2.1, 1.1], "validation, valid": [2.2], "accuracy": [0.5]}
     assert lines == {"training, per interval": [1.5], "training, per epoch": [2.0, 1.0], **ends}
