@@ -1,4 +1,4 @@
-"""Values that the training loop collects between two reads: losses on the device, times on the host."""
+"""Values that the training loop collects between two reads, and means over the ranks: losses and times of steps."""
 
 from __future__ import annotations
 
