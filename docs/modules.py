@@ -1,10 +1,10 @@
-"""The tables of docs/index.md: a line per module, and the modules that read each config key. Read from the sources."""
+"""The tables of docs/index.md: a line per module, and the modules that read each config key, from the sources."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections import defaultdict
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,71 +42,26 @@ def sections(section: type[Section] = Config, prefix: str = "") -> Iterator[tupl
             yield from sections(field.annotation, f"{prefix}{name}.")
 
 
-def readers() -> dict[str, list[str]]:
-    """For each config key the modules that read it; those of utils/config alone if no other module does."""
-    known, trees = list(sections()), sources()
-    reads = {path: _read(tree, known) for path, tree in trees.items() if not path.startswith(("benchmarks", "doc"))}
-    found: dict[str, list[str]] = {}
-    for prefix, section in known:
-        for name in section.model_fields:
-            key = f"{prefix}{name}"
-            paths = [path for path, keys in reads.items() if key in keys or (f"{prefix}*" in keys and key not in keys)]
-            exact = [path for path in paths if key in reads[path]]
-            outside = [path for path in exact or paths if not path.startswith("utils/config/")]
-            found[key] = outside or exact or paths
-    return found
+def readers(section: str, name: str, texts: dict[str, str]) -> list[str]:
+    """The modules that read a key, by usual names of variables that hold the config or a section, or name it in quotes.
 
-
-def _read(tree: ast.Module, known: list[tuple[str, type[Section]]]) -> set[str]:
-    """The keys that a module reads, from objects that are sections by name or annotation; `section.*` for a whole one.
-
-    Keys of split names are built from texts, such as `_npy_data`.
+    Those of utils/config, in which the config is also `self`, count if no other module does.
     """
-    holders: dict[str, set[str]] = defaultdict(set)  # prefixes by the names of variables and attributes
-    types: dict[str, set[str]] = defaultdict(set)
-    for prefix, section in known:
-        holders[prefix.rstrip(".").rpartition(".")[2] or "config"].add(prefix)
-        for base in section.__mro__:
-            types[base.__name__].add(prefix)
-    nodes = list(ast.walk(tree))
-    if any(isinstance(node, ast.ClassDef) and node.name == Config.__name__ for node in nodes):
-        holders["self"].add("")
-    for node in nodes:
-        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
-            name = node.arg if isinstance(node, ast.arg) else _last(node.target)
-            holders[name] |= types.get(ast.unparse(node.annotation).removesuffix(" | None"), set())
-        elif isinstance(node, ast.Assign):
-            for target, value in zip(_parts(node.targets[0]), _parts(node.value), strict=False):
-                if isinstance(value, ast.Attribute):
-                    holders[_last(target)] |= holders.get(value.attr, set())
-    keys = set[str]()
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            holder = _last(node.value).lstrip("_")
-            keys |= {
-                f"{prefix}{node.attr}" for prefix in holders.get("config" if holder.endswith("config") else holder, ())
-            }
-            keys |= {f"{prefix}*" for prefix in holders.get(node.attr, ()) if prefix}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "_" in node.value:
-            fields = {f"{prefix}{name}" for prefix, section in known for name in section.model_fields}
-            keys |= {key for key in fields if key == node.value or (node.value[0] == "_" and key.endswith(node.value))}
-    return keys
-
-
-def _parts(node: ast.expr) -> list[ast.expr]:
-    return node.elts if isinstance(node, ast.Tuple) else [node]
-
-
-def _last(node: ast.expr) -> str:
-    """The last name of a variable or an attribute, else an empty text."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    holders = f"{section.rpartition('_')[2]}|options|start" if section else "config"
+    ending = name[name.find("_npy") :] if "_npy" in name else name  # the beginning may be a variable
+    read = re.compile(rf"({holders})\.{name}\b|[\"'}}]({name}|{ending})[\"']")
+    mention = re.compile(rf"\b{section}\b|{section.title().replace('_', '')}Config")
+    paths = [path for path, text in texts.items() if read.search(text) and mention.search(text)]
+    outside = [path for path in paths if not path.startswith("utils/config/")]
+    return outside or paths or [path for path, text in texts.items() if f"self.{name}" in text]
 
 
 def key_rows() -> list[list[str]]:
     """Each config key with the modules that read it."""
-    found, rows = readers(), []
+    program = [path for path in sources() if not path.startswith(("benchmarks", "doc"))]
+    texts, rows = {path: (ROOT / path).read_text(encoding="utf-8") for path in program}, []
     for prefix, section in sections():
         for name, field in section.model_fields.items():
             if not (inspect.isclass(field.annotation) and issubclass(field.annotation, Section)):
-                rows.append([f"`{prefix}{name}`", ", ".join(found[f"{prefix}{name}"])])
+                rows.append([f"`{prefix}{name}`", ", ".join(readers(prefix.rstrip("."), name, texts))])
     return rows
