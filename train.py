@@ -65,10 +65,10 @@ def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[E
             log.info(configs.describe_config(config, options.yaml_config, options.config))
             build.log_settings(config, world)
             profiler = build_profiler(config, world, run.directory)
-            evaluation = build_evaluation(config, volume, parts.step, run)
+            evaluation = build_evaluation(config, volume, parts, run)
             result = Trainer(config, parts, run, state, profiler, evaluation, signals).fit()
             world.pulse.enter("end")
-            run.finish(result, *report_on_run(config, parts.step, parts.loaders.valid, run, result.steps))
+            run.finish(result, *report_on_run(config, parts, run, result.steps))
 
 
 if __name__ == "__main__":

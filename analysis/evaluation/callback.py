@@ -20,13 +20,11 @@ from analysis.inference.window_grid import WindowGrid, build_window_grid
 from analysis.lyman_alpha.forest import KnownFlux
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
-from utils.data.loaders import Loader
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.run import tags
 from utils.run.open_run import Run
-from utils.steps.eager import EagerStep
+from utils.steps.build import Parts
 from utils.training.hooks import Evaluation
 from utils.volumes.attributes import conditions_of
 from utils.volumes.hdf5 import Volume, reading
@@ -43,7 +41,7 @@ MEMORY_REMEDY = (
 class VolumeEvaluation(Evaluation):
     """Evaluates the validation volume every `evaluation.every_epochs` epochs and after the last; saves the results."""
 
-    def __init__(self, config: Config, volume: Volume, step: EagerStep, run: Run) -> None:
+    def __init__(self, config: Config, volume: Volume, parts: Parts, run: Run) -> None:
         assert config.local_batch_size is not None
         grid = evaluation_grid(config, volume)
         # No more cells at once than in training.
@@ -51,11 +49,10 @@ class VolumeEvaluation(Evaluation):
         channels = config.N_in_channels, config.N_out_channels
         read = functools.partial(self._read, volume.inputs, slice(None))
         conditions = conditions_of(config.network, volume.path, volume.simulation)
-        predict = with_conditions(step.predict, conditions, run.world.device)
+        predict = with_conditions(parts.step.predict, conditions, run.world.device)
         self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, run.world)
-        self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
+        self._config, self._volume, self._run, self._world = config, volume, run, run.world
         self._known = KnownFlux()
-        self._directory = run.directory
         self._metadata = {"input": volume.path, "run": str(run.directory), "loss": config.loss}
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
@@ -89,14 +86,14 @@ class VolumeEvaluation(Evaluation):
 
     def _save_and_draw(self, evaluation: Results, step: int) -> None:
         """Saves and draws the results; a full disk does not stop the run."""
+        directory = self._run.directory
         try:
-            results.save(evaluation, self._directory.evaluation(step))
+            results.save(evaluation, directory.evaluation(step))
         except OSError as error:
-            log.warning("Cannot save the evaluation in %s: %s", self._directory.evaluations, error.strerror or error)
-        from analysis.evaluation import figures  # matplotlib takes time to import
+            log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
+        from analysis.evaluation import training_figures  # matplotlib takes time to import
 
-        for name, figure in figures.draw_all(evaluation).items():
-            self._logger.figure(tags.evaluation_figure(name), figure, step)
+        training_figures.record_evaluation(evaluation, self._run, step)
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
@@ -127,11 +124,11 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
     return volume
 
 
-def build_evaluation(config: Config, volume: Volume | None, step: EagerStep, run: Run) -> Evaluation:
+def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
     """The evaluation after each epoch; `volume` None: none."""
     if config.report_pictures and run.world.is_root:
         threading.Thread(target=_import_figures, daemon=True).start()
-    return Evaluation() if volume is None else VolumeEvaluation(config, volume, step, run)
+    return Evaluation() if volume is None else VolumeEvaluation(config, volume, parts, run)
 
 
 def _import_figures() -> None:
@@ -140,28 +137,26 @@ def _import_figures() -> None:
         from analysis.evaluation import training_figures  # noqa: F401
 
 
-def report_on_run(
-    config: Config, step: EagerStep, loader: Loader, run: Run, steps: int
-) -> tuple[dict[str, float], list[str]]:
-    """Losses of the baselines on the validation `loader`, and lines about the pictures that it draws.
+def report_on_run(config: Config, parts: Parts, run: Run, steps: int) -> tuple[dict[str, float], list[str]]:
+    """Losses of the baselines on the validation data, and lines about the pictures that it draws.
 
     Every rank calls it. `steps` is the number of steps that the run has made.
     """
     if config.report_baselines:
         log.info("Computing the losses of the baselines")
-    losses = baseline_losses(config, loader, step.loss, run.world) if config.report_baselines else {}
+    losses = baseline_losses(config, parts.loaders.valid, parts.step.loss, run.world) if config.report_baselines else {}
     draws = config.report_pictures and run.world.is_root
-    return losses, _draw(config, step, loader, run, steps) if draws else []
+    return losses, _draw(config, parts, run, steps) if draws else []
 
 
-def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> list[str]:
+def _draw(config: Config, parts: Parts, run: Run, steps: int) -> list[str]:
     """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
     lines: list[str] = []
     log.info("Drawing pictures in %s", run.directory)
     try:
         from analysis.evaluation import training_figures  # matplotlib takes time to import
 
-        for line in training_figures.draw_run(step, loader, config, run, steps):
+        for line in training_figures.draw_run(parts.step, parts.loaders.valid, config, run, steps):
             lines.append(line)  # those before an error are kept
     except Exception as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
