@@ -19,10 +19,9 @@ def make_cosmology(name: str) -> colossus.Cosmology:
     return colossus.Cosmology(name=name, **colossus.cosmologies[name], persistence="")
 
 
-def linear_power(cosmology: colossus.Cosmology, k: np.ndarray, redshift: float = 0.0) -> np.ndarray:
-    """Linear matter power in (Mpc/h)^3 at k in h/Mpc (Eisenstein & Hu 1998, as in colossus)."""
-    model = "eisenstein98" if cosmology.Ob0 > 0 else "eisenstein98_zb"  # without baryons there is no sound horizon
-    return cosmology.matterPowerSpectrum(k, redshift, model=model)
+def linear_power(cosmology: colossus.Cosmology, k: np.ndarray) -> np.ndarray:
+    """Linear matter power at z = 0 in (Mpc/h)^3 at k in h/Mpc (Eisenstein & Hu 1998, as in colossus)."""
+    return cosmology.matterPowerSpectrum(k, 0.0, model="eisenstein98")
 
 
 def growth_rate(cosmology: colossus.Cosmology, redshift: Any) -> Any:
@@ -30,15 +29,10 @@ def growth_rate(cosmology: colossus.Cosmology, redshift: Any) -> Any:
     return -(1 + redshift) / cosmology.growthFactor(redshift) * cosmology.growthFactor(redshift, derivative=1)
 
 
-def hubble(cosmology: colossus.Cosmology, redshift: float) -> float:
-    """H in km/s/(Mpc/h)."""
-    return 100.0 * float(cosmology.Ez(redshift))
-
-
 def velocity_unit(cosmology: colossus.Cosmology, redshift: float) -> float:
     """Factor from dx/dD, x in comoving Mpc/h, to peculiar velocity in km/s: a dD/dt = a H f D."""
     rate = growth_rate(cosmology, redshift) * cosmology.growthFactor(redshift)
-    return float(hubble(cosmology, redshift) * rate) / (1 + redshift)
+    return float(100.0 * float(cosmology.Ez(redshift)) * rate) / (1 + redshift)  # H in km/s/(Mpc/h)
 
 
 class GrowthClock:
