@@ -9,7 +9,6 @@ from torch import nn
 
 from networks.film import Film
 
-KINDS = ("normal", "default", "glorot")
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)
 
 
@@ -17,7 +16,7 @@ LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)
 def initialize(
     network: nn.Module, generator: torch.Generator, conv_init: str = "normal", scale: float = 0.02, bias: float = 0.0
 ) -> None:
-    """Draws the weights of convolutions, linear layers and embeddings; ValueError for an unknown `conv_init`.
+    """Draws the weights of convolutions, linear layers and embeddings.
 
     normal   N(0, scale²) as in DCGAN (Radford et al. 2016), with constant biases
     default  torch's own: uniform within ±1 / √fan_in, also for biases; embeddings N(0, 1)
@@ -26,8 +25,6 @@ def initialize(
 
     Norms keep weight 1 and bias 0, and the layers of a Film keep what its constructor has set.
     """
-    if conv_init not in KINDS:
-        raise ValueError(f"unknown conv_init {conv_init}; known: {', '.join(KINDS)}")
     kept = {layer for film in network.modules() if isinstance(film, Film) for layer in film.modules()}
     for module in network.modules():
         if module in kept:

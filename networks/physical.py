@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 
-class ChannelTransform(Protocol):
-    """The transform of a channel from and to physical values."""
-
-    @property
-    def is_log(self) -> bool: ...
-
-    def from_physical(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    def to_physical(self, values: torch.Tensor) -> torch.Tensor: ...
-
-
 class PhysicalNetwork(nn.Module):
     """[N, C, X, Y, Z] -> [N, K, X, Y, Z] in the units of `inputs` and `targets`; `network` maps their channels.
 
-    Logarithmic inputs (densities) below `density_floor` are raised to it; ValueError unless it is above zero.
+    Both have is_log, from_physical() and to_physical(), as `Channel` of utils/volumes/channels.py. Logarithmic inputs
+    (densities) below `density_floor`, which is above zero, are raised to it.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        inputs: Sequence[ChannelTransform],
-        targets: Sequence[ChannelTransform],
-        density_floor: float,
-    ) -> None:
+    def __init__(self, network: nn.Module, inputs: Sequence[Any], targets: Sequence[Any], density_floor: float) -> None:
         super().__init__()
-        if not density_floor > 0:
-            raise ValueError(f"density_floor must be above zero, not {density_floor}")
         self.network, self.inputs, self.targets, self.density_floor = network, inputs, targets, density_floor
 
     def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
