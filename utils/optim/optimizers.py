@@ -8,6 +8,7 @@ learning rate is a tensor, the optimizer must be capturable. If possible, it ski
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -132,18 +133,19 @@ def _adam(
     kind: type[torch.optim.Adam] = torch.optim.Adam,
 ) -> torch.optim.Optimizer:
     """torch's fused Adam (Kingma & Ba 2015), or AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
-    return kind(parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **adam_options(options))
+    return kind(
+        parameters.values(), lr=lr, capturable=isinstance(lr, torch.Tensor), fused=True, **adam_options(options)
+    )
 
 
 def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """apex's FusedAdam with plain Adam's weight decay; torch's Adam if apex cannot be used."""
-    if _is_capturable(lr):
-        return _adam(options, parameters, lr)
-    try:
-        from apex.optimizers import FusedAdam
-    except ImportError:
-        return _adam(options, parameters, lr)
-    return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **adam_options(options))
+    if not isinstance(lr, torch.Tensor):
+        with contextlib.suppress(ImportError):
+            from apex.optimizers import FusedAdam
+
+            return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **adam_options(options))
+    return _adam(options, parameters, lr)
 
 
 def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
@@ -198,10 +200,6 @@ def _nadam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -
     if on_cuda:
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
     return NAdam(parameters.values(), lr=lr, capturable=on_cuda, **adam_options(options))
-
-
-def _is_capturable(lr: LearningRate) -> bool:
-    return isinstance(lr, torch.Tensor)
 
 
 OPTIMIZERS: dict[str, Builder] = {

@@ -75,17 +75,13 @@ def cosine(config: Config, peak: float) -> LearningRate:
 
 def step_decay(config: Config, peak: float) -> LearningRate:
     """`peak`, multiplied by `drop_factor` at the beginning of each of `drop_epochs` (He et al. 2016)."""
-    factor, drops = config.lr_schedule.drop_factor, drop_steps(config)
+    factor = config.lr_schedule.drop_factor
+    drops = [epoch * config.steps_per_epoch for epoch in config.lr_schedule.drop_epochs]
     return lambda step: peak * factor ** sum(step >= drop for drop in drops)
 
 
 def constant(config: Config, peak: float) -> LearningRate:
     return lambda step: peak
-
-
-def drop_steps(config: Config) -> list[int]:
-    """The steps at which the shape `step` drops."""
-    return [epoch * config.steps_per_epoch for epoch in config.lr_schedule.drop_epochs]
 
 
 SCHEDULES: dict[str, Callable[[Config, float], LearningRate]] = {

@@ -33,11 +33,11 @@ def weight_sides(shape: Iterable[int], merge_dims: str) -> Sides:
 
 def owners(costs: Sequence[float], ranks: int) -> list[int]:
     """The rank that does each piece of work: from the most expensive on, the rank with the least work so far."""
-    work, found = [0.0] * ranks, [0] * len(costs)
+    work, owner = [0.0] * ranks, [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
-        found[piece] = min(range(ranks), key=work.__getitem__)
-        work[found[piece]] += costs[piece]
-    return found
+        owner[piece] = min(range(ranks), key=work.__getitem__)
+        work[owner[piece]] += costs[piece]
+    return owner
 
 
 def is_recorded() -> bool:
