@@ -134,8 +134,8 @@ def operator(name: str, forward: Any, backward: Any, fakes: Any = None) -> Any:
     """
     made = custom_op(f"networks::{name}", forward, mutates_args=())
     gradients = custom_op(f"networks::{name}_backward", backward, mutates_args=())
-    for each, fake in zip((made, gradients), fakes or (forward, backward), strict=True):
-        each.register_fake(fake)
+    for defined, fake in zip((made, gradients), fakes or (forward, backward), strict=True):
+        defined.register_fake(fake)
 
     def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs[:2])

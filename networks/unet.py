@@ -56,9 +56,7 @@ class UNet(nn.Module):
             if name not in SPACE_TO_DEPTH:
                 raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(SPACE_TO_DEPTH)}")
         self.space_to_depth = tuple(space_to_depth)
-        self.scales = scales
-        self.fused = fused
-        self.norm = norm
+        self.scales, self.fused, self.norm = scales, fused, norm
         self.film: Film | None = None
         # Channels of the grid at each scale: of the input, then of down1, down2, …
         channels = [in_channels, *(width * min(2**scale, MAX_WIDENING) for scale in range(scales))]

@@ -34,7 +34,7 @@ def load_network(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> Non
         raise ValueError(first.strip(" \t.")) from None
 
 
-class EagerStep:
+class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
     """Trains and evaluates one network on one rank: step(batch, lr) -> loss.
 
     Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update. Subclasses compute the same in
@@ -206,9 +206,6 @@ class EagerStep:
 
     def close(self) -> None:
         """Releases what depends on the process group. Do not call the step after this."""
-
-    def __enter__(self) -> EagerStep:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -40,8 +40,9 @@ def build(name: str, offered: Mapping[str, Any], options: Mapping[str, Any]) -> 
     """
     kind = _find(name)
     parameters = inspect.signature(kind).parameters.values()
-    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    accepts_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind in keyword}
+    accepts_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     known = f"; known: {', '.join(named) or 'none'}"
     for option in [] if accepts_all else options:
         if option not in named:
@@ -120,6 +121,6 @@ def one_line(fault: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-        place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+        places = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+        place = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
         raise UserError(f"{fault}: {type(error).__name__}: {error}{place}") from error
