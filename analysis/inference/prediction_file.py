@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,14 @@ from typing import Any
 from analysis.inference.layouts import Layout
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
-from analysis.inference.window_grid import Box, WindowGrid, split_blocks, window_count
+from analysis.inference.window_grid import Box, split_blocks, window_count
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.progress import Progress, format_duration
 from utils.run.checkpoint import file_digest
 from utils.run.provenance import provenance
-from utils.volumes.hdf5 import FieldReader, cells_text
+from utils.volumes.hdf5 import FieldReader
 from utils.volumes.values import check_sample
 from utils.volumes.writer import BlockWriter, ResumableHDF5File
 
@@ -76,7 +76,8 @@ class PredictionFile:
                 writer.stops = False
                 boxes, missing = writer.blocks, writer.missing
             world.barrier()  # no rank requests a stop before all have withdrawn the last one
-            self._log_blocks(predictor.grid, boxes, missing)
+            if len(missing) < len(boxes):
+                log.info("Resuming: %d of %d blocks are predicted", len(boxes) - len(missing), len(boxes))
             with world.raise_together():
                 self._write_blocks(predictor, writer, {number: boxes[number] for number in missing}, signals)
             received = [name for name in world.gather_json(signals.received) if name is not None]
@@ -128,15 +129,6 @@ class PredictionFile:
             changed = ", ".join(file.changed)
             log.info("The unfinished %s was started with other %s: starting from scratch", path, changed)
         return file
-
-    def _log_blocks(self, grid: WindowGrid, boxes: Sequence[Box], missing: Sequence[int]) -> None:
-        if len(missing) < len(boxes):
-            log.info("Resuming: %d of %d blocks are predicted", len(boxes) - len(missing), len(boxes))
-        windows = sum(window_count(grid, box) for box in boxes)
-        if len(boxes) > 1:
-            twice = 100 * (windows / grid.count - 1)
-            size = cells_text([max(box[axis].stop - box[axis].start for box in boxes) for axis in range(3)])
-            log.info("%d blocks of up to %s cells; windows that blocks share: %.0f %% more", len(boxes), size, twice)
 
     def _write_blocks(
         self, predictor: SlidingWindowPredictor, writer: BlockWriter, boxes: Mapping[int, Box], signals: Signals
