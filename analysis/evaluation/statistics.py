@@ -16,7 +16,7 @@ from torch import Tensor
 
 from analysis.evaluation.fields import Fields, r2
 from analysis.evaluation.results import Distribution, PhaseDiagram, Results
-from analysis.slabs import SlabFields, Slabs
+from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel, common_channels
 
 # The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
@@ -134,7 +134,8 @@ class VolumeStatistics:
         Undefined values are NaN: R² of a constant target, and whatever depends on non-finite predictions.
         """
         copied = common_channels(self._input_channels, self._channels)
-        errors = Errors(copied, self._first_cell(fields), self._slabs)
+        first_cell = self._plane(fields.target, len(self._channels), 0)[:, :1, :1].double()
+        errors = Errors(copied, first_cell, self._slabs)
         histograms = Histograms(self._channels, self._slabs)
         with self._world.raise_together():
             for piece in self._slabs.pieces():
@@ -171,30 +172,22 @@ class VolumeStatistics:
             metadata=dict(metadata),
         )
 
-    def _first_cell(self, fields: SlabFields) -> Tensor:
-        """The target in one cell, [C, 1, 1], on every rank."""
-        values = torch.zeros(len(self._channels), 1, 1, dtype=torch.float64, device=self._world.device)
-        with self._world.raise_together():
-            if self._world.rank == self._owner(0):
-                values += fields.target(slice(None), slice(0, 1))[:, 0, :1, :1]
-        return self._world.sum(values)
-
-    def _owner(self, plane: int) -> int:
-        """The rank that owns a plane."""
-        return next(rank for rank, planes in enumerate(self._slabs.shares) if planes.start <= plane < planes.stop)
-
     def _middle(self, fields: SlabFields) -> dict[str, np.ndarray]:
         """The middle plane of each field, [C, Y, Z], on every rank."""
-        plane, slices = self._slabs.shape[0] // 2, {}
-        counts = {"input": len(self._input_channels), "target": len(self._channels), "predicted": len(self._channels)}
         reads = {"input": fields.inputs, "target": fields.target, "predicted": fields.predicted}
-        for name, read in reads.items():
-            values = torch.zeros(counts[name], *self._slabs.shape[1:], device=self._world.device)
-            with self._world.raise_together():
-                if self._world.rank == self._owner(plane):
-                    values.copy_(read(slice(None), slice(plane, plane + 1))[:, 0])
-            slices[name] = self._world.sum(values).cpu().numpy()
-        return slices
+        counts = {**dict.fromkeys(reads, len(self._channels)), "input": len(self._input_channels)}
+        middle = self._slabs.shape[0] // 2
+        planes = {name: self._plane(read, counts[name], middle) for name, read in reads.items()}
+        return {name: plane.cpu().numpy() for name, plane in planes.items()}
+
+    def _plane(self, read: ReadPlanes, channels: int, plane: int) -> Tensor:
+        """A plane of a field, [C, Y, Z], on every rank."""
+        values = torch.zeros(channels, *self._slabs.shape[1:], device=self._world.device)
+        owns = self._slabs.planes.start <= plane < self._slabs.planes.stop
+        with self._world.raise_together():
+            if owns:
+                values.copy_(read(slice(None), slice(plane, plane + 1))[:, 0])
+        return self._world.sum(values)
 
 
 def _bins(channel: Channel) -> _Bins:
