@@ -81,17 +81,15 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
         # Of the whole batch, as in a validation: another size would need other kernels.
         predictions = step.predict(*batch.network_inputs)
         for crop in range(min(len(batch.inputs), EXAMINED - examined)):
-            source, target, predicted = (part[crop : crop + 1] for part in (batch.inputs, batch.targets, predictions))
-            fields = {"input": source, "target": target, "predicted": predicted}
-            difference = (fields["predicted"].float() - target.float()).abs().mean((0, 1, 3, 4))
-            deviation = target[0, 0].float().std((1, 2))
+            parts = {"input": batch.inputs, "target": batch.targets, "predicted": predictions}
+            fields = {key: part[crop].float() for key, part in parts.items()}  # [C, x, y, z]
+            difference = (fields["predicted"] - fields["target"]).abs().mean((0, 2, 3))
+            deviation = fields["target"][0].std((1, 2))
             for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
                 score, place = (float(value) for value in scores.max(0))
                 if name not in chosen or score > chosen[name].score:
                     # Copies: the loader reuses its buffers.
-                    planes = {
-                        key: field[0, :, int(place)].float().cpu().numpy().copy() for key, field in fields.items()
-                    }
+                    planes = {key: field[:, int(place)].cpu().numpy().copy() for key, field in fields.items()}
                     chosen[name] = Plane(score, planes)
         examined += len(batch.inputs)
         if examined >= EXAMINED:
