@@ -82,12 +82,12 @@ class Modes:
             [*range(limit + 1), *range(cells - limit, cells)]
             for limit, cells in zip(limits[:2], shape[:2], strict=True)
         )
-        found = torch.zeros((len(x), len(y), limits[2] + 1, 2), dtype=torch.float64, device=transformed.device)
+        modes = torch.zeros((len(x), len(y), limits[2] + 1, 2), dtype=torch.float64, device=transformed.device)
         for place, column in enumerate(y):
             if self._own.start <= column < self._own.stop:
                 part = transformed[:, column - self._own.start, : limits[2] + 1]
-                found[:, place] = torch.view_as_real(torch.fft.fft(part, dim=0, norm="forward")[x])
-        return torch.view_as_complex(self._slabs.world.sum(found))
+                modes[:, place] = torch.view_as_real(torch.fft.fft(part, dim=0, norm="forward")[x])
+        return torch.view_as_complex(self._slabs.world.sum(modes))
 
 
 def bin_edges(number: int, ratio: float) -> list[float]:

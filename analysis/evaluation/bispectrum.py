@@ -48,13 +48,13 @@ def equilateral_bispectrum(fields: Sequence[Tensor], slabs: Slabs, cell: float) 
         padded = values.new_zeros(sides[0], sides[1], sides[2] // 2 + 1).index_put_(places, values)
         return float(torch.fft.irfftn(padded, s=sides, norm="forward").pow(3).mean())
 
-    found = np.full((3, len(edges) - 1), math.nan)
+    rows = np.full((3, len(edges) - 1), math.nan)  # wavenumber, and powers of prediction and target
     for shell, (low, high) in enumerate(itertools.pairwise(edges)):
         inside = ((k > low) & (k < high)).to(torch.complex128)
         triangles = round(product(inside))
         if triangles:
             sums = [product(field * inside) / triangles for field in amplitudes]
-            found[:, shell] = float((k * inside.real).sum() / inside.real.sum()), *sums
-    wavenumber, *powers = found
+            rows[:, shell] = float((k * inside.real).sum() / inside.real.sum()), *sums
+    wavenumber, *powers = rows
     volume = math.prod(slabs.shape) * cell**3
     return Bispectrum(2 * math.pi / (longest * cell) * wavenumber, *(volume**2 * power for power in powers))

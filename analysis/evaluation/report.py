@@ -15,7 +15,7 @@ import numpy as np
 
 from analysis.evaluation import figures, results, tables
 from analysis.evaluation.loss_curves import loss_curves
-from analysis.evaluation.results import Results
+from analysis.evaluation.results import Bispectrum, Results
 from analysis.lyman_alpha.results import FGPA, REAL_FGPA, Flux
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -102,30 +102,29 @@ def _training_curves(evaluation: Results) -> dict[str, bytes]:
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The content of evaluation.json."""
+    unit = evaluation.wavenumber_unit
     return {
         "scalars": evaluation.scalars(),
         "spectra": {
             name: {
-                f"k ({evaluation.wavenumber_unit})": _rounded(spectrum.k),
+                f"k ({unit})": _rounded(spectrum.k),
                 "P ratio": _rounded(spectrum.ratio),
                 "r": _rounded(spectrum.correlation),
                 **{f"k at {level}": k for level, k in spectrum.resolutions.items()},
             }
             for name, spectrum in evaluation.spectra.items()
         },
-        **({"bispectrum": _bispectrum_summary(evaluation)} if evaluation.bispectrum else {}),
+        **({"bispectrum": _bispectrum_summary(evaluation.bispectrum, unit)} if evaluation.bispectrum else {}),
         **({"flux": _flux_summary(evaluation.flux)} if evaluation.flux else {}),
         "metadata": {**evaluation.metadata, "cell": evaluation.cell},
         "provenance": dict(provenance),
     }
 
 
-def _bispectrum_summary(evaluation: Results) -> dict[str, Any]:
+def _bispectrum_summary(bispectrum: Bispectrum, k_unit: str) -> dict[str, Any]:
     """The equilateral bispectrum of log density in evaluation.json."""
-    found = evaluation.bispectrum
-    assert found is not None
-    ratio = {f"k ({evaluation.wavenumber_unit})": _rounded(found.k), "B ratio": _rounded(found.ratio)}
-    return {**ratio, "B of the target": _rounded(found.target)}
+    arrays = {f"k ({k_unit})": bispectrum.k, "B ratio": bispectrum.ratio, "B of the target": bispectrum.target}
+    return {name: _rounded(values) for name, values in arrays.items()}
 
 
 def _flux_summary(flux: Flux) -> dict[str, Any]:

@@ -148,13 +148,13 @@ class SlidingWindowPredictor:
         for begin in range(0, len(places), self.batch_size):
             batch = places[begin : begin + self.batch_size]
             for window, place in zip(windows, batch, strict=False):
-                for x, y, z in itertools.product(*(one.inputs for one in place)):
+                for x, y, z in itertools.product(*(part.inputs for part in place)):
                     window[:, x.window, y.window, z.window] = inputs[:, x.volume, y.volume, z.volume]
             outputs = self.predict(windows[: fixed_batch or len(batch)]).float()
             for output, place in zip(outputs, batch, strict=False):
-                x_weights, y_weights, z_weights = (along[axis][one.number] for axis, one in enumerate(place))
+                x_weights, y_weights, z_weights = (along[axis][part.number] for axis, part in enumerate(place))
                 weighted = output * (x_weights.view(-1, 1, 1) * (y_weights.view(-1, 1) * z_weights))
-                for x, y, z in itertools.product(*(one.outputs for one in place)):
+                for x, y, z in itertools.product(*(part.outputs for part in place)):
                     total[:, x.volume, y.volume, z.volume] += weighted[:, x.window, y.window, z.window]
             self.world.pulse.advance(len(batch))
         return total

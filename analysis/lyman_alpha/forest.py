@@ -310,7 +310,7 @@ def _parts(depth: Tensor) -> Iterator[Tensor]:
 def _moments(flux: Tensor, target: Tensor, mean: float) -> Tensor:
     """Sums of the product and the squares of deviations from the common mean, [3], float64."""
     deviation, true = flux.double() - mean, target.double() - mean
-    return torch.stack([(one * other).sum() for one, other in ((deviation, true), (deviation,) * 2, (true,) * 2)])
+    return torch.stack([(deviation * true).sum(), (deviation * deviation).sum(), (true * true).sum()])
 
 
 def _line_counts(first: int, second: int, limit: int) -> tuple[int, int]:
