@@ -43,11 +43,7 @@ LOSSES: dict[str, type[Loss]] = {
     "spectral_l1": SpectralL1Loss,
     "cross_entropy": CrossEntropyLoss,
 }
-# All metrics are for classification.
-METRICS: dict[str, Metric] = {
-    "accuracy": accuracy,
-    "top5_accuracy": top5_accuracy,
-}
+METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5_accuracy": top5_accuracy}
 
 __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "build_network", "initialize"]
 

@@ -166,7 +166,7 @@ def activation_gradient(
         x_gradient = padded.empty(shape, y.dtype, y.device)
     else:
         x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
-    operands = [_by_cells(each[:, :channels]) for each in (y, given[0], given[-1])]
+    operands = [_by_cells(values[:, :channels]) for values in (y, given[0], given[-1])]
     # If no operand has pads, all are matrices [cells, channels].
     side = y.shape[4] if pads or any(pitch != y.shape[4] for *_, pitch in operands) else 0
     pitch = side + pads

@@ -150,7 +150,7 @@ def scatter(
     programs = 8 // planes * (planes * large // tile.columns) * tiles
     given = _float32(s, 0) if bias is None else bias
     copied = out if skip is None else _laid_out(skip)
-    pitches = [2 * side + padded.is_padded(each) for each in (out, copied)]
+    pitches = [2 * side + padded.is_padded(grid) for grid in (out, copied)]
     arguments = (out, given, copied, slope, 0 if bias is None else large, channels - large, channels, *pitches)
     sizes = {"D": side, "PLANES": planes, "BB": boxes, "BD": depth, "BH": rows}
     fused.launch(
@@ -215,7 +215,7 @@ def in_half(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _gather_tile(cells: int, small: int) -> Tile:
-    columns = _largest(2 * BLOCK, small)
+    columns = math.gcd(2 * BLOCK, small)  # the largest power of two up to 2 BLOCK that divides the channels
     for rows in (4 * BLOCK, 2 * BLOCK):
         if -(-cells // rows) * (small // columns) >= PROCESSORS * 2 // 3:
             return Tile(rows, columns, BLOCK)
@@ -223,20 +223,15 @@ def _gather_tile(cells: int, small: int) -> Tile:
 
 
 def _scatter_tile(cells: int, channels: int, classes: int) -> Tile:
-    columns = _largest(2 * BLOCK, channels)
+    columns = math.gcd(2 * BLOCK, channels)
     if classes * -(-cells // (4 * BLOCK)) * (channels // columns) >= PROCESSORS * 2 // 3:
         return Tile(4 * BLOCK, columns, BLOCK)
     return Tile(2 * BLOCK, columns, BLOCK, warps=4) if cells > BLOCK else Tile(BLOCK, BLOCK, BLOCK, warps=4)
 
 
 def _weight_tile(small: int, large: int, runs: bool) -> Tile:
-    columns = 4 * large if runs else _largest(4 * BLOCK, large)
-    return Tile(_largest(2 * BLOCK if columns > 2 * BLOCK else 4 * BLOCK, small), columns, BLOCK)
-
-
-def _largest(most: int, channels: int) -> int:
-    """The largest power of two up to `most` that divides the channels."""
-    return math.gcd(most, channels)
+    columns = 4 * large if runs else math.gcd(4 * BLOCK, large)
+    return Tile(math.gcd(2 * BLOCK if columns > 2 * BLOCK else 4 * BLOCK, small), columns, BLOCK)
 
 
 def _splits(tiles: int, chunks: int) -> int:

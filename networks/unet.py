@@ -119,16 +119,16 @@ class UNet(nn.Module):
         places += [(f"up{scale}", scale) for scale in range(self.scales, 1, -1)]
         layers = {name: self._strided(name) for name, _ in places}
         shapes = {name: _shape(fields, halvings) for name, halvings in places}
-        found = {
+        weights = {
             name: layer.weight.detach()
             for name, layer in layers.items()
             if layer.plans_own(shapes[name], dtype, fields.device)
         }
         form = torch.channels_last_3d
-        halves = [torch.empty_like(weight, dtype=dtype, memory_format=form) for weight in found.values()]
-        if found:
-            torch._foreach_copy_(halves, list(found.values()))
-        return dict(zip(found, halves, strict=True))
+        halves = [torch.empty_like(weight, dtype=dtype, memory_format=form) for weight in weights.values()]
+        if weights:
+            torch._foreach_copy_(halves, list(weights.values()))
+        return dict(zip(weights, halves, strict=True))
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         """The network's result for `before_last`'s."""
