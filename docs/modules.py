@@ -24,14 +24,10 @@ def sources() -> dict[str, ast.Module]:
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def caption(tree: ast.Module) -> str:
-    """The first line of a module's docstring; empty if it has none."""
-    return (ast.get_docstring(tree) or "").split("\n")[0]
-
-
 def module_rows() -> list[list[str]]:
-    """Path and caption of each module that has one or any code."""
-    return [[f"[{path}](../{path})", caption(tree)] for path, tree in sources().items() if tree.body]
+    """Path and first line of the docstring of each module that has one or any code."""
+    captions = {path: (ast.get_docstring(tree) or "").split("\n")[0] for path, tree in sources().items() if tree.body}
+    return [[f"[{path}](../{path})", caption] for path, caption in captions.items()]
 
 
 def sections(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
