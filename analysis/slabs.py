@@ -100,20 +100,17 @@ class Slabs:
 
         A rank without planes gives and gets anything of this shape.
         """
-        owners, rank, size = [number for number, part in enumerate(self.shares) if _length(part)], self.world.rank, 0
-        if not self.count or len(owners) == 1:
-            sizes = [0] * self.world.size
-            self.world.exchange(first.new_empty(0), sizes, sizes)
-            return last, first
-        place, size = owners.index(rank), first.numel()
+        owners = [rank for rank, part in enumerate(self.shares) if _length(part)]
+        place = owners.index(self.world.rank) if self.count else 0
         before, behind = owners[place - 1], owners[(place + 1) % len(owners)]
-        # Two planes for the same rank: the first one comes first.
-        sent = sorted(((before, 0, first), (behind, 1, last)), key=lambda message: message[:2])
-        sizes = [size * ((number == before) + (number == behind)) for number in range(self.world.size)]
-        received = self.world.exchange(torch.cat([plane.flatten() for *_, plane in sent]), sizes, sizes)
-        order = sorted(((before, 1), (behind, 0)))  # the last plane of the one before, the first of the one behind
-        planes = {kind: part.view(first.shape) for (_, kind), part in zip(order, received.split(size), strict=True)}
-        return planes[1], planes[0]
+        size = first.numel() if self.count else 0
+
+        def pass_on(plane: Tensor, receiver: int, sender: int) -> Tensor:
+            sent, received = ([size * (rank == peer) for rank in range(self.world.size)] for peer in (receiver, sender))
+            result = self.world.exchange(plane.flatten()[:size], sent, received)
+            return result.view(plane.shape) if size else plane
+
+        return pass_on(last, behind, before), pass_on(first, before, behind)
 
 
 def _length(part: slice) -> int:
