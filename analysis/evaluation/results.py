@@ -222,10 +222,8 @@ def load(path: Path) -> Results:
         values[name] = tuple(Channel(**channel) for channel in values[name])
     for name, kind in (("spectra", Spectrum), ("distributions", Distribution)):
         values[name] = {key: kind(**parts) for key, parts in values[name].items()}
-    if values["phase_diagram"] is not None:
-        values["phase_diagram"] = PhaseDiagram(**values["phase_diagram"])
-    if values["bispectrum"] is not None:
-        values["bispectrum"] = Bispectrum(**values["bispectrum"])
+    for name, optional in (("phase_diagram", PhaseDiagram), ("bispectrum", Bispectrum)):
+        values[name] = values[name] and optional(**values[name])
     if values["flux"] is not None:
         fields = {name: FluxField(**parts) for name, parts in values["flux"]["fields"].items()}
         values["flux"] = Flux(**{**values["flux"], "fields": fields})
