@@ -31,15 +31,15 @@ def plan(config: Config, network: nn.Module, device: torch.device) -> Plan:
 
     Without entries for a network of a user that fails without values: it is reported when it is called.
     """
-    layers, found = _strided(network), dict[str, str]()
+    layers, kinds = _strided(network), dict[str, str]()
     shapes = _shapes(config, network, layers) if layers else {}
     select(network, config.convolutions)
     other, dtype = "cuDNN" if device.type == "cuda" else "PyTorch", getattr(torch, config.precision)
     general = strided.unavailable(device) or _switch(config)
     for name, shape in shapes.items():
         reason = general or layers[name].obstacle(shape, dtype, device)
-        found[name] = f"{other} ({reason})" if reason else OWN
-    return found
+        kinds[name] = f"{other} ({reason})" if reason else OWN
+    return kinds
 
 
 def _shapes(config: Config, network: nn.Module, layers: Mapping[str, Any]) -> dict[str, torch.Size]:
