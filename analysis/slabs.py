@@ -82,9 +82,9 @@ class Slabs:
                     out[done : done + len(piece)] = piece[:, columns]
                 done += len(piece)
                 self.world.pulse.advance()
-        own = (_length(shares[self.world.rank]), *rest)
-        received = [_length(planes) * math.prod(own) for planes in self.shares]
-        return self.world.exchange(sent, [*map(math.prod, shapes)], received).view(self.shape[0], *own)
+        columns_shape = (_length(shares[self.world.rank]), *rest)
+        received = [_length(planes) * math.prod(columns_shape) for planes in self.shares]
+        return self.world.exchange(sent, [*map(math.prod, shapes)], received).view(self.shape[0], *columns_shape)
 
     def to_planes(self, columns: Tensor, count: int) -> Tensor:
         """The opposite: [X, own part of `count`, …] becomes [n, count, …]."""

@@ -313,7 +313,7 @@ def fake(real: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., 
 
 
 def signature(launch: Launch) -> tuple[Any, ...]:
-    """What Triton compiles a kernel for: types, block shapes, multiples of 16, ones and constants."""
+    """A launch as Triton compiles kernels for it: types, block shapes, multiples of 16, ones and constants."""
     return launch.kernel, *map(_kind, launch.arguments), *sorted(launch.options.items())
 
 

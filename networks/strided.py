@@ -235,7 +235,7 @@ def _weight_tile(small: int, large: int, runs: bool) -> Tile:
 
 
 def _splits(tiles: int, chunks: int) -> int:
-    """How many programs share the sum of a tile: rounds of all processors are full, and a program has 16 chunks."""
+    """Number of programs for the sum of a tile: rounds of all processors are full, and a program has 16 chunks."""
 
     def score(count: int) -> float:
         rounds = tiles * count / PROCESSORS

@@ -40,7 +40,7 @@ def attributes() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GasPhysics:
-    """What the evolution of gas needs: units of the mesh, fraction of the mass, gravity's strength, heat."""
+    """Parameters of the evolution of gas: units of the mesh, fraction of the mass, gravity's strength, heat."""
 
     heat: PrimordialGas | None  # None for gas that neither heats nor cools
     cell: float  # side in comoving Mpc/h

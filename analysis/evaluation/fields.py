@@ -1,4 +1,4 @@
-"""What needs complete fields: spectra, bispectrum, the statistics of the divergence, and the ratio of masses.
+"""Statistics of complete fields: spectra, bispectrum, the statistics of the divergence, and the ratio of masses.
 
 A rank stores its planes of one field of prediction and target at a time. Sums are in float64.
 """

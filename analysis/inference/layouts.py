@@ -25,7 +25,7 @@ NYX_FIELDS = {
 
 
 class Layout(NamedTuple):
-    """What a file holds."""
+    """Contents of a file."""
 
     identity: dict[str, Any]  # options as JSON values; an unfinished file with other ones is not resumed
     datasets: Mapping[str, tuple[int, ...]]  # shapes by name

@@ -100,15 +100,15 @@ def axis_part(axis: Axis, start: int, stop: int) -> AxisPart:
         for cell in (origin - axis.size, origin):
             if cell < stop and cell + axis.window > start:
                 placed.setdefault(number, []).append(cell)
-    cells = [cell for found in placed.values() for cell in found]
-    first, length = min(cells), max(cells) + axis.window - min(cells)
+    all_cells = [cell for cells in placed.values() for cell in cells]
+    first, length = min(all_cells), max(all_cells) + axis.window - min(all_cells)
     if length >= axis.size:
         first, length = 0, axis.size
     windows = []
-    for number, found in placed.items():
-        inputs = tuple(wrapped_segments((found[0] - first) % axis.size, axis.window, axis.size))
+    for number, cells in placed.items():
+        inputs = tuple(wrapped_segments((cells[0] - first) % axis.size, axis.window, axis.size))
         outputs = []
-        for cell in found:
+        for cell in cells:
             begin, end = max(cell, start), min(cell + axis.window, stop)
             outputs.append(Segment(slice(begin - cell, end - cell), slice(begin - start, end - start)))
         windows.append(PlacedWindow(number, inputs, outputs))

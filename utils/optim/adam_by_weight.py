@@ -1,4 +1,4 @@
-"""What LAMB and SOAP have of Adam: groups of parameters, moments and directions."""
+"""Parts of Adam that LAMB and SOAP share: groups of parameters, moments and directions."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def check(config: Config, world: World, step_class: type[EagerStep] = EagerStep)
 
 
 def convolution_plan(config: Config, device: torch.device) -> convolutions.Plan:
-    """What computes the strided convolutions of the config's network on a device."""
+    """The choice of kernels for the strided convolutions of the config's network on a device."""
     return convolutions.plan(config, network_without_values(config), device)
 
 

@@ -1,4 +1,4 @@
-"""What computes each strided convolution of a network, own kernels or cuDNN (`convolutions`), before it runs."""
+"""The choice of own kernels or cuDNN for each strided convolution of a network (`convolutions`), before it runs."""
 
 from __future__ import annotations
 

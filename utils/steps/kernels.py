@@ -30,18 +30,18 @@ def compile_kernels(config: Config, world: World) -> None:
     started = time.perf_counter()
     use_writable_cache()
     try:
-        found = launches(config, world.device)
+        needed = launches(config, world.device)
     except Exception as error:  # a network of one's own may not support tensors without data
         log.info("Triton compiles each kernel when it is first used: %s", str(error).split("\n")[0])
-        found = []
-    if found:
-        log.info("Compiling %d Triton kernels, or reading them from %s", len(found), cache_directory())
+        needed = []
+    if needed:
+        log.info("Compiling %d Triton kernels, or reading them from %s", len(needed), cache_directory())
     # The ranks of a node are numbered from 0; every rank knows the largest number.
     ranks = 1 + max(world.gather_json(world.local_rank))
-    in_parallel(found[world.local_rank :: ranks])
+    in_parallel(needed[world.local_rank :: ranks])
     world.barrier()
-    in_parallel(found)
-    if found:
+    in_parallel(needed)
+    if needed:
         log.info("Kernels ready after %.1f sec", time.perf_counter() - started)
 
 
@@ -57,15 +57,15 @@ def launches(config: Config, device: torch.device) -> list[fused.Launch]:
     parts = meta_batch(config, samples)
     batch = [part.contiguous(memory_format=form) if part.dim() == 5 else part for part in parts]
     dtype = getattr(torch, config.precision) if config.enable_amp else None
-    with fused.dry_run(device, dtype) as found:
+    with fused.dry_run(device, dtype) as made:
         model.train()(*batch).backward()
-    return list({fused.signature(launch): launch for launch in found}.values())
+    return list({fused.signature(launch): launch for launch in made}.values())
 
 
-def in_parallel(found: list[fused.Launch]) -> None:
+def in_parallel(needed: list[fused.Launch]) -> None:
     """Compiles the kernels, or reads them from Triton's cache."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool, _asynchronous(pool):
-        for kernel, arguments, options in found:
+        for kernel, arguments, options in needed:
             kernel.warmup(*arguments, grid=(1,), **options)
 
 
@@ -91,5 +91,5 @@ def use_writable_cache() -> None:
 
 
 def cache_directory() -> Path:
-    """Where Triton keeps compiled kernels."""
+    """The directory of compiled kernels."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
