@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +23,6 @@ from utils.volumes.channels import volume_channels
 
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
 STRUCTURE, ERROR = "the most structure", "the largest error"
-
-
-class Plane(NamedTuple):
-    """A plane of a validation crop."""
-
-    score: float
-    fields: dict[str, np.ndarray]  # as draw_slices takes them
 
 
 def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[str]:
@@ -60,22 +52,23 @@ def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, step
     directory = run.directory
     files = {STRUCTURE: (directory.slices, tags.SLICES), ERROR: (directory.error_slices, tags.SLICES_LARGEST_ERROR)}
     title = f"{directory.title}, {progress(directory.read_metrics())}"
-    for name, plane in choose_planes(step, loader).items():
+    for name, planes in choose_planes(step, loader).items():
         path, tag = files[name]
         crop = f"{title}\nvalidation crop with {name}"
-        figure = figures.draw_slices(*volume_channels(config), plane.fields, None, crop)
+        figure = figures.draw_slices(*volume_channels(config), planes, None, crop)
         _write(figure, path)
         run.records.figure(tag, figure, steps)
         yield path
 
 
-def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
+def choose_planes(step: EagerStep, loader: Loader) -> dict[str, dict[str, np.ndarray]]:
     """The planes across x with the most structure and the largest error, of the first EXAMINED crops; ties: the first.
 
     Structure is the standard deviation of the first target channel, the density of the gas; the error is the mean
     |prediction − target|, and a prediction that is not finite has the largest.
     """
-    chosen: dict[str, Plane] = {}
+    chosen: dict[str, dict[str, np.ndarray]] = {}  # planes as draw_slices takes them
+    best: dict[str, float] = {}
     batches, examined = loader.epoch(0), 0
     for batch in batches:
         # Of the whole batch, as in a validation: another size would need other kernels.
@@ -87,10 +80,10 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, Plane]:
             deviation = fields["target"][0].std((1, 2))
             for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
                 score, place = (float(value) for value in scores.max(0))
-                if name not in chosen or score > chosen[name].score:
+                if name not in best or score > best[name]:
                     # Copies: the loader reuses its buffers.
-                    planes = {key: field[:, int(place)].cpu().numpy().copy() for key, field in fields.items()}
-                    chosen[name] = Plane(score, planes)
+                    best[name] = score
+                    chosen[name] = {key: field[:, int(place)].cpu().numpy().copy() for key, field in fields.items()}
         examined += len(batch.inputs)
         if examined >= EXAMINED:
             break

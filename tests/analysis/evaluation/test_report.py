@@ -274,13 +274,13 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
 
     step, loader = SimpleNamespace(predict=predict), SimpleNamespace(epoch=epoch)
     chosen = choose_planes(step, loader)
-    structure, error = chosen[STRUCTURE].fields, chosen[ERROR].fields
+    structure, error = chosen[STRUCTURE], chosen[ERROR]
     np.testing.assert_array_equal(structure["target"], targets[3, :, 1])
     np.testing.assert_array_equal(structure["predicted"][1], 3 * targets[3, 0, 1])
     assert (error["input"] == 6).all()
     np.testing.assert_array_equal(error["target"], targets[6, :, 2])
     targets[8, 2, 0] = math.nan
-    assert (choose_planes(step, loader)[ERROR].fields["input"] == 8).all(), "not finite"
+    assert (choose_planes(step, loader)[ERROR]["input"] == 8).all(), "not finite"
 
 
 def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Results, monkeypatch: Any) -> None:
