@@ -67,6 +67,8 @@ def send(rank: int, size: int, listener: socket.socket, ready: Any, _: Any, even
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     beats = [heartbeat(number, size, port, store) for number in range(rank, size, CLIENTS)]
     ready.wait()
+    if not beats:
+        return
     started, pause = time.monotonic(), beats[0].diagnoser.interval / len(beats)
     for number, beat in enumerate(itertools.cycle(beats)):
         time.sleep(max(0.0, number * pause - (time.monotonic() - started)))
@@ -114,12 +116,13 @@ def start(rank: int, size: int, listener: socket.socket, ready: Any, results: An
 
 def together(mains: Sequence[Callable[..., None]], size: int, *shared: Any, count: int = 1) -> list[tuple[float, ...]]:
     """Runs each function as a process, with its number as the rank; returns `count` results."""
-    ready, results = FORK.Barrier(len(mains)), FORK.Queue()
+    ready, results = FORK.Barrier(len(mains) + 1, timeout=LIMIT), FORK.Queue()
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         given = (size, listener, ready, results, *shared)
         processes = [FORK.Process(target=main, args=(rank, *given)) for rank, main in enumerate(mains)]
         for process in processes:
             process.start()
+    ready.wait()  # here, too: the port is free only when all processes have closed their listener
     try:
         return [results.get(timeout=LIMIT) for _ in range(count)]
     finally:
