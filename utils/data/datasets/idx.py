@@ -11,7 +11,6 @@ import numpy as np
 from utils.data.datasets.common import ClassificationData, Dataset, find
 
 IMAGE_SIDE = 28
-UNSIGNED_BYTES = 0x0800  # plus the number of axes: the first word of an IDX file
 PREFIXES = {"train": "train", "valid": "t10k"}
 # Source: torchvision/datasets/mnist.py, MNIST.resources and FashionMNIST.resources.
 MNIST_CHECKSUMS = {
@@ -39,13 +38,11 @@ def read(directory: Path) -> dict[str, ClassificationData]:
 
 
 def _read_file(directory: Path, name: str, axes: int) -> np.ndarray:
-    """The bytes of a file as an array of its shape; raises ValueError if the file has another format or length."""
+    """The bytes of a file as an array of its shape."""
     path = find(directory, f"{name}.gz", name)
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()
-    word, *shape = np.frombuffer(data, ">u4", count=1 + axes).tolist()
-    if word != UNSIGNED_BYTES + axes:
-        raise ValueError(f"{path} is not an IDX file of bytes with {axes} axes")
+    _, *shape = np.frombuffer(data, ">u4", count=1 + axes).tolist()  # the first word states type and number of axes
     return np.frombuffer(bytearray(data), np.uint8, offset=4 * (1 + axes)).reshape(shape)
 
 
