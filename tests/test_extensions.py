@@ -32,7 +32,7 @@ from utils.distributed.signals import Signals
 from utils.errors import UserError
 from utils.optim import optimizers
 from utils.steps.eager import EagerStep
-from utils.volumes.opened import split_settings
+from utils.volumes.opened import PATH_KEYS
 
 
 def section(title: str) -> tuple[str, str, str]:
@@ -66,7 +66,7 @@ def test_the_documented_loader_carries_out_the_sample_plan(data_flags: list[str]
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
     opened = loaders.open_loaders(loaders.open_volumes(config), ALONE)
     for split, loader in (("train", opened.train), ("valid", opened.valid)):
-        fields = read_fields(getattr(config, split_settings(config, split).key))
+        fields = read_fields(getattr(config, PATH_KEYS[split]))
         plan = sample_plan(config, split, [fields[0].shape[1:]])
         for epoch, first in ((0, 0), (1, 0), (2, 3)):
             samples = reference([fields], plan, epoch, config.symmetries)

@@ -12,7 +12,7 @@ from utils.errors import os_errors_for_users
 from utils.files import atomic_write
 from utils.volumes.channels import vectors_of
 from utils.volumes.hdf5 import DATASETS
-from utils.volumes.opened import box_entry, npy_keys
+from utils.volumes.opened import PATH_KEYS, box_entry, npy_keys
 
 SHIPPED = "UNet.yaml"
 CROPS = {"base": 64, "demo": 32}  # data_size of the configs to extend
@@ -42,7 +42,7 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     keys: dict[str, Any] = {
         EXTENDS: parent,
         **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
-        **dict.fromkeys(npy_keys("train_path", "val_path")),
+        **dict.fromkeys(npy_keys(*PATH_KEYS.values())),
         "box_size": [box_entry([volumes[file]]) for file in (first, last)],
         "N_in_channels": inputs,
         "N_out_channels": targets,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from utils.config import Config, validate_section
 from utils.distributed.world import World
@@ -30,7 +30,8 @@ from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.npy import open_npy_volume
 from utils.volumes.values import check_all, check_distinct, check_samples
 
-SPLITS = {"train": 0, "valid": 1}  # and the part of the random stream's key
+SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
+PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
 CHANNELS_KEYS = {"N_in_channels": "inputs", "N_out_channels": "targets"}  # fields of a Volume
 
@@ -42,27 +43,14 @@ def npy_keys(*keys: str) -> list[str]:
     return [name for key in keys for name in (f"{key}_npy_data", f"{key}_npy_label")]
 
 
-class Split(NamedTuple):
-    """The config's values for one split, and the key of its HDF5 files.
-
-    `box` is its entry of box_size.
-    """
-
-    samples: int
-    box: int | list[list[int]]
-    key: str
-
-
-def split_settings(config: Config, name: str) -> Split:
-    """The values of split 'train' or 'valid'."""
-    if name == "train":
-        return Split(config.Nsamples, config.box_size[0], "train_path")
-    return Split(config.Nsamples_val, config.box_size[1], "val_path")
+def split_samples(config: Config, split: str) -> int:
+    """The config's number of samples of split 'train' or 'valid'."""
+    return config.Nsamples if split == "train" else config.Nsamples_val
 
 
 def volume_names(config: Config, split: str) -> list[str]:
     """The names of a split's files without folder and ending; equal ones get their number in the list."""
-    stems = [Path(path).stem for path in config.paths(split_settings(config, split).key)]
+    stems = [Path(path).stem for path in config.paths(PATH_KEYS[split])]
     return [stem if stems.count(stem) == 1 else f"{stem}[{number}]" for number, stem in enumerate(stems)]
 
 
@@ -138,7 +126,7 @@ class Volumes:
     def files(self) -> Iterator[tuple[str, Path]]:
         """The files that the loader may read: the config's key, with the number in a list of several, and the path."""
         npy = self.reads == "npy" or self.config.data_loader_config == "auto"
-        for source in ("train_path", "val_path") if self.has_files else ():
+        for source in PATH_KEYS.values() if self.has_files else ():
             for key in [source, *npy_keys(source)] if npy else [source]:
                 paths = self.config.paths(key)
                 for number, path in enumerate(paths):
@@ -156,7 +144,7 @@ class Volumes:
         `npy` None takes the HDF5 files or, if they are missing and the loader reads `.npy` files, those.
         """
         volumes, counts = self._open_split(split, npy), channel_counts(self.config)
-        box, shape, crop = split_settings(self.config, split).box, volumes[0].shape, self.config.data_size
+        box, shape, crop = self.config.box_size[SPLITS[split]], volumes[0].shape, self.config.data_size
         for volume in volumes:
             for name, values, count, key in zip(volume.names, volume.fields, counts, CHANNELS_KEYS, strict=True):
                 if values.shape[0] != count:
@@ -186,8 +174,7 @@ class Volumes:
             splits = self.splits(npy)
         if directory is None:
             return splits
-        keys = [split_settings(self.config, split).key for split in SPLITS]
-        keys = npy_keys(*keys) if npy else keys
+        keys = npy_keys(*PATH_KEYS.values()) if npy else [*PATH_KEYS.values()]
         for path in [path for key in keys for path in self.config.paths(key)]:
             with world.raise_together():
                 if world.is_node_leader:
@@ -207,7 +194,7 @@ class Volumes:
 
     def _open_split(self, split: str, npy: bool | None = None) -> list[Volume]:
         """The volumes of `split` with any numbers of channels and any sizes."""
-        keys = npy_keys(key := split_settings(self.config, split).key)
+        keys = npy_keys(key := PATH_KEYS[split])
         sources, *paths = (self.config.paths(name) for name in (key, *keys))
         if npy is None:
             npy = self.reads == "npy" and not all(map(os.path.exists, sources))
@@ -243,7 +230,7 @@ class Volumes:
     def _attributes(self) -> dict[str, Attributes]:
         """The attributes of each HDF5 file that can be opened, by its path."""
         attributes = {}
-        for key in ("train_path", "val_path"):
+        for key in PATH_KEYS.values():
             for path in self.config.paths(key):
                 with contextlib.suppress(UserError):
                     attributes[path] = self._open(path, key).attributes
@@ -264,7 +251,7 @@ class Volumes:
 
     def _box(self, split: str, named: bool) -> int | list[list[int]]:
         """The entry of box_size for a split, as its files state it; a cube's side is the config's if that is named."""
-        volumes, box = self._available(split), split_settings(self.config, split).box
+        volumes, box = self._available(split), self.config.box_size[SPLITS[split]]
         stated = box_entry([volume.shape for volume in volumes]) if volumes else box
         return box if named and isinstance(box, int) and isinstance(stated, int) else stated
 

@@ -14,7 +14,7 @@ from utils.data.datasets import get_dataset
 from utils.data.plan import SamplePlan, Shape, rank_batches
 from utils.distributed.world import World
 from utils.volumes.hdf5 import Volume
-from utils.volumes.opened import SPLITS, Volumes, all_volumes, channel_counts, split_settings, volume_names
+from utils.volumes.opened import SPLITS, Volumes, all_volumes, channel_counts, split_samples, volume_names
 from utils.volumes.page_cache import warm_page_cache
 
 
@@ -139,7 +139,7 @@ def meta_batch(config: Config, samples: int) -> Batch:
 
 def sample_plan(config: Config, split: str, boxes: Iterable[Shape]) -> SamplePlan:
     """The plan of one split, 'train' or 'valid', for volumes of these shapes."""
-    samples, augment = split_settings(config, split).samples, config.symmetries != "none"
+    samples, augment = split_samples(config, split), config.symmetries != "none"
     plan = SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, augment)
     return replace(plan, samples=samples - samples % plan.parts)
 

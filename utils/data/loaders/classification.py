@@ -17,7 +17,7 @@ from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.volumes.opened import Volumes, split_settings
+from utils.volumes.opened import Volumes, split_samples
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def open_splits(config: Config) -> tuple[Dataset, dict[str, ClassificationData]]
 
 def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
     """The order of one split's samples; UserError if the config requests more than the `available` ones."""
-    samples = split_settings(config, split).samples
+    samples = split_samples(config, split)
     if samples > available:
         key = "Nsamples" if split == "train" else "Nsamples_val"
         raise UserError(f"{key} {samples} is more than the {available} {split} samples of {config.dataset.name}")
