@@ -110,7 +110,6 @@ def png_output(text: str) -> str:
 
 
 def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
-    """Adds --checkpoint, the trained network to load, to a parser or a group."""
     text = "run directory (loads its best checkpoint), checkpoint directory, or weights.pt file"
     parser.add_argument("--checkpoint", required=required, help=text)
 
@@ -140,7 +139,6 @@ KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another na
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of train.py."""
     parser = Parser(
         "Trains the network of a named config. A switch turns an option on; to turn off an option\n"
         "that the YAML file turns on, use --set, for example --set enable_amp=false."

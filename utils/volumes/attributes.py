@@ -133,7 +133,6 @@ def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
 
 
 def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:
-    """Logs a warning if the input of a prediction comes from another simulation than the training data."""
     if differences := differences_of(simulation, trained):
         log.warning("%s differs from the training data: %s; see docs/generalization.md", path, differences)
 

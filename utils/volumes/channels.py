@@ -69,7 +69,6 @@ class Channel:
 
 
 def volume_channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-    """The config's input and target channels."""
     transform, vectors = config.transform, config.vector_channels
     inputs = input_channels(config.N_in_channels, transform, vectors.inputs)
     return inputs, target_channels(config.N_out_channels, transform, vectors.targets)
@@ -100,7 +99,6 @@ def _channels(
 
 
 def _quantity(quantity: str, prefix: str, transform: TransformConfig) -> list[Channel]:
-    """The channels of density, velocity or temperature."""
     if quantity == "density":
         scale, name = transform.density_log_scale, f"{prefix}density"
         return [Channel(name) if scale is None else Channel(name, DENSITY_UNIT, scale, is_log=True)]

@@ -65,7 +65,6 @@ def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
         parser = Parser(__doc__)
         parser.add_argument("-i", "--input", "--input_file", required=True, metavar="FILE", help="HDF5 file")

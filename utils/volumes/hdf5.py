@@ -58,7 +58,6 @@ class Volume:
 
     @property
     def fields(self) -> tuple[Any, Any]:
-        """Inputs and targets."""
         return self.inputs, self.targets
 
     @property
@@ -159,7 +158,6 @@ class FieldReader:
         return self.box(planes, slice(None), slice(None), channels)
 
     def close(self) -> None:
-        """Closes the file."""
         self.values = None
 
 

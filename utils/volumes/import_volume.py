@@ -275,7 +275,6 @@ def write_volumes(sources: Sequence[Source]) -> None:
 
 
 def _write_source(source: Source, files: Sequence[h5py.File]) -> None:
-    """Writes the parts of one input."""
     for file, planes in zip(files, source.parts.values(), strict=True):
         file.attrs.update(source.attributes)
         if source.cell is not None:
@@ -346,7 +345,6 @@ def _check_units(field: GridField, mean: float, rms: float) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """Reads the command line; raises UserError if it is wrong."""
     parser = Parser(__doc__)
     parser.prog = "python -m utils.volumes.import_volume"
     parser.add_argument("--input", required=True, help="HDF5 file of Nyx, or directory of raw or NumPy files")
@@ -378,13 +376,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def _shape(text: str) -> Shape:
-    """Three counts, for argparse."""
     x, y, z = map(positive, text.split(","))
     return x, y, z
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
         for line in import_volume(parse(argv)):
             print(line)

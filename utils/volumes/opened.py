@@ -55,12 +55,10 @@ def volume_names(config: Config, split: str) -> list[str]:
 
 
 def channel_counts(config: Config) -> tuple[int, int]:
-    """Numbers of input and target channels."""
     return config.N_in_channels, config.N_out_channels
 
 
 def all_volumes(splits: Mapping[str, Sequence[Volume]]) -> list[Volume]:
-    """The volumes of training and validation in one list."""
     return [volume for split in SPLITS for volume in splits[split]]
 
 
@@ -112,7 +110,6 @@ class Volumes:
 
     @property
     def has_files(self) -> bool:
-        """True if the loader reads volumes."""
         return self.reads in VOLUME_FILES
 
     def changed(self, **keys: Any) -> Volumes:
@@ -135,7 +132,6 @@ class Volumes:
     # --- open --------------------------------------------------------------------------------------------------------
 
     def splits(self, npy: bool | None = None) -> dict[str, list[Volume]]:
-        """The volumes of both splits, see `split`."""
         return {split: self.split(split, npy) for split in SPLITS}
 
     def split(self, split: str, npy: bool | None = None) -> list[Volume]:

@@ -29,7 +29,6 @@ SKIP_VERIFICATION = "dataset.verify=false accepts other files of the same format
 
 
 def get_dataset(name: str) -> Dataset:
-    """Returns the data set `name`; raises UserError if it is unknown."""
     return lookup(DATASETS, "dataset.name", name)
 
 

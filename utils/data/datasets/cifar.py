@@ -15,7 +15,6 @@ SHAPE = (3, 32, 32)
 
 
 def read(directory: Path) -> dict[str, ClassificationData]:
-    """Reads images and labels from the archive."""
     contents: dict[str, bytes] = {}
     with tarfile.open(find(directory, ARCHIVE)) as archive:
         for member in archive:

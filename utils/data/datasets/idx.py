@@ -28,7 +28,6 @@ FASHION_MNIST_CHECKSUMS = {
 
 
 def read(directory: Path) -> dict[str, ClassificationData]:
-    """Reads images and labels of both splits."""
     splits = {}
     for split, prefix in PREFIXES.items():
         images = _read_file(directory, f"{prefix}-images-idx3-ubyte", axes=3)
@@ -38,7 +37,6 @@ def read(directory: Path) -> dict[str, ClassificationData]:
 
 
 def _read_file(directory: Path, name: str, axes: int) -> np.ndarray:
-    """The bytes of a file as an array of its shape."""
     path = find(directory, f"{name}.gz", name)
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()

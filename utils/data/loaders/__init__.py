@@ -49,7 +49,6 @@ LOADERS = {
 
 
 def get_loader(name: str) -> LoaderSpec:
-    """The loader `name`; UserError if the name is unknown."""
     return lookup(LOADERS, "data_loader_config", name)
 
 

@@ -31,7 +31,6 @@ class Batch:
 
     @property
     def network_inputs(self) -> list[torch.Tensor]:
-        """The arguments of the network."""
         return [self.inputs] if self.conditions is None else [self.inputs, self.conditions]
 
     def __iter__(self) -> Iterator[torch.Tensor]:

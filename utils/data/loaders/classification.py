@@ -35,7 +35,6 @@ def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
 
 
 def open_splits(config: Config) -> tuple[Dataset, dict[str, ClassificationData]]:
-    """The config's data set, and the data of its splits."""
     name, directory = config.dataset.name, config.dataset.directory
     assert name is not None
     return get_dataset(name), open_dataset(name, directory, config.dataset.verify)

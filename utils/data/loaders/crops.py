@@ -62,7 +62,6 @@ class CropCopier:
             np.copyto(out[channel], moved)
 
     def _block(self) -> np.ndarray:
-        """This thread's scratch block."""
         if not hasattr(self._scratch, "block"):
             side = self._crop
             # Padded, because rows and planes a power of two apart would compete for a few cache lines.

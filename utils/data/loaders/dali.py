@@ -41,8 +41,6 @@ def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
 
 
 class DaliLoader(CropLoader):
-    """Loads one rank's part of a sample plan from the volumes of a split."""
-
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
         self._volumes, self._on_gpu = volumes, world.device.type == "cuda"
@@ -110,7 +108,6 @@ class DaliLoader(CropLoader):
                 sample.copy_(symmetry.apply_on_device(crop.movedim(-1, 0), index, sources, signs))
 
     def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
-        """Copies a crop to its place in the buffers."""
         x, y, z = (slice(int(start), int(start) + self.plan.crop) for start in origin)
         for field, out in zip(self._volumes[volume].fields, sample, strict=True):
             np.copyto(out, np.moveaxis(field[:, x, y, z], 0, -1))
@@ -139,7 +136,6 @@ class DaliLoader(CropLoader):
 
 
 def import_dali() -> tuple[Any, Any, Any]:
-    """DALI's operators, types and Pipeline."""
     try:
         from nvidia.dali import fn, types
         from nvidia.dali.pipeline import Pipeline

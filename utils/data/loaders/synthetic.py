@@ -33,7 +33,6 @@ class SyntheticLoader(CropLoader):
         self._batch = Batch(*(torch.empty(v.shape, device=device, memory_format=form).copy_(v) for v in values))
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
-        """Yields the same batch for every step; the last one may be shorter."""
         for rows in self.batches[first_batch:]:
             size = len(range(self.plan.samples)[rows])
             yield Batch(*(part[:size] for part in self._batch))

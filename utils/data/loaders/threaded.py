@@ -43,8 +43,6 @@ def build_inmem(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
 
 
 class ThreadedCropLoader(CropLoader):
-    """Loads one rank's part of a sample plan from the volumes of a split."""
-
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
         fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
