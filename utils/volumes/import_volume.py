@@ -38,33 +38,22 @@ from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.volumes.attributes import CELL, FLOOR, UNIVERSE
-from utils.volumes.channels import Channel, input_channels, target_channels, vectors_of
+from utils.volumes.channels import INPUTS, TARGETS, Channel, input_channels, target_channels, vectors_of
 from utils.volumes.hdf5 import DATASETS, stored_slabs
 from utils.volumes.imported_config import write_config
 from utils.volumes.nyx import open_nyx
 from utils.volumes.snapshots import (
     DARK_MATTER_DENSITY,
-    DARK_MATTER_VELOCITY,
     GAS_DENSITY,
-    GAS_VELOCITY,
-    TEMPERATURE,
     UNITS,
     GridField,
     Shape,
     Snapshot,
     open_npy,
     open_raw,
+    quantity_of,
 )
 
-# The fields that an input may have.
-DARK_FIELDS = ((DARK_MATTER_DENSITY,), (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY))
-GAS_FIELDS = (
-    (),
-    (GAS_DENSITY,),
-    (GAS_DENSITY, TEMPERATURE),
-    (GAS_DENSITY, *GAS_VELOCITY),
-    (GAS_DENSITY, *GAS_VELOCITY, TEMPERATURE),
-)
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
 # Plausible values; others are in other units.
@@ -99,11 +88,6 @@ class Source:
     attributes: Mapping[str, Any]
     cell: float | None  # side of a cell in comoving Mpc/h
 
-    @property
-    def volumes(self) -> dict[Path, Shape]:
-        """The shape of each file."""
-        return {path: (len(planes), *self.shape[1:]) for path, planes in self.parts.items()}
-
 
 def import_volume(options: Options) -> list[str]:
     """Writes the files; returns lines for the user. Raises UserError, and leaves nothing, for contradictory input."""
@@ -114,11 +98,11 @@ def import_volume(options: Options) -> list[str]:
             if path.exists() and path.samefile(source.input):
                 raise UserError(f"output {path} is the input; give another --output")
     sources = [plan_source(source) for source in inputs]
-    names = [[channel.channel.name for channel in itertools.chain(*source.datasets.values())] for source in sources]
-    if names[0] != names[-1]:
-        fields = " and ".join(", ".join(each) for each in names)
+    channels = [[channel.channel.name for channel in itertools.chain(*source.datasets.values())] for source in sources]
+    if channels[0] != channels[-1]:
+        fields = " and ".join(map(", ".join, channels))
         raise UserError(f"training and validation need the same fields, but have {fields}; give others")
-    volumes = {path: shape for source in sources for path, shape in source.volumes.items()}
+    volumes = {path: (len(part), *source.shape[1:]) for source in sources for path, part in source.parts.items()}
     cells = sum(map(math.prod, volumes.values()))
     counts = [len(channels) for channels in sources[0].datasets.values()]
     make_output_directory(options.output.parent, 4 * sum(counts) * cells)
@@ -168,8 +152,6 @@ def plan_source(options: Options) -> Source:
 
 def open_snapshot(path: Path, options: Options) -> Snapshot:
     """The input's fields; raises UserError if the files contradict themselves, each other or the options."""
-    if not path.exists():
-        raise UserError(f"no such file or directory: {path}; give another --input")
     if not path.is_dir():
         return open_nyx(path)
     if any(path.glob("*.npy")):
@@ -185,7 +167,8 @@ def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
     """The channels of each dataset to write."""
     dark = tuple(name for name in snapshot.fields if name.startswith("dark_matter"))
     gas = tuple(name for name in snapshot.fields if name not in dark)
-    if dark not in DARK_FIELDS or gas not in GAS_FIELDS:
+    quantities = [tuple(dict.fromkeys(map(quantity_of, names))) for names in (dark, gas)]
+    if quantities != [INPUTS.get(len(dark)), TARGETS.get(len(gas), ())]:
         raise UserError(
             f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {DARK_MATTER_DENSITY}, with gas also "
             f"{GAS_DENSITY}, and all components of a velocity or none"
@@ -231,12 +214,12 @@ def describe(snapshot: Snapshot, options: Options) -> dict[str, float]:
     flags = {key: (name, factor) for name, (key, factor) in UNIVERSE.items()}
     flags[CELL] = ("box_size", 1 / max(snapshot.shape))
     for key, (flag, factor) in flags.items():
-        given = getattr(options, flag)
-        if given is None:
+        value = getattr(options, flag)
+        if value is None:
             continue
-        known = stated.setdefault(key, factor * given) / factor
-        if not math.isclose(known, given, rel_tol=STATED_TOLERANCE, abs_tol=STATED_TOLERANCE):
-            raise UserError(f"{snapshot.path} states {flag} {known:.6g}, not {given:.6g}; remove --{flag}")
+        known = stated.setdefault(key, factor * value) / factor
+        if not math.isclose(known, value, rel_tol=STATED_TOLERANCE, abs_tol=STATED_TOLERANCE):
+            raise UserError(f"{snapshot.path} states {flag} {known:.6g}, not {value:.6g}; remove --{flag}")
     for key, (low, high) in LIMITS.items():
         if not low <= stated.get(key, low) <= high:
             raise UserError(f"{snapshot.path}: {key} is {stated[key]:g}, expected {low:g} to {high:g}; correct it")
