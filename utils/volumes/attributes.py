@@ -168,12 +168,7 @@ def warn_of_untrained_conditions(network: NetworkConfig, path: str, conditions: 
         nearest = min(max(value, low), high)
         if not _is_close(value, nearest):
             log.warning(
-                "%s: %s %.6g is outside the trained range %.6g to %.6g; check the prediction",
-                path,
-                name,
-                value,
-                low,
-                high,
+                f"{path}: {name} {value:.6g} is outside the trained range {low:.6g} to {high:.6g}; check the prediction"
             )
 
 
