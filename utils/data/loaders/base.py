@@ -33,6 +33,9 @@ class Batch:
     def network_inputs(self) -> list[torch.Tensor]:
         return [self.inputs] if self.conditions is None else [self.inputs, self.conditions]
 
+    def first(self, samples: int) -> Batch:
+        return Batch(*(part[:samples] for part in self))
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter([self.inputs, self.targets, *self.network_inputs[1:]])
 

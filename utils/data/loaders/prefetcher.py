@@ -72,14 +72,14 @@ class CudaPrefetcher:
         slot.filled = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(slot.released)
-            fill(_part(slot.batch, size))
+            fill(slot.batch.first(size))
             slot.filled.record(self._stream)
 
 
 def _lend(slot: _Slot, size: int, consumer: torch.cuda.Stream) -> Generator[Batch, None, None]:
     """Yields a slot's batch; what the consumer has enqueued when it requests the next one may read it."""
     consumer.wait_event(slot.filled)
-    yield _part(slot.batch, size)
+    yield slot.batch.first(size)
     slot.released = torch.cuda.Event()
     slot.released.record(consumer)
 
@@ -108,7 +108,3 @@ def copies(batches: Generator[Batch, None, None]) -> Fills:
 def _copy(batch: Batch, slot: Batch) -> None:
     for target, source in zip(slot, batch, strict=True):
         target.copy_(source, non_blocking=True)
-
-
-def _part(batch: Batch, size: int) -> Batch:
-    return Batch(*(part[:size] for part in batch))

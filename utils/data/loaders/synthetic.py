@@ -34,5 +34,4 @@ class SyntheticLoader(CropLoader):
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         for rows in self.batches[first_batch:]:
-            size = len(range(self.plan.samples)[rows])
-            yield Batch(*(part[:size] for part in self._batch))
+            yield self._batch.first(len(range(self.plan.samples)[rows]))

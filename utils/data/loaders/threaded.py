@@ -68,7 +68,7 @@ class ThreadedCropLoader(CropLoader):
     def _assemble(self, epoch: int, first_batch: int) -> Generator[Batch, None, None]:
         with closing(self._reader.read(epoch, first_batch)) as filled:
             for rows, buffer in filled:
-                yield Batch(*(part[: len(rows)] for part in buffer))
+                yield buffer.first(len(rows))
 
     def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
         for copier, out in zip(self._copiers, sample, strict=True):
