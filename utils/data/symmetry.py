@@ -56,8 +56,8 @@ def apply(field: np.ndarray, symmetry: int, vectors: Vectors, mode: str = "full"
 def inverse(symmetry: int) -> int:
     """The symmetry that undoes another one."""
     axes = np.argsort(PERMUTATIONS[symmetry])
-    found = (axes == PERMUTATIONS).all(axis=1) & (SIGNS[symmetry, axes] == SIGNS).all(axis=1)
-    return int(np.flatnonzero(found)[0])
+    is_inverse = (axes == PERMUTATIONS).all(axis=1) & (SIGNS[symmetry, axes] == SIGNS).all(axis=1)
+    return int(np.flatnonzero(is_inverse)[0])
 
 
 def apply_on_device(fields: torch.Tensor, symmetry: int, sources: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ Datasets = Mapping[str, Sequence[FieldChannel]]
 
 @dataclass(frozen=True)
 class Source:
-    """An input, and what is written of it."""
+    """An input, with the channels, attributes and files to write for it."""
 
     shape: Shape
     datasets: Datasets
@@ -134,7 +134,7 @@ def list_targets(options: Options) -> list[Path]:
 
 
 def plan_source(options: Options) -> Source:
-    """What is written of one input."""
+    """The channels, attributes and files to write for one input."""
     snapshot = open_snapshot(Path(options.input), options)
     parts, simulation = plan_parts(snapshot.shape, options), describe(snapshot, options)
     datasets, cell = plan_channels(snapshot, options), simulation.pop(CELL, None)
