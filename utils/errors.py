@@ -16,10 +16,9 @@ EXIT_RESUMABLE = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same co
 EXIT_HANG = 76  # a rank hangs or is gone
 EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors that only files have; the error of a read or a write names no file.
 REMEDIES = {
-    **dict.fromkeys(DISK_IS_FULL, "free some space and run the command again"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space and run the command again"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system has failed; run the command again when it works"),
     errno.EROFS: "the file system is read-only; choose another directory",
     errno.EACCES: "change its permissions",

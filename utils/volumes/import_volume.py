@@ -164,7 +164,6 @@ def open_snapshot(path: Path, options: Options) -> Snapshot:
 
 
 def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
-    """The channels of each dataset to write."""
     dark = tuple(name for name in snapshot.fields if name.startswith("dark_matter"))
     gas = tuple(name for name in snapshot.fields if name not in dark)
     quantities = [tuple(dict.fromkeys(map(quantity_of, names))) for names in (dark, gas)]

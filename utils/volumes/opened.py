@@ -301,7 +301,6 @@ class Volumes:
 
 
 def _remedy(path: str) -> str:
-    """The way to get a missing HDF5 file."""
     if os.path.basename(path).startswith("demo_"):
         return "run make demo"
     if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
