@@ -8,8 +8,6 @@ The output directory holds report.html, its pictures, evaluation.json (scalars, 
 evaluation.npz (all results as arrays). The Lyman-alpha flux needs a file that states redshift, cosmology and box size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field

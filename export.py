@@ -17,8 +17,6 @@ predict.to("cuda") moves it to a GPU. The file describes itself in JSON, with th
     torch.export.load("gas.pt2", extra_files=metadata)
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ srun -n 8 python predict.py --checkpoint /logs/bs64_opt/8GPU/00 --input nbody.h5
 If it is interrupted, run the same command again to resume.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each rank runs this program. See README.md for the flags, and docs/architecture.md for the way of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from analysis.evaluation.callback import build_evaluation, evaluation_volume, report_on_run

@@ -4,8 +4,6 @@ python train_graph.py --config=bs64_opt
 srun -n 8 python train_graph.py --config=bs512_opt
 """
 
-from __future__ import annotations
-
 from train import main
 from utils.distributed.launch import run_script
 from utils.steps.graph import GraphStep

@@ -4,8 +4,6 @@ Ranks transform their own planes along y and z, exchange them, and transform the
 in fundamentals: units of the fundamental wavenumber of the longest side.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

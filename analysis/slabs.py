@@ -4,8 +4,6 @@ A rank owns consecutive planes and, after an exchange with the others, consecuti
 No rank holds a whole field.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable

@@ -8,8 +8,6 @@ A study in benchmarks/studies.yaml may have
 A condition with `boxes` trains on boxes of these names.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing

@@ -6,8 +6,6 @@ A trial is a pair of stretches of --steps steps, without and with a save at the 
 files (TMPDIR): set it to the file system of the runs.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import tempfile

@@ -1,7 +1,5 @@
 """Shared by the benchmarks: command line, child processes, measurements, results with provenance, tables and plots."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ connections. Up to 128 ranks also start as processes of their own. PyTorch's sto
 a slow name service the connections of thousands of ranks take minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import multiprocessing

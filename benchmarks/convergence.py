@@ -6,8 +6,6 @@ The meshes start from the same long waves; a finer one has shorter waves, too. S
 forest relative to the finest mesh, the relation of temperature and density, hot gas, time and memory.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -38,7 +36,7 @@ def of_waves(modes: np.ndarray, grid: int) -> np.ndarray:
     return coarse
 
 
-def flux(gas: np.ndarray, options: SimulationOptions) -> np.ndarray:
+def flux(gas: np.ndarray, options: "SimulationOptions") -> np.ndarray:
     """P1D in km/s at WAVENUMBERS, with the observed mean flux, over lines along z."""
     from simulation.linear_theory import make_cosmology
 

@@ -7,8 +7,6 @@ snapshots (0.02 and 0.04 Mpc/h) and of this project's simulator (0.5 Mpc/h). The
 time does not include.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ P1D / that of the target - 1 over the modes of the band. Its square is that of t
 the variance between the boxes.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

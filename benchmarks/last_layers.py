@@ -3,8 +3,6 @@
 python train.py --config=demo --set network.name=benchmarks.last_layers.SubPixelUNet
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

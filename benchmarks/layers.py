@@ -7,8 +7,6 @@ float32, and `down1` and `last` as dense convolutions over 2³ blocks. Copies th
 % are of the rate of matrix products, cold (before anything else) and warm (at the end). Errors are relative.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

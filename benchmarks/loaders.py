@@ -6,8 +6,6 @@ python -m benchmarks.loaders --box 128 --trials 1  a quick look
 Throughput is measured in interleaved trials in one process; each start in a new process, --starts times per loader.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import multiprocessing

@@ -5,8 +5,6 @@ network to a name that it does not use, so the network is not scripted. It selec
 the default one takes its place. It reads the loss in each step.
 """
 
-from __future__ import annotations
-
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

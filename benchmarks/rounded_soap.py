@@ -3,8 +3,6 @@
 python -m benchmarks.rounded_soap TF32 --config=demo      any flags of train.py
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

@@ -18,8 +18,6 @@ divided by the largest number of ranks, or OMP_NUM_THREADS. Otherwise one rank w
 ranks would seem to gain nothing. The report marks points with more threads than cores, whose ranks take turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -11,8 +11,6 @@ The fit to one and two nodes (benchmarks/published_scaling.yaml) does not use th
 were known when the model was written. Costs inside a node count as fixed. Congestion is not in the model.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -16,8 +16,6 @@ call takes 8 minutes at most. It writes its results after each part, to benchmar
 torch, numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

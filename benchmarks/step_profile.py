@@ -1,7 +1,5 @@
 """Breakdown of a training step's time: kernels by category, and the gaps between them."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import defaultdict

@@ -17,8 +17,6 @@ their data; start, compilation, validations and checkpoints do not count. A tabl
 Spreads are standard deviations over seeds; each seed has its own weights and order of samples.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

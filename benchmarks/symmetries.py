@@ -8,8 +8,6 @@ Expected before the first measurement: L1 3 to 8 % lower with 48 symmetries and 
 density slightly higher, and the error of the flux power about the same, because it is mostly a bias.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

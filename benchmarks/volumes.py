@@ -11,8 +11,6 @@ those from the disk, and the files are not in the page cache at first: what one 
 not. The slowest or largest rank is reported. Linux only.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -3,8 +3,6 @@
 python /opt/nbody-unet/check_image.py
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -6,8 +6,6 @@ has a function for each name; any other name is that of benchmarks/results/NAME.
 tests/test_documentation.py checks that the pages are up to date.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -1,7 +1,5 @@
 """The tables of docs/index.md: a line per module, and the modules that read each config key, from the sources."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -4,8 +4,6 @@ A network maps volumes (fields on a grid) to volumes, or samples to class logits
 write a module and add one line to the table below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Their results are those of fused.py after the convolution, except that the sum with the bias is not rounded first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ contain (see space_to_depth.py), belong together by weights [Cs, C, 4, 4, 4]:
 All sums are float32, in an order that depends on the shapes alone, so results repeat bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

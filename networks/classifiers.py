@@ -4,8 +4,6 @@ Options are the `shape` of one sample and the number of `classes`; for texts the
 see norms.py. ValueError for images that are too small.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

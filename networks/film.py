@@ -1,7 +1,5 @@
 """Conditioning on scalars: feature-wise scale and shift of activations (FiLM; Perez et al. 2018, arXiv:1709.07871)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

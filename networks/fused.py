@@ -9,8 +9,6 @@ determine the slopes and are kept by the next convolution anyway. Sums are compu
 once. Each sum over cells is split among a fixed number of programs, whose partial sums are added in a fixed order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +243,7 @@ class _Tile(NamedTuple):
     packed: int
 
     @classmethod
-    def of(cls, channels: int) -> _Tile:
+    def of(cls, channels: int) -> "_Tile":
         lanes = max(LANES, 1 << (channels - 1).bit_length())
         # Where rows have idle lanes, a load is one element, and 16 addresses per thread would need 230 registers.
         tile = TILE // 4 if lanes % channels else TILE

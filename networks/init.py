@@ -1,7 +1,5 @@
 """Initial weights of a network, drawn from a given generator."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Convolutions whose bias can be added later, and a convolution with a float32 result under bfloat16 autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 For fields [N, C, D, D, D], or for logits [N, classes] and classes [N]. All metrics are for classification.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar

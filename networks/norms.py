@@ -5,8 +5,6 @@ at once: a micro-batch if a step has several. In training mode, batch norms keep
 evaluation mode. Statistics are float32 even under autocast.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -6,8 +6,6 @@ neighbor is the same number of cells away everywhere: all volumes together are o
 convolution reads shifted. Tensors here are views of the grid without these pads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A network that includes the transforms of its channels: physical values in, physical values out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

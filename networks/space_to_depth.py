@@ -17,8 +17,6 @@ This is for the layers with few channels, because 4 or 5 channels leave tensor c
 kernel 4, stride 2 and padding 1, and grids of an even number of cells along each axis.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ L [N, Cl, 2D, 2D, 2D], in channels_last_3d memory, belong together by weights [C
 All sums are float32, in an order that depends on the shapes alone, so results repeat bit for bit.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ gradients of weight and bias. The gradient of the blocks stays without that fact
 mean, between -1 and 1, where half precision has its full accuracy.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The 3D U-Net of strided convolutions that maps dark matter to gas (Harrington et al. 2021, arXiv:2106.12662)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Fields are float32; `density` is in units of the mean, [x, y, z]; `velocity` is 
 component i points along spatial axis i.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -7,8 +7,6 @@ background and of the mean density with time. The second ionization of helium le
 gas. Hydrogen's reionization heats the gas at once. Densities are in units of the mean.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The evolution of dark matter and gas: kicks by their common gravity, drift, gas dynamics, heating and cooling."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The same code runs on a CPU and on a GPU. It works slab by slab, so that the res
 threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Gravity of dark matter and gas on a periodic mesh. Lengths are in cells. Source: Hockney & Eastwood 1988."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

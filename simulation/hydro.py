@@ -10,8 +10,6 @@ thermal part is more than the error of the kinetic one (dual energy, Ryu et al. 
 chapters 10 and 14; van Leer 1974.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

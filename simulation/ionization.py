@@ -5,8 +5,6 @@ It ionizes He II only in a fraction of the volume, which rises as the second rei
 no metals, no molecules, and no shielding of dense gas. Units are cgs; quantities are per hydrogen nucleus.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -83,7 +81,7 @@ class CollisionRates:
     free_free: Tensor  # cooling per squared charge
 
     @classmethod
-    def at(cls, temperature: Tensor) -> CollisionRates:
+    def at(cls, temperature: Tensor) -> "CollisionRates":
         """Fits of tables 1 and 2 of Katz, Weinberg & Hernquist 1996."""
         t = temperature
         hot = 1 + (t / 1e5).sqrt()
@@ -112,7 +110,9 @@ class Equilibrium:
     electrons: Tensor
 
     @classmethod
-    def of(cls, hydrogen: Tensor, redshift: float, rates: CollisionRates, iterations: int = ITERATIONS) -> Equilibrium:
+    def of(
+        cls, hydrogen: Tensor, redshift: float, rates: CollisionRates, iterations: int = ITERATIONS
+    ) -> "Equilibrium":
         """Balances recombination and ionization; the electrons of helium are found by iteration."""
         photons, up, down = background(redshift)[0], rates.ionization, rates.recombination
         share, light = helium_ionized(redshift), photons[0] / hydrogen

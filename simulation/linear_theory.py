@@ -1,7 +1,5 @@
 """Linear theory of structure growth, from colossus: power spectrum, growth factor, and the clock based on it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

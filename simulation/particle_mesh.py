@@ -5,8 +5,6 @@ z = 0), and particle velocities are dx/dD: in the Zel'dovich approximation parti
 speed. Source: Hockney & Eastwood 1988.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -9,8 +9,6 @@ physics. With --format nyx it writes the physical fields instead, in the layout 
 utils.volumes.import_volume reads. The command needs about 150 bytes of memory per cell.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Fixtures of all tests: one thread, small volumes, and an environment without launcher variables."""
 
-from __future__ import annotations
-
 import os
 
 # Before torch is imported; subprocesses inherit them. Under torchrun OMP_NUM_THREADS=1 alone does not count.

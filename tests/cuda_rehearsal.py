@@ -5,8 +5,6 @@ python tests/cuda_rehearsal.py     prints what each config's step chooses, as JS
 It needs a CUDA build of torch, and tests/cuda_driver.c compiled and preloaded; tests/test_cuda_rehearsal.py does that.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

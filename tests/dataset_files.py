@@ -1,7 +1,5 @@
 """Small files in the formats of the published data sets, and the arrays expected from them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import struct

@@ -1,7 +1,5 @@
 """Small file systems that a test can fill; mounting them requires root."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -5,8 +5,6 @@ threshold or on a tie, and may fail on another machine. The change depends on th
 equal. conftest.py and preload.py import this module, so that it acts in the tests and in the ranks that they start.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

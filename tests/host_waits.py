@@ -1,7 +1,5 @@
 """A trace of a step that refuses operations for which the host must wait for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

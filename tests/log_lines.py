@@ -1,7 +1,5 @@
 """The format of log lines on stderr and in out.log."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Sequence

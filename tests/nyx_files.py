@@ -1,7 +1,5 @@
 """Snapshots in Nyx's HDF5 layout, of simulated or random fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules that the server of tests/processes.py imports before it forks. Runs no torch operations."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

@@ -6,8 +6,6 @@ run(["train.py", "--config=test"])  runs an entry script as its own process: exi
 The server runs no torch operation before it forks: torch's thread pools do not survive a fork.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

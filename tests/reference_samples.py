@@ -1,7 +1,5 @@
 """Digests of an epoch's samples by definition: a slice of each field, then `symmetry.apply`."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path

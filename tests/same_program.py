@@ -8,8 +8,6 @@ Fingerprints hold on one machine with one version of PyTorch: tensors of checkpo
 words of the log, predictions, an evaluation, a simulation, an import, and the help of all commands.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Synthetic evaluations for the tests of the figures and the report."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

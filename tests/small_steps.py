@@ -1,7 +1,5 @@
 """Training steps of a small U-Net, batches for them, and comparisons of their states."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any

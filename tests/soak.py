@@ -9,8 +9,6 @@ Kills are planned in four phases: in the start, between two saves, during a save
 when the last checkpoint is written and ends with summary.json. Victims are one rank, all ranks, or torchrun's agent.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

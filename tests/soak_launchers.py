@@ -1,7 +1,5 @@
 """The launchers of tests/soak.py: plain processes, torchrun and srun, each with the ranks of the same run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -6,8 +6,6 @@ Triton kernels are not run: their tensors count. Of cuDNN's convolutions count o
 layout. Large tensors [N, C, D, H, W] that are not in channels-last order are listed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import warnings
@@ -178,7 +176,7 @@ class FakeTensors(FakeTensorMode):
 
     avoid_device_init = True  # torch.tensor() makes its values on the host
 
-    def __deepcopy__(self, memo: object) -> FakeTensors:
+    def __deepcopy__(self, memo: object) -> "FakeTensors":
         return self  # a copied network belongs to the same mode
 
 

@@ -3,8 +3,6 @@
 Import direction: see LAYERS. networks imports nothing else of the project, utils neither simulation nor analysis.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """TF32 and cuDNN's algorithm search follow the config and are logged; options without effect are logged."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

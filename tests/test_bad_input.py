@@ -1,7 +1,5 @@
 """Invalid input ends with one error line and exit code 2 and writes nothing."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

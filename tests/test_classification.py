@@ -1,7 +1,5 @@
 """Tests of classification tasks in the same trainer, on one rank and on several ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

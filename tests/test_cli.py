@@ -1,7 +1,5 @@
 """Tests of utils.cli: the tutorial's flags, --set for every key, and invalid command lines."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

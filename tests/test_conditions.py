@@ -1,7 +1,5 @@
 """A network conditioned on redshift and cell size: training on two volumes, resume, prediction, evaluation, export."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Tests of utils.config: reading, inheritance, types, checks, error messages, and batch sizes for a number of ranks."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of docker/ that need no container engine: its packages agree with pyproject.toml, and its scripts work."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -9,8 +9,6 @@ CUDA_PYTHON=cuda/bin/python make test-slow
 It takes about 6 GB. nvidia-cuda-crt has the version of CUDA for which torch was built (torch.version.cuda).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

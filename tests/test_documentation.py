@@ -13,8 +13,6 @@ quoted; 1:05 is compared in seconds. Any other comment names another source (`<!
 `<!-- table: NAME -->` and `<!-- end -->` are those that `make docs` (docs/generate.py) would write.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

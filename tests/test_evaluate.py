@@ -1,7 +1,5 @@
 """evaluate.py: its report agrees with the predicted file, and bad input ends with one line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """An exported file computes what the network does, in physical units, without this project."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 It also says that a step releases its graphs before the process group ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tests of utils.files, utils.errors and utils.progress: atomic writes, checks of outputs, errors, progress lines."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

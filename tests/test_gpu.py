@@ -1,7 +1,5 @@
 """Tests that need a CUDA device: `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Jupyter is not needed: the cells run in one namespace, as in a kernel, with a replacement for IPython's display.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

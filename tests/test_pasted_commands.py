@@ -10,8 +10,6 @@ and the demo's training are smaller (SMALLER); the commands are the same. With l
 than simple predictors.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Powers round equally at all places of a tensor, and code whose pieces must not change its bits uses no others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

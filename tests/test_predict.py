@@ -1,7 +1,5 @@
 """predict.py: its output file, one-line errors for bad input, and interruptions that leave every bit unchanged."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of --preflight: it checks a run before training, prints the findings and writes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """What a run writes: log lines, curves, config and provenance."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Tests of the shipped configs, and of files with exactly the keys of the tutorial and of its later edition."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

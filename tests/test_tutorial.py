@@ -3,8 +3,6 @@
 Each trains, measures or leaves a trace. From the second on they once printed that the run is complete.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training runs of config 'test', their run directories, and the comparison of two of them bit for bit."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Triton kernels compiled for GPUs without one, by Triton's compiler and the ptxas that comes with it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Triton's interpreter, which runs kernels on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small volumes for the tests."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

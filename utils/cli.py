@@ -3,8 +3,6 @@
 Also holds the parser and the options that the other entry scripts share.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Errors that the user can fix, reported in one line with exit code 2; the other exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

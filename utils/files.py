@@ -1,7 +1,5 @@
 """Atomic writes, copies with a progress bar, and checks of a command's output."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

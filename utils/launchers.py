@@ -1,7 +1,5 @@
 """The environment variables of launchers, and the rank of this process according to them."""
 
-from __future__ import annotations
-
 import os
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -1,7 +1,5 @@
 """Log lines: on stderr, and in the log file of a run with all lines that came before it was open."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Entries of tables such as LOADERS and OPTIMIZERS by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Powers of tensors whose bits do not depend on a value's place in the tensor."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -4,8 +4,6 @@ One process checks a run of any number of ranks and writes nothing but a plot. W
 the run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -6,8 +6,6 @@ with Progress("reading train.h5", total=128, unit="slabs") as progress:
         progress.advance()
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any
@@ -36,7 +34,7 @@ class Progress:
         self._silent, self._live_only = launched_rank() > 0, live_only
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         self._started = self._last_line = time.monotonic()
         if not self._silent and sys.stderr.isatty():
             self._bar = _rich_bar(self.description, self.total)

@@ -1,7 +1,5 @@
 """Baselines for a trained network: the losses of predictors without trained weights."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -5,8 +5,6 @@ spectra.py. The sum over triangles is one over cells: of the cube of the field o
 ApJ 544, 597). As few waves are used, a small grid holds that field, and every rank has it as a whole.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

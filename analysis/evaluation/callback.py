@@ -1,7 +1,5 @@
 """Evaluation of a training run: of the whole validation volume after some epochs, and a report at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

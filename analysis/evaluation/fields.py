@@ -3,8 +3,6 @@
 A rank stores its planes of one field of prediction and target at a time. Sums are in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

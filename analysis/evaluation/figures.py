@@ -1,7 +1,5 @@
 """Figures of one evaluation: slices, spectra, distributions, phase diagram, and Lyman-alpha flux."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Curves of a training run over its steps: losses, metrics, and learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of an evaluation: for evaluate.py a directory, for train.py one page in the run directory."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

@@ -1,7 +1,5 @@
 """The results of one evaluation: plain arrays, saved as an .npz file without pickled objects."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

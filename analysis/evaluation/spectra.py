@@ -4,8 +4,6 @@ P(k) = V ⟨|δ_k|²⟩ over a shell's modes, where V is the volume and δ_k the
 number of cells. Its unit is the field's squared times a length cubed. The cells' window function is not corrected.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 Each rank counts its own planes. Sums are in float64 and are added over the ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

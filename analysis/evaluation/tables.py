@@ -1,7 +1,5 @@
 """The main results of an evaluation as tables, for the log and for the report."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

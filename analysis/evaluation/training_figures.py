@@ -1,7 +1,5 @@
 """Figures of a training run: its losses, and slices of two validation crops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

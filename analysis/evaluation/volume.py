@@ -1,7 +1,5 @@
 """Evaluates one predicted volume, from a network or from a file, against the true fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Packs a trained network into one file that needs PyTorch and nothing of this project, and checks the file."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -42,7 +40,7 @@ class ExportedNetwork:
     conditions: Mapping[str, Sequence[float]]  # names and trained ranges of the scalars that the network also takes
 
     @classmethod
-    def of(cls, trained: TrainedNetwork, units: str) -> ExportedNetwork:
+    def of(cls, trained: TrainedNetwork, units: str) -> "ExportedNetwork":
         """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
         (inputs, targets), module, floor = trained.channels, trained.network, None
         convolutions.select(module, "cudnn")  # the file has PyTorch's operators only

@@ -1,7 +1,5 @@
 """Layouts of the file that predict.py writes: this project's volumes, and Nyx's snapshots (utils/volumes/nyx.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

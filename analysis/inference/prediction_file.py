@@ -1,7 +1,5 @@
 """The HDF5 file that predict.py writes, block by block; an interrupted prediction resumes in it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

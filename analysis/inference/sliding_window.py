@@ -4,8 +4,6 @@ The memory is that of a box, or of the own slab and a block of windows. Boxes ar
 their size, and windows that two boxes share twice; slabs are equal within rounding, and each window is predicted once.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A trained network read from a checkpoint, and the objects that use it."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Mapping
@@ -81,7 +79,7 @@ class TrainedNetwork:
     simulation: Simulation  # of the training data
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device, content: Mapping[str, Any] | None = None) -> TrainedNetwork:
+    def load(cls, path: str | Path, device: torch.device, content: Mapping[str, Any] | None = None) -> "TrainedNetwork":
         """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others.
 
         `content` is that of the file if it has been read.

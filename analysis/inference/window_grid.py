@@ -5,8 +5,6 @@ windows overlap, and their weight falls toward their faces: along each axis with
 that overlap by half these weights add up to one; for other overlaps they are normalized so that they do.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

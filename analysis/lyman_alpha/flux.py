@@ -7,8 +7,6 @@ for columns above 1e18 / cm², are neglected. Optical depths are usually rescale
 amplitude of the background is not known well.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ class Universe:
     omega_b: float
 
     @classmethod
-    def of(cls, simulation: Simulation) -> Universe:
+    def of(cls, simulation: Simulation) -> "Universe":
         """The universe of a simulation that states all five numbers."""
         redshift, hubble, *densities = (float(simulation[name]) for name in STATED)
         return cls(redshift, hubble / 100, *densities)

@@ -7,8 +7,6 @@ own planes, and those along x in its own columns. Optical depths are computed ro
 the number of ranks: bit for bit on the CPU, to rounding on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Power of the flux by wavenumber and direction, P3D(k, mu), where mu is the cosine of the angle to the sight-line."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The Lyman-alpha flux of one evaluated volume: plain arrays, and the numbers derived from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The options and constants of the Lyman-alpha flux of one volume, and the reasons why it cannot be computed."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Sequence
@@ -59,7 +57,7 @@ class FluxSetup:
     options: EvaluationConfig
 
     @classmethod
-    def of(cls, volume: Volume | FieldReader, config: Config) -> FluxSetup | None:
+    def of(cls, volume: Volume | FieldReader, config: Config) -> "FluxSetup | None":
         """None if the flux is switched off, or if something is missing, which one line of the log reports."""
         try:
             return cls._of(volume, config) if config.evaluation.flux else None
@@ -68,7 +66,7 @@ class FluxSetup:
             return None
 
     @classmethod
-    def _of(cls, volume: Volume | FieldReader, config: Config) -> FluxSetup:
+    def _of(cls, volume: Volume | FieldReader, config: Config) -> "FluxSetup":
         """Raises UserError if something is missing."""
         options, (inputs, gas), cell = config.evaluation, volume_channels(config), volume.cell
         unstated = [name for name in STATED if name not in volume.simulation]

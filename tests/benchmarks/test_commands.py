@@ -1,7 +1,5 @@
 """Small runs of the benchmarks: each writes its result with the keys and the table heads of the stored one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

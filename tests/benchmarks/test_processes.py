@@ -1,7 +1,5 @@
 """Programs as child processes: none of their processes outlives them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """The scaling study: what it launches or submits, what it computes from the results, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

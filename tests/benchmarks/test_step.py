@@ -1,7 +1,5 @@
 """Speed of a step: sets of options, a call's parts in time, failures that lose no other result, and the kernels."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

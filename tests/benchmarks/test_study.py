@@ -1,7 +1,5 @@
 """Studies: how training runs are evaluated, that each of them runs once, and what is reported and kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Classification data sets: published formats are read exactly; other and malicious files are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

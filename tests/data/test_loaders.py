@@ -1,7 +1,5 @@
 """The contract of all loaders in LOADERS: equal bits for the same plan on any number of ranks. The choice of `auto`."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The sample plan: reproducible, complete, uniform, independent of the number of ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from reference_samples import cubes

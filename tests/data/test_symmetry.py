@@ -1,7 +1,5 @@
 """The 48 symmetries: a group of matrices, and its action on scalar and vector fields."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Programs that a test starts, and that end with it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heartbeat: if a rank is gone, fails or hangs, all ranks end with one line that names it; nothing else ends them."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

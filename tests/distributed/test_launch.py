@@ -1,7 +1,5 @@
 """Launchers' environments, errors before the ranks are connected, and exits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

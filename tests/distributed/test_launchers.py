@@ -1,7 +1,5 @@
 """The same command without a launcher, under torchrun and in a Slurm step trains alike. Real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the ranks of a node share: CPU cores, and locked files."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

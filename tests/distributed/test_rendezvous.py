@@ -1,7 +1,5 @@
 """Ranks of a start find each other; those of other starts, strangers and late ranks are kept out. Devices of ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

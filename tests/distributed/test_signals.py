@@ -1,7 +1,5 @@
 """Signals to real training runs: all ranks save after the same step and exit with 75; the same command resumes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

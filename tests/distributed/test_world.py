@@ -1,7 +1,5 @@
 """Collectives, joint errors, and the end of the process group."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import weakref

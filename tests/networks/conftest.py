@@ -1,7 +1,5 @@
 """Places where the fused kernels run in tests: Triton's interpreter, and a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small networks, batches and comparisons with float64 for the tests of fused kernels."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

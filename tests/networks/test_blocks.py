@@ -3,8 +3,6 @@
 They run in Triton's interpreter in float32, with small tiles, and on a GPU if there is one; compiled for an H100.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

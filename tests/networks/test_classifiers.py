@@ -1,7 +1,5 @@
 """The classifiers: sizes, results compared with separate layers, and unsupported options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fused kernels compiled for GPUs: registers, spills, rounding and atomic operations."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

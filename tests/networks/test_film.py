@@ -1,7 +1,5 @@
 """Conditions scale and shift the hidden layers of a U-Net; the identity at the start. test_fused.py has the kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fused_cases import CONDITIONS, RANGES, batch, modulated

@@ -3,8 +3,6 @@
 The kernels run in Triton's interpreter, and in the last tests on a GPU if there is one.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

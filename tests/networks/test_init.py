@@ -1,7 +1,5 @@
 """Initial weights: their distributions, drawn from the given generator only."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses and metrics compared with values calculated by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each norm equals torch's, over the values that its name says, on one rank and on two."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@
 Under bfloat16 autocast the last layers have a float32 result and bfloat16 gradients.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 They run in Triton's interpreter, with small tiles, and on a GPU if there is one; compiled for an H100.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The fused tail compared with the last layer, tanh and L1 loss in float64; the kernel runs in Triton's interpreter."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The U-Net: published size; options that change neither parameters nor results. test_film.py has its operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The moving average of the weights: its definition, and how training evaluates, saves and resumes with it."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LAMB against the paper's algorithm 2 in numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

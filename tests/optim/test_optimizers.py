@@ -1,7 +1,5 @@
 """Optimizers by name: complete or skipped updates, and state that is loaded under the settings of the present run."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate: warm-up, peak, decay, the tutorial's formula, and its plot."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path

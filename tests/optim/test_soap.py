@@ -1,7 +1,5 @@
 """SOAP against pytorch_optimizer's; eigenbases that are renewed after the same updates on any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

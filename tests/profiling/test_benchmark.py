@@ -1,7 +1,5 @@
 """Tests of the benchmark mode: its measurements, log lines, JSON file and settings."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of utils.profiling.profiler: a profile covers its window of steps, and no step outside it is annotated."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

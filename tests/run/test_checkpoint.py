@@ -1,7 +1,5 @@
 """Checkpoints on disk are intact or skipped, and read without running code; no disk error ends a run."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

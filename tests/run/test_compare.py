@@ -1,7 +1,5 @@
 """The table that compares runs: what differs, what came out, and one line for directories that it cannot compare."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

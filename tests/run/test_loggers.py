@@ -1,7 +1,5 @@
 """The records of a run, also those of W&B: each point once; no fault ends a run; how to add a logger."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

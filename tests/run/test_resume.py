@@ -1,7 +1,5 @@
 """A resumed run ends as an uninterrupted one: same bits, same records, each once. It is finished with its summary."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,7 +1,5 @@
 """The directory of a run: which one a command uses, its only writer, its records, and what --resume=no removes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

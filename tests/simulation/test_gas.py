@@ -1,7 +1,5 @@
 """The gas: dynamics against exact solutions, heating and cooling against closed forms and measured temperatures."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

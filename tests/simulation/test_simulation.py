@@ -1,7 +1,5 @@
 """The simulation against linear theory, its conservation laws, its gas, and the output file."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

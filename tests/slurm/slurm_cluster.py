@@ -1,7 +1,5 @@
 """The Slurm that cluster.sh starts, and jobs of submit_pm.sh on it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -26,7 +24,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 class Job:
     """A submitted job."""
 
-    def __init__(self, cluster: Cluster, number: str, output: Path) -> None:
+    def __init__(self, cluster: "Cluster", number: str, output: Path) -> None:
         self.cluster, self.number, self._output = cluster, number, output
 
     def field(self, name: str) -> str:

@@ -6,8 +6,6 @@ stand_in.py deaf                             like wait, but does not catch signa
 stand_in.py late                             like wait, but rank 0 exits first, and the others no longer catch signals
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

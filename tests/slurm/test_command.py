@@ -1,7 +1,5 @@
 """The command that submit_pm.sh gives to srun, without Slurm."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

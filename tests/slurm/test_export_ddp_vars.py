@@ -1,7 +1,5 @@
 """export_DDP_vars.sh without Slurm: the variables that it sets for a task."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import subprocess

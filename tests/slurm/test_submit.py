@@ -1,7 +1,5 @@
 """submit_pm.sh on a real Slurm of two nodes with two ranks each: warnings, preemption, requeue, failures."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

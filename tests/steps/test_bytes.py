@@ -1,7 +1,5 @@
 """The bytes that the fastest steps move: limits, and the rules by which they are counted."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Compiled steps train like plain ones, compile in the first epoch only, and run uncompiled if the compiler fails."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

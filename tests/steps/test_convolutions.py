@@ -1,7 +1,5 @@
 """Which layers own kernels compute is known, logged and checked before the network runs; no kernel runs here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 `pytest -m gpu` runs the same tests with all ranks on one GPU.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The eager step in all its modes: update, warm-up, skipped updates, gradient exchange, saved state."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graph steps compute what eager steps compute, on a fake device and on a GPU; one error line without CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Kernels are compiled before the first step: which ones, in parallel, and into a cache that can be written."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training steps whose convolutions are own kernels, in Triton's interpreter, equal those with PyTorch's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Networks of users: every fault ends in one line that names it, before anything is trained."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

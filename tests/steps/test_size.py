@@ -1,7 +1,5 @@
 """The operations of a training step per sample, counted without values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ On tensors without data that pass as CUDA tensors, so that the step takes the pa
 SOAP's first decomposition; tests/optim/test_soap.py tests later ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path

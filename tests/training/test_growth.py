@@ -1,7 +1,5 @@
 """A long training run does not need more and more memory, file descriptors or threads."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Losses are averaged over ranks, the slowest rank is named, and the noise scale is the true one of a quadratic."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
@@ -105,7 +103,7 @@ class TimelineEvent:
     def query(self) -> bool:
         return self.time <= self._timeline.host
 
-    def elapsed_time(self, end: TimelineEvent) -> float:
+    def elapsed_time(self, end: "TimelineEvent") -> float:
         assert self.query(), "PyTorch raises for events that the device has not reached"
         assert end.query(), "PyTorch raises for events that the device has not reached"
         return 1000 * (end.time - self.time)

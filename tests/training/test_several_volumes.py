@@ -1,7 +1,5 @@
 """Training on two volumes that are not cubes, and validation on several: results, and how a run resumes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Wherever a training run is stopped, it ends with the bits of an uninterrupted one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

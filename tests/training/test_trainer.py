@@ -1,7 +1,5 @@
 """The training loop: order of events, what it logs and saves when, how it stops and resumes."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The transform of a run is that of its files, unless the config sets it; files that contradict it are refused."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion between channel values and physical values agrees with that of the published data."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

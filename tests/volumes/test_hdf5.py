@@ -1,7 +1,5 @@
 """HDF5 volumes: mapping, conversion, staging, checks of values, errors in one line."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

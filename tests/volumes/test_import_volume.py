@@ -1,7 +1,5 @@
 """The importer: the same channels from every layout, plausible files only, parts that do not touch, bounded memory."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import tracemalloc

@@ -1,7 +1,5 @@
 """Memory of a node: the page cache, filled once, and the copy of a volume that all ranks share and always release."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

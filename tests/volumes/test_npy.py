@@ -1,7 +1,5 @@
 """The `.npy` files: equal to the HDF5 fields, written atomically, refused in one line if they do not match."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

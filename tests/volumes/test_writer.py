@@ -1,7 +1,5 @@
 """HDF5 files written block by block: the target is always complete, and interrupted processes can be resumed."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -4,8 +4,6 @@
 translates the tutorial's later keys, applies overrides, and writes a config back.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Faults of a config in one line: the key, pydantic's message, the value, and the keys that were probably meant."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Mapping

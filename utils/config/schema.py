@@ -3,8 +3,6 @@
 The keys of its sections are in `sections`.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Annotated, Literal
 
@@ -220,7 +218,7 @@ class Config(NeutralKeys):
         }
         return next((reason for reason, holds in obstacles.items() if holds), "")
 
-    def for_world(self, world_size: int) -> Config:
+    def for_world(self, world_size: int) -> "Config":
         """The config with both batch sizes set for this many ranks; raises UserError if they do not suit the run."""
         total = self.global_batch_size
         if self.local_batch_size is not None:
@@ -239,7 +237,7 @@ class Config(NeutralKeys):
         return self.model_copy(update={"local_batch_size": total // world_size, "global_batch_size": total})
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Config:
+    def _check_combinations(self) -> "Config":
         block = self.window_multiple
         torch_ddp_only = self.static_graph or self.gradient_compression != "none"
         faults = {

@@ -1,7 +1,5 @@
 """The sections of a config: their keys with types, defaults, limits and meaning."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -105,7 +103,7 @@ class LrScheduleConfig(Section):
     warmup_epochs: Rate = 0.0  # alternative to warmup_steps
 
     @model_validator(mode="after")
-    def _check(self) -> LrScheduleConfig:
+    def _check(self) -> "LrScheduleConfig":
         if self.warmup_steps and self.warmup_epochs:
             raise ValueError("warmup_steps and warmup_epochs are both set; set one of them to 0")
         if self.shape == "step" and not self.drop_epochs:
@@ -136,7 +134,7 @@ class NetworkConfig(Section):
     condition_ranges: list[Range] = []
 
     @model_validator(mode="after")
-    def _check(self) -> NetworkConfig:
+    def _check(self) -> "NetworkConfig":
         if len(set(self.conditions)) < len(self.conditions):
             raise ValueError(f"conditions {', '.join(self.conditions)} has a name twice; remove one")
         if self.condition_ranges and len(self.condition_ranges) != len(self.conditions):

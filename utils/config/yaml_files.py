@@ -7,8 +7,6 @@ earlier config, `<<: *base` those of the mapping with the anchor &base. Sections
 Numbers and booleans are those of YAML 1.2: 1e-4 is a number, `on` and 1:30 are strings. Duplicate keys are errors.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class NamedConfig:
 
     name: str
     values: dict[str, Any]
-    parent: NamedConfig | None = None
+    parent: "NamedConfig | None" = None
 
 
 Configs = dict[str, NamedConfig]

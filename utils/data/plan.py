@@ -4,8 +4,6 @@ It is a pure function of (seed, split, epoch). Loaders read the planned samples 
 So batches do not depend on the loader, the number of threads or a restart. Rank r of w takes rows r, r + w, r + 2w, …
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -29,7 +27,7 @@ class EpochPlan:
     def __len__(self) -> int:
         return len(self.origins)
 
-    def rows(self, selection: slice | np.ndarray) -> EpochPlan:
+    def rows(self, selection: slice | np.ndarray) -> "EpochPlan":
         return EpochPlan(self.volumes[selection], self.origins[selection], self.symmetries[selection])
 
 

@@ -5,8 +5,6 @@ permuting and reversing its axes; a vector field's components obey the same rule
 octahedral group O_h as signed permutation matrices (any text on point groups).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The device of each rank: its own GPU, or the CPU on all ranks; errors about its memory."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Diagnosis: the rank that is gone, fails or hangs, from the reports of the ranks and the time."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

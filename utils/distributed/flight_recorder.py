@@ -1,7 +1,5 @@
 """PyTorch's flight recorder: the last collectives of each rank, written to the run directory after a hang."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -8,8 +8,6 @@ own. Rank 0 sees it at once, and from then on reads all reports. The threads run
 collective.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -5,8 +5,6 @@ several ranks of `mpiexec` have the variables of their MPI; inside an `srun` ste
 otherwise there is one rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import logging

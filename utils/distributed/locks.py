@@ -4,8 +4,6 @@ The lock is that of the file system (flock), which ends with the process. Where 
 says so, and the user has to start one process at a time.
 """
 
-from __future__ import annotations
-
 import fcntl
 import io
 import logging

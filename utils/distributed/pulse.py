@@ -1,7 +1,5 @@
 """The pulse of a rank: its main thread feeds the heartbeat, moves the progress bar, and stops after a signal."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Rendezvous: the ranks of a run find each other in a store, before there is a process group."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The reports of all ranks and the end of the run, in the process group's store."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -4,8 +4,6 @@ A signal reaches the ranks at different times. At the end of each step they exch
 stop, or save, after the same step.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import logging
@@ -46,7 +44,7 @@ class Signals:
 
     received: str | None = None  # the name of the first signal
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +64,7 @@ class StopSignals(Signals):
         self._previous: dict[signal.Signals, object] = {}
         self._first: dict[int, float] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         # The C-level handler writes the signal's number to the pipe at once, in whichever thread it runs.

@@ -4,8 +4,6 @@ The loader's threads are not subtracted: they are idle most of the time. Package
 spinning while they wait, so that they can share cores with others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The ranks of a run: process group, and the collectives that the program uses."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

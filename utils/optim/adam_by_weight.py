@@ -1,7 +1,5 @@
 """Parts of Adam that LAMB and SOAP share: groups of parameters, moments and directions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ The average lags behind the trained weights, but the noise of single batches can
 Izmailov et al. 2018, arXiv:1803.05407).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

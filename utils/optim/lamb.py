@@ -4,8 +4,6 @@ Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training B
 algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ learning rate is a tensor, the optimizer must be capturable. If possible, it ski
 `update`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

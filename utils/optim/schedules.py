@@ -4,8 +4,6 @@ To add one, write a function like `cosine`, add a line to SCHEDULES, and add the
 `lr_schedule.shape` in utils/config/sections.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

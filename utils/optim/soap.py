@@ -5,8 +5,6 @@ holds the state and its division among ranks; `_update` and `_renew_bases` are t
 the class are its steps, in its order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

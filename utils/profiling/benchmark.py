@@ -6,8 +6,6 @@ The settings are in benchy-conf.yaml, or in the file named by the environment va
 have the tutorial's keys. If nsys runs around the command, it captures the first three on rank 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -5,8 +5,6 @@ ranges between the CUDA profiler's start and stop. torch.profiler needs no other
 https://ui.perfetto.dev and a table.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

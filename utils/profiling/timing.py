@@ -1,7 +1,5 @@
 """Timing of repeated calls on a device, and their statistics."""
 
-from __future__ import annotations
-
 import statistics
 import time
 import timeit

@@ -6,8 +6,6 @@ it is complete. Both files record their step, and the step with the lowest valid
 link `best` to that one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

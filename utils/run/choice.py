@@ -15,8 +15,6 @@ A run number belongs to the runs that record it in provenance.json, because 00-2
 array.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ python -m utils.run.compare runs/demo/2ranks/00 runs/demo/2ranks/00-2
 python -m utils.run.compare runs --sort best --csv runs.csv    # all runs below runs
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

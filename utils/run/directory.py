@@ -1,7 +1,5 @@
 """The directory of a run: the names of all files in it, and those that a run writes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ utils/run/choice.py holds the rule by which a command uses a new directory or co
 holds the directory's lock while the run is open, so that one process at a time writes to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -64,7 +62,7 @@ class Run:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, request: RunRequest, volumes: Volumes, world: World) -> Iterator[Run]:
+    def open(cls, request: RunRequest, volumes: Volumes, world: World) -> "Iterator[Run]":
         """Chooses, creates and locks the directory, and reads the checkpoint to start from; every rank enters.
 
         Nothing else is written before `restore`. A directory in which nothing was written is removed again, so that bad

@@ -1,7 +1,5 @@
 """Provenance of a result: command, commit, versions, machines, and the data files of a training run."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -3,8 +3,6 @@
 The run directory is locked when these functions are called. Its checkpoints stay until everything has been checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The progress of a run, which a checkpoint stores in addition to tensors, and its result."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping
@@ -38,7 +36,7 @@ class TrainState:
     epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
     seconds: float = 0.0  # time since the run started, summed over all its processes
 
-    def after_epoch(self, validation_loss: float, min_delta: float) -> TrainState:
+    def after_epoch(self, validation_loss: float, min_delta: float) -> "TrainState":
         """The state with which the next epoch starts; this one stays."""
         state = copy.copy(self)
         state.final_loss = validation_loss

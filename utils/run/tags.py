@@ -1,7 +1,5 @@
 """Names of the scalars and figures that a run records in TensorBoard and in metrics.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 # Per epoch, and once before training.

@@ -1,7 +1,5 @@
 """Writes checkpoints of a run: in the background, from copies in host memory, keeping the last and the best ones."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Named ranges of a profile, for the parts of a step."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

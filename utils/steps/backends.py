@@ -1,7 +1,5 @@
 """Settings of PyTorch's libraries: TF32, cuDNN's search for algorithms, deterministic algorithms."""
 
-from __future__ import annotations
-
 import logging
 import os
 

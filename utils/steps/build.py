@@ -1,7 +1,5 @@
 """Builds network, loss and step from the config."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

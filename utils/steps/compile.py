@@ -1,7 +1,5 @@
 """torch.compile for network and loss (`enable_jit`); if it fails, the step logs a warning and runs without it."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 

@@ -1,7 +1,5 @@
 """The choice of own kernels or cuDNN for each strided convolution of a network (`convolutions`), before it runs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Data parallelism: PyTorch's DistributedDataParallel, or the same by hand, and the probe of a part's gradients."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 If the loss or a gradient is NaN or infinite, all ranks skip the update, without waiting for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ A replayed graph reads and writes the memory it was recorded with. Loaders reuse
 graph per buffer and no batch is copied; all graphs share their working memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Compiles the Triton kernels of a training step before its first one, in parallel, on all ranks of a node."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

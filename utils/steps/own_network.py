@@ -1,7 +1,5 @@
 """Networks of users: `network.name: my_module.MyNetwork` names a class that Python finds from the working directory."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

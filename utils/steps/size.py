@@ -1,7 +1,5 @@
 """The size of a network in training: its parameters, memory, checkpoint and floating-point operations."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The objects that the training loop calls. Those here do nothing; profiles and evaluations are subclasses."""
 
-from __future__ import annotations
-
 
 class Profiler:
     """Profiles a window of steps."""

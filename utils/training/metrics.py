@@ -1,7 +1,5 @@
 """Values that the training loop collects between two reads, and means over the ranks: losses and times of steps."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -88,7 +86,7 @@ class SlowestRank(NamedTuple):
     ratio: float  # to the median over the ranks, the lower one if there are two
 
     @classmethod
-    def of(cls, seconds: torch.Tensor) -> SlowestRank | None:
+    def of(cls, seconds: torch.Tensor) -> "SlowestRank | None":
         """From [ranks, (computation, waiting)]; None if there is one rank, or no time of all ranks."""
         totals = seconds.sum(dim=1)
         if len(totals) == 1 or not totals.isfinite().all() or not totals.any():
@@ -188,7 +186,7 @@ class Validation(NamedTuple):
     volumes: dict[str, float]
 
     @classmethod
-    def of(cls, results: Mapping[str, Sequence[float]], metrics: Sequence[str], seconds: float) -> Validation:
+    def of(cls, results: Mapping[str, Sequence[float]], metrics: Sequence[str], seconds: float) -> "Validation":
         """From each volume's loss and metrics, by its name; each volume counts equally."""
         loss, *means = (statistics.fmean(values) for values in zip(*results.values(), strict=True))
         volumes = {name: values[0] for name, values in results.items()} if len(results) > 1 else {}

@@ -6,8 +6,6 @@ much smaller batches, doubling the batch halves the number of steps; at much lar
 Source: McCandlish, Kaplan, Amodei & OpenAI Dota Team 2018, arXiv:1812.06162, appendix A.
 """
 
-from __future__ import annotations
-
 from utils.run import tags
 from utils.run.state import NOISE_SUMS
 

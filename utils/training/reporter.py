@@ -1,7 +1,5 @@
 """The training loop's log lines and scalars: of steps, logging intervals and epochs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The training loop, one for all steps, loaders and entry scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import closing
 

@@ -3,8 +3,6 @@
 All are optional. `simulation` writes them, and `predict.py` copies those of its input.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

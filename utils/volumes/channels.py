@@ -3,8 +3,6 @@
 A channel x holds ln(value) or the value itself, scaled: value = exp(center + scale · x), or scale · x.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,6 @@ The datasets may be of any type of number. The memory needed does not depend on 
 the chunks of a chunked one.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Contiguous datasets are mapped into memory: a crop reads only its own bytes, and
 cache. Chunked or compressed datasets, and those of other types of numbers, are read through h5py and converted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -17,8 +17,6 @@ dark_matter_velocity_x, _y and _z. Missing fields have no channels; without bary
 is written. Densities in other units than the mean are divided by the mean. Memory does not grow with the box.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The YAML file that the importer writes next to its volumes: a config that trains on them."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Rows of a crop are C times as long as in the HDF5 file, so that a crop from an uncached file needs fewer reads.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

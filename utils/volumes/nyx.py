@@ -6,8 +6,6 @@ multiplies the lengths of its input file, in Mpc, by h) and shape (three counts)
 omega_m, omega_l, omega_b and redshift.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

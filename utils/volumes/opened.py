@@ -1,7 +1,5 @@
 """The volumes of a config: each file is opened once, checked against it, and copied to `use_cache` if that is set."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -82,7 +80,7 @@ class Volumes:
     _opened: dict[tuple[str | None, ...], Volume] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, config: Config, reads: str | None) -> Volumes:
+    def open(cls, config: Config, reads: str | None) -> "Volumes":
         """Completes the config: transform, shapes of volumes that are not one cube, ranges of conditions.
 
         Numbers of channels and box_size are read from the files, too, unless it names them. Raises UserError if the
@@ -112,7 +110,7 @@ class Volumes:
     def has_files(self) -> bool:
         return self.reads in VOLUME_FILES
 
-    def changed(self, **keys: Any) -> Volumes:
+    def changed(self, **keys: Any) -> "Volumes":
         """The volumes for a config with other values of these keys; files that are open stay open."""
         return dataclasses.replace(self, config=self.config.model_copy(update=keys))
 

@@ -4,8 +4,6 @@ A parallel file system reads a file from start to end several times faster than 
 would be that much slower.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

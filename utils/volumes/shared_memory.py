@@ -5,8 +5,6 @@ is filled: the memory is released however the run ends, even by SIGKILL. A singl
 with large pages if the kernel has them, from which crops are read a tenth faster.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

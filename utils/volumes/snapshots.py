@@ -4,8 +4,6 @@ Raw files are a directory of little-endian float32 values, one `NAME.f32` per fi
 grids are a directory with one `.npy` file per field, [X, Y, Z] or, as in CAMELS, [N, X, Y, Z]. `nyx.py` reads HDF5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

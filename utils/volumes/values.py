@@ -1,7 +1,5 @@
 """Checks of a volume's values: of a sample before each training run, of all of them in a preflight."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

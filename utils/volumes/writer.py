@@ -5,8 +5,6 @@ process or a full disk cannot damage it; blocks are then written straight to the
 journal holds what the file is made from, and a record one byte per block, which is 1 once the block is on disk.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

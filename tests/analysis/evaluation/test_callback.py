@@ -1,7 +1,5 @@
 """Evaluation during training, which does not change the training, and baselines at its end."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Results of an evaluation: their file, scalars, tables and figures, and the page, which is self-contained HTML."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io

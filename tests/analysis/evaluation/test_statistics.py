@@ -1,7 +1,5 @@
 """Statistics of volumes agree with numpy, with an independent library, and on any number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

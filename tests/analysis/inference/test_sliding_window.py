@@ -1,7 +1,5 @@
 """Sliding-window prediction: the same for any batch, block and number of ranks, or averaged over symmetries."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Reference formulas use CGS units and constants of their own.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The flux of a volume, and P(k, mu), agree with numpy and closed forms, on any number of ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The shuffled plan and the classification loader: exact, resumable, independent of the number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from typing import Any

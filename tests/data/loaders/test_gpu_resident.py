@@ -3,8 +3,6 @@
 Batches are compared with the definition, bit for bit: a slice of the volume, then symmetry.apply.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import closing

@@ -4,8 +4,6 @@ A CUDA stream runs its work in order, at any time; only events order two streams
 runs it as late as possible, as soon as possible, or at random.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import deque
@@ -52,7 +50,7 @@ class Stream:
         if not event.done:
             self.add(event)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         event = Event()
         event.record(other)
         self.wait_event(event)
@@ -106,10 +104,10 @@ class Tensor:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, selection: slice) -> Tensor:
+    def __getitem__(self, selection: slice) -> "Tensor":
         return Tensor(self.device, self.values[selection])
 
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
+    def copy_(self, source: "Tensor", non_blocking: bool = False) -> None:
         assert non_blocking
         self.device.current.add(lambda: np.copyto(self.values, source.values))
 

@@ -1,7 +1,5 @@
 """The threaded crop loader: buffers, threads, errors. test_loaders.py compares its batches."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

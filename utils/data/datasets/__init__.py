@@ -3,8 +3,6 @@
 Nothing in a file is executed: the pickle in Keras's `reuters.npz` is read as data.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

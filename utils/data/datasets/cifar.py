@@ -1,7 +1,5 @@
 """CIFAR-10 in its binary version. Source: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shared by all data sets: their description, and how their files are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The handwritten digits that come with scikit-learn: images of 8 × 8 pixels with values 0 to 16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

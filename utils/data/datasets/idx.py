@@ -1,7 +1,5 @@
 """MNIST and Fashion-MNIST: IDX files, packed by gzip or not. Source of the format: http://yann.lecun.com/exdb/mnist."""
 
-from __future__ import annotations
-
 import gzip
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Reuters newswire topics of Keras: word indices of 11,228 texts in 46 classes."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile

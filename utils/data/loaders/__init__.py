@@ -1,7 +1,5 @@
 """Loaders. All read the same sample plan; a new one is a module here and a line in LOADERS."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

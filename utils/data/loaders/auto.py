@@ -9,8 +9,6 @@ targets in ±1 change by 8e-5 on average, a sixtieth of the final loss of the tu
 not depend on the device's memory.
 """
 
-from __future__ import annotations
-
 import logging
 
 from utils.data.loaders import dali, gpu_resident, threaded

@@ -1,7 +1,5 @@
 """The contract of loaders, the base class of those that read crops, and the building of a loader for each split."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ class Batch:
     def network_inputs(self) -> list[torch.Tensor]:
         return [self.inputs] if self.conditions is None else [self.inputs, self.conditions]
 
-    def first(self, samples: int) -> Batch:
+    def first(self, samples: int) -> "Batch":
         return Batch(*(part[:samples] for part in self))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -115,7 +113,7 @@ class DataSplits:
     train: Loader
     valid: Loader
 
-    def __enter__(self) -> DataSplits:
+    def __enter__(self) -> "DataSplits":
         return self
 
     def __exit__(self, *_: object) -> None:

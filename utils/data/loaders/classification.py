@@ -3,8 +3,6 @@
 Only the epoch's order is copied from the host to the device.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator
 from functools import partial

@@ -3,8 +3,6 @@
 The batch may have any memory format and float type.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ crop is first read row by row into a scratch block that stays in the core's cach
 The sign of a vector component is applied in the first pass at no cost.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence

@@ -7,8 +7,6 @@ the symmetries of the sample plan on the device. On a machine without CUDA the s
 Reference: the operators' documentation, https://docs.nvidia.com/deeplearning/dali/user-guide/docs/operations/index.html
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Generator, Sequence

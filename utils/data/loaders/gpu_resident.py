@@ -3,8 +3,6 @@
 The host reads no data; only the epoch's plan is copied to the device. Without CUDA the loader is the same as `inmem`.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -1,7 +1,5 @@
 """Fills batches on the device while it computes: on a separate stream, one batch ahead of the consumer."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence

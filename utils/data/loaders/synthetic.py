@@ -3,8 +3,6 @@
 It measures the speed of a step whose input costs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import torch

@@ -1,7 +1,5 @@
 """The loaders `lowmem` and `inmem`: threads assemble crops straight into batch buffers, a few batches ahead."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -3,8 +3,6 @@
 To add one, write a subclass of Logger in a module of its own and add a line to LOGGERS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The methods of a logger, and the records of a run: metrics.jsonl and the loggers of its config."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

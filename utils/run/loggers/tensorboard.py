@@ -1,7 +1,5 @@
 """The logger `tensorboard`: scalars, figures and hyperparameters in logs/ in the run directory."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading

@@ -6,8 +6,6 @@ epoch. So a run that resumes after a kill skips the rows that W&B has received, 
 from metrics.jsonl. Offline it starts from none, so the newest directory in wandb/ holds the run from its first step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
