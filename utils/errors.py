@@ -12,6 +12,7 @@ from utils.launchers import launched_rank
 EXIT_USER_ERROR = 2
 EXIT_RESUMABLE = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same command resumes from it
 EXIT_HANG = 76  # a rank hangs or is gone
+EXIT_CORRUPTION = 77  # a rank has other weights than the others, or computes other numbers
 EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
 # Errors that only files have; the error of a read or a write names no file.
@@ -37,9 +38,17 @@ def record_exit_code(code: int) -> None:
 class UserError(ValueError):
     """Invalid input. The message says in one line what is wrong and how to fix it."""
 
+    exit_code = EXIT_USER_ERROR
+
 
 class LocalError(UserError):
     """A UserError that may occur on some ranks only; each rank that raises it prints it."""
+
+
+class CorruptionError(UserError):
+    """The numbers of some ranks are wrong: their memory or device is faulty."""
+
+    exit_code = EXIT_CORRUPTION
 
 
 class Stopped(Exception):
@@ -50,7 +59,8 @@ class Stopped(Exception):
 def one_line_errors() -> Iterator[None]:
     """The one translation of expected errors, at the top of each program.
 
-    A UserError becomes one line on stderr and exit code 2, an OSError of a file likewise; Stopped becomes exit code 75.
+    A UserError becomes one line on stderr and its exit code, and so does, with code 2, an OSError of a file; Stopped
+    becomes exit code 75.
     All ranks raise the same UserError, because they read the same command line and exchange errors that depend on the
     machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError and OSError.
     """
@@ -66,7 +76,7 @@ def one_line_errors() -> Iterator[None]:
         else:
             # A launcher stops all ranks when the first one exits: give rank 0 the time to print.
             time.sleep(GRACE_SECONDS)
-        raise SystemExit(EXIT_USER_ERROR) from None
+        raise SystemExit(expected.exit_code) from None
     except Stopped:
         raise SystemExit(EXIT_RESUMABLE) from None
     except KeyboardInterrupt as interrupt:

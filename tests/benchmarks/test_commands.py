@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import checkpoints, common, convergence, flux, last_layers, loaders, symmetries
+from benchmarks import checkpoints, common, convergence, flux, integrity, last_layers, loaders, symmetries
 from benchmarks.last_layers import SubPixelConv3d
 from utils import config as configs
 from utils.steps import build
@@ -34,6 +34,7 @@ def check(directory: Path, name: str, tables: int = 0) -> dict[str, Any]:
 
 TINY_LOADERS = ["--box=16", "--crop=8", "--batch=1", "--trials=1", "--starts=1", "--batches=2", "--epoch_batches=2"]
 COMMANDS: dict[Any, list[str]] = {
+    integrity: ["--width=2", "--scales=2", "--crop=8", "--batch=1", "--trials=2", "--steps=1"],
     checkpoints: ["--width=2", "--scales=2", "--crop=8", "--batch=1", "--trials=2", "--steps=1"],
     flux: ["--side=8", "--large=12", "--trials=2", "--threads=1"],
     loaders: [*TINY_LOADERS, "--settle=0", "--workers=1"],

@@ -24,6 +24,7 @@ from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
 from utils.steps import build
 from utils.steps.eager import EagerStep
+from utils.training.integrity import digest
 
 FOLDER = Path(__file__).parents[2] / "config"
 SMALL = {"network.width": 4, "network.scales": 2, "data_size": 16}
@@ -70,7 +71,7 @@ CONFIGS = shipped() | {
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, the first of which creates the optimizer's state."""
+    """Two steps, the first of which creates the optimizer's state; and what an integrity check computes."""
     pytest.importorskip("triton")
     monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
     monkeypatch.setattr(strided, "unavailable", lambda device: "")
@@ -87,6 +88,8 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
             for _ in range(2):
                 # A graph step sets the learning rate on the device, and records the rest.
                 step._train(batch) if recorded else step(batch, 0.1)
+            assert step.replay(batch).shape == (2,)
+            assert digest(step.replicated()).shape == ()
 
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {

@@ -17,6 +17,7 @@ from utils.config.sections import (
     EarlyStoppingConfig,
     EvaluationConfig,
     Fraction,
+    IntegrityConfig,
     LrScheduleConfig,
     Name,
     NetworkConfig,
@@ -83,6 +84,7 @@ class NeutralKeys(Section):
     # In addition to SIGTERM: save a checkpoint and exit with code 75.
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    integrity: IntegrityConfig = IntegrityConfig()
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
     # Names of LOGGERS in utils/run/loggers. out.log and metrics.jsonl are always written.
     loggers: list[str] = Field(default=["tensorboard"])

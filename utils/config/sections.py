@@ -230,6 +230,13 @@ class TimeoutsConfig(Section):
     hang: Rate = 600.0  # seconds without progress of any rank; then the run ends; 0: no limit
 
 
+class IntegrityConfig(Section):
+    """Checks that the ranks agree on weights and results; see utils/training/integrity.py."""
+
+    every: Count = 0  # steps between two checks; 0: none
+    action: Literal["stop", "warn"] = "stop"  # at a difference: stop with exit code 77, or log a warning
+
+
 class CheckpointConfig(Section):
     """Checkpoints in addition to the one at the end of the run; see utils/run/checkpoint.py."""
 

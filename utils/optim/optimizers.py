@@ -86,6 +86,16 @@ def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, 
     return 2 * 4 * sum(parameter.numel() for parameter in parameters.values())  # Adam's, the most of the others
 
 
+def replicated_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of the state that are equal on all ranks: each rank of SOAP follows some of the statistics only."""
+    return [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not name.startswith("statistics_")
+    ]
+
+
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state for `load_state`; it shares the optimizer's tensors. Every rank calls it.
 

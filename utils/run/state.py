@@ -25,6 +25,7 @@ class TrainState:
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
     skipped: int = 0  # steps whose update was skipped, in total
     skipped_in_a_row: int = 0
+    checked: int = 0  # the last step whose integrity check repeated a micro-batch with the same result
     initial_loss: float = float("nan")  # validation losses
     final_loss: float = float("nan")
     best_loss: float = float("inf")  # the lowest at the end of an epoch that is saved (checkpoint.every_epochs)

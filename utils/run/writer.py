@@ -166,7 +166,7 @@ class BackgroundWriter(CheckpointWriter):
 
     def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         """Writes one checkpoint, points the link to the best one, and removes old ones."""
-        step, best_step = weights["step"], weights["best_step"]
+        step, best_step, checked = weights["step"], weights["best_step"], training["state"]["checked"]
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
@@ -178,7 +178,7 @@ class BackgroundWriter(CheckpointWriter):
         log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
         self.link_best(best_step)
         with _errors_logged(f"Cannot remove an old checkpoint in {self._folder}"):
-            prune(self._folder, self._keep_last, step, best_step)
+            prune(self._folder, self._keep_last, step, best_step, checked)
 
 
 @contextlib.contextmanager
@@ -189,15 +189,17 @@ def _errors_logged(action: str) -> Iterator[None]:
         log.warning("%s: %s", action, os_reason(error))
 
 
-def prune(folder: Path, keep_last: int, last: int, best_step: int) -> None:
-    """Removes all but the last and the best checkpoints.
+def prune(folder: Path, keep_last: int, last: int, best_step: int, checked: int = 0) -> None:
+    """Removes all but the last and the best checkpoints, and the newest one up to the step `checked`.
 
     Checkpoints of steps after `last` stay: they were skipped as damaged, and this run has not resumed there. So does
     the checkpoint that the link names, if the save of a better one has failed.
     """
     best = (folder / BEST).resolve().name
-    for step in [step for step in saved_steps(folder) if step <= last][keep_last:]:
-        if step != best_step and step_directory(folder, step).name != best:
+    steps = [step for step in saved_steps(folder) if step <= last]  # the newest one first
+    kept = {best_step, next((step for step in steps if step <= checked), best_step)}
+    for step in steps[keep_last:]:
+        if step not in kept and step_directory(folder, step).name != best:
             shutil.rmtree(step_directory(folder, step))
 
 
@@ -211,7 +213,7 @@ def check_space(folder: Path, size: ModelSize, resumes: bool) -> str:
     are in the folder now are removed at the start, unless the run resumes. A quota may leave less space.
     """
     needed, keep_last = size.checkpoint, size.config.checkpoint.keep_last
-    count = keep_last + 2  # the best one, and the one that is being written
+    count = keep_last + 2 + (size.config.integrity.every > 0)  # the best, the one that is being written, the checked
     existing = sum(file.stat().st_size for file in folder.glob("step_*/*"))
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     have, remedy = f"{folder} has {_megabytes(free)} free", "free some space, or choose another place with expdir"

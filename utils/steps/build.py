@@ -242,6 +242,8 @@ def options_without_effect(config: Config, world: World) -> Iterator[str]:
         yield "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size"
     if config.gradient_compression != "none" and not exchanges:
         yield "gradient_compression has no effect: no gradients are exchanged"
+    if config.integrity.every and world.size > 1 and not exchanges:
+        yield "integrity has no effect: no gradients are exchanged, so that the ranks train different networks"
     if config.static_graph and not exchanges:
         yield "static_graph has no effect: no gradients are exchanged"
     if exchanges and on_gpu and "nccl" not in dist.get_backend_config():

@@ -16,7 +16,7 @@ from utils.config import Config
 from utils.data.loaders.base import Batch
 from utils.distributed.world import World
 from utils.optim.ema import EMA, trained_weights
-from utils.optim.optimizers import load_state, saved_state, share, update
+from utils.optim.optimizers import load_state, replicated_state, saved_state, share, update
 from utils.steps.annotate import annotate
 from utils.steps.compile import Compiled
 from utils.steps.data_parallel import GradientNormProbe, ManualDataParallel, data_parallel, gradients_of
@@ -105,19 +105,48 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
         Forward and backward as in a step, without an update. Restores buffers, gradients and random state, so that the
         training does not change. Every rank calls it, with a batch like those it will train on.
         """
-        before = {name: buffer.clone() for name, buffer in self._trained.named_buffers()}
-        on_gpu = self._device.type == "cuda"
         self._trained.train()
-        with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
+        with self._buffers_and_random_state_kept():
             # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
             for _ in range(2 if self._config.static_graph else 1):
                 self._accumulate(batch)
-        with torch.no_grad():
-            for name, buffer in self._trained.named_buffers():
-                buffer.copy_(before[name])
         self._trained.zero_grad(set_to_none=True)
-        if on_gpu:
+        if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    @contextlib.contextmanager
+    def _buffers_and_random_state_kept(self) -> Iterator[None]:
+        before = [buffer.clone() for buffer in self._trained.buffers()]
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            yield
+        with torch.no_grad():
+            for buffer, old in zip(self._trained.buffers(), before, strict=True):
+                buffer.copy_(old)
+
+    def replay(self, batch: Batch) -> torch.Tensor:
+        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange; changes no gradient."""
+        self._trained.train()
+        with self._autocast():
+            loss = self._trained(*batch)
+        gradients = torch.autograd.grad(self._scaler.scale(loss), self._parameters, allow_unused=True)
+        norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+        return torch.stack([loss.detach().float(), norm.float()])
+
+    def is_repeatable(self, batch: Batch) -> bool:
+        """False if a replay draws random numbers or changes buffers, as dropout and batch norms do."""
+        with self._buffers_and_random_state_kept():
+            before = [*map(torch.clone, self._trained.buffers()), *self._random_states()]
+            self.replay(batch)
+            return all(map(torch.equal, before, [*self._trained.buffers(), *self._random_states()]))
+
+    def _random_states(self) -> list[torch.Tensor]:
+        on_gpu = self._device.type == "cuda"
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self._device)] if on_gpu else [])]
+
+    def replicated(self) -> list[torch.Tensor]:
+        """The tensors that are equal on all ranks: parameters, their averages and the optimizer's state."""
+        averages = [] if self._average is None else self.network.parameters()
+        return [*self._trained.network.parameters(), *averages, *replicated_state(self.optimizer)]
 
     def state(self) -> dict[str, Any]:
         """Everything that changes from step to step. Holds the tensors themselves: copy them to keep them."""

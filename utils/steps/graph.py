@@ -105,6 +105,10 @@ class GraphStep(EagerStep):
         with self._on_stream():
             super().warm_up(batch)
 
+    def replay(self, batch: Batch) -> torch.Tensor:
+        with self._on_stream():
+            return super().replay(batch)
+
     def close(self) -> None:
         self._graphs.clear()
         self._copies.clear()

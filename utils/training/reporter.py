@@ -44,13 +44,15 @@ class Reporter:
         self.interval, self.clock = Stopwatch(), Stopwatch()
         self.clock.started -= state.seconds  # as if this process had trained all steps
 
-    def after_step(self, loss: torch.Tensor, state: TrainState) -> None:
-        """Records a step, without waiting for the device; logs the interval if the step is its last one."""
+    def after_step(self, loss: torch.Tensor, state: TrainState) -> bool:
+        """Records a step, without waiting for the device. If it is the last one of an interval, logs that: True."""
         self._recorder.record(loss, self.step.gradient_norm, *([self.step.probe.square] if self.step.probe else []))
         self.interval.steps += 1
         if len(state.unlogged) + len(self._recorder) >= self.config.log_interval or state.batch == self.steps:
             self._log_interval(state)
             self.interval = Stopwatch()
+            return True
+        return False
 
     def read_steps(self, state: TrainState) -> None:
         """Reads the steps since the last read; logs skipped updates, and raises UserError after too many in a row."""

@@ -20,6 +20,7 @@ from utils.steps.annotate import annotate
 from utils.steps.build import Parts
 from utils.steps.kernels import compile_kernels
 from utils.training.hooks import Evaluation, Profiler
+from utils.training.integrity import Integrity
 from utils.training.metrics import Stopwatch, Validation, WeightedMean
 from utils.training.reporter import Reporter
 
@@ -44,6 +45,7 @@ class Trainer:
         self.profiler, self.evaluation, self.signals = profiler, evaluation, signals
         self.schedule = build_schedule(config)
         self.reporter = Reporter(config, parts, run, self.schedule, state)
+        self.integrity = Integrity(config, parts.step, run.world)
         self._pulse, self._coordinator = self.world.pulse, StopCoordinator(self.world)
         self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
@@ -99,6 +101,7 @@ class Trainer:
             self._pulse.enter("start", state.step)  # compilers may need minutes
             clock = Stopwatch()
             self.step.warm_up(batch)
+            self.integrity.prepare(batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
             log.info(f"Warm-up, first forward and backward pass: {clock.seconds():.3f} sec")
 
@@ -115,7 +118,8 @@ class Trainer:
             progress.advance(state.batch)
             while state.batch < steps:
                 loss = self._train_step(batches)
-                self.reporter.after_step(loss, state)
+                if self.reporter.after_step(loss, state):
+                    self.integrity.compare(state)
                 progress.advance(note=f"loss {state.losses[-1]:.5f}" if state.losses else "")
                 state.epoch_seconds += clock.lap()
                 self._save_or_stop(ends_epoch=state.batch == steps)
@@ -133,6 +137,7 @@ class Trainer:
             loss = self.step(batch, lr)
         state.batch += 1
         state.step += 1
+        self.integrity.after_step(batch, state.step)
         return loss
 
     def _validate(self) -> Validation:
@@ -187,7 +192,9 @@ class Trainer:
 
     def _save(self, wait: bool = False) -> None:
         """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
+        self.integrity.before_save(self.state.step)
         self.reporter.read_steps(self.state)
+        self.integrity.compare(self.state)
         self.records.flush()
         self._pulse.enter("save", self.state.step)
         self.state.seconds = self.reporter.clock.seconds()

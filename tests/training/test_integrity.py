@@ -1,0 +1,226 @@
+"""Integrity checks find flipped bits and devices that compute wrong, name the rank, and change no bit of a run."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from small_steps import batch, make_step
+from torch import nn
+from trainings import ALONE, YAML, assert_equal, directory, last, train_on
+
+import train
+from utils.distributed.world import World
+from utils.errors import EXIT_CORRUPTION, CorruptionError
+from utils.steps.eager import EagerStep
+from utils.training.integrity import digest, disagreeing, minority
+
+FAULTY, STEP, EVERY = 1, 6, 4  # the rank, the step that it flips a bit in, and the steps between two checks
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flips a bit of one element, in place. It is not the lowest one: an update may round that of a gradient away."""
+    tensor.detach().view(torch.int32)[(0,) * tensor.dim()] ^= 1 << 20
+
+
+class CountingStep(EagerStep):
+    steps = 0
+
+    @property
+    def flips(self) -> bool:
+        return self.steps == STEP and dist.get_rank() == FAULTY
+
+    def __call__(self, *arguments):
+        self.steps += 1
+        return super().__call__(*arguments)
+
+
+class WeightFlips(CountingStep):
+    def __call__(self, *arguments):
+        loss = super().__call__(*arguments)
+        if self.flips:
+            flip(self._parameters[0])
+        return loss
+
+
+class MomentFlips(CountingStep):
+    def __call__(self, *arguments):
+        loss = super().__call__(*arguments)
+        if self.flips:
+            flip(self.optimizer.state[self._parameters[-1]]["exp_avg_sq"])
+        return loss
+
+
+class GradientFlips(CountingStep):
+    """After the exchange, before the update."""
+
+    def _clip(self):
+        if self.flips:
+            flip(self._parameters[0].grad)
+        return super()._clip()
+
+
+class ComputesWrong(EagerStep):
+    """Finite gradients that are slightly wrong in every step. All ranks update with the same mean."""
+
+    def __init__(self, model, *arguments):
+        super().__init__(model, *arguments)
+        if dist.get_rank() == FAULTY:
+            model.network.register_forward_hook(lambda module, inputs, outputs: outputs * 1.0001)
+
+
+def flags_of(expdir: Path, data_flags: list[str], *more: str) -> list[str]:
+    return [*data_flags, "--config=test", f"--set=expdir={expdir}", f"--set=integrity.every={EVERY}", *more]
+
+
+def train_until_error(world: World, flags: list[str], step_class: type[EagerStep]) -> str:
+    with pytest.raises(CorruptionError) as error:
+        train_on(world, flags, step_class)
+    return str(error.value)
+
+
+def error_of(ranks: int, flags: list[str], step_class: type[EagerStep]) -> str:
+    (line,) = {*run_ranks(train_until_error, ranks, flags, step_class)}  # the same on every rank
+    return line
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("step_class", [WeightFlips, MomentFlips, GradientFlips])
+def test_a_flipped_bit_is_found_at_the_next_check(
+    ranks: int, step_class: type[EagerStep], tmp_path: Path, data_flags: list[str]
+) -> None:
+    """Two ranks cannot say which of them is wrong; of three, it is the one in the minority."""
+    batches = ["--set=global_batch_size=6", "--set=Nsamples=60"]
+    line = error_of(ranks, flags_of(tmp_path, data_flags, *batches, "--set=log_interval=2"), step_class)
+    host = socket.gethostname()
+    named = f"one of the ranks 0 ({host}), 1 ({host})" if ranks == 2 else f"rank 1 ({host})"
+    assert line.startswith(f"integrity check of step 8: wrong weights or optimizer state on {named}; "), line
+    assert not [*directory(tmp_path, ranks).glob("checkpoints/step_*")]
+
+
+def test_no_checkpoint_has_weights_on_which_the_ranks_differ(tmp_path: Path, data_flags: list[str]) -> None:
+    """A save compares first, also between two checks."""
+    saves = ["--set=checkpoint.every_steps=1", "--set=integrity.every=1000"]
+    line = error_of(2, flags_of(tmp_path, data_flags, *saves), WeightFlips)
+    assert line.startswith(f"integrity check of step {STEP}: ")
+    assert last(directory(tmp_path, 2)).state.step == STEP - 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_device_that_computes_wrong_is_found_by_a_replay(ranks: int, tmp_path: Path, data_flags: list[str]) -> None:
+    batches = ["--set=global_batch_size=6", "--set=Nsamples=60"]
+    line = error_of(ranks, flags_of(tmp_path, data_flags, *batches), ComputesWrong)
+    named = "one of the ranks 0 (" if ranks == 2 else f"rank {FAULTY} ("
+    assert line.startswith(f"integrity check of step {EVERY}: wrong results of a micro-batch on {named}")
+
+
+class ComputesWrongOnceAtEachCheck(EagerStep):
+    """One rank alone: every second pass without exchange differs."""
+
+    replays = 0
+
+    def replay(self, batch):
+        self.replays += 1
+        return super().replay(batch) * (1 + 1e-6 * (self.replays % 2))
+
+
+def test_one_rank_repeats_its_own_micro_batch(
+    tmp_path: Path, data_flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        train.main([f"--yaml_config={YAML}", *flags_of(tmp_path, data_flags)], ComputesWrongOnceAtEachCheck)
+    assert end.value.code == EXIT_CORRUPTION == 77
+    assert re.search(
+        r"^error: integrity check of step 4: wrong results of a micro-batch on rank 0 \(", capfd.readouterr().err, re.M
+    )
+
+
+def test_a_warning_lets_the_run_continue(tmp_path: Path, data_flags: list[str]) -> None:
+    flags = flags_of(tmp_path, data_flags, "--set=integrity.action=warn")
+    run_ranks(train_on, 2, flags, ComputesWrong)
+    run = directory(tmp_path, 2)
+    assert len(re.findall("WARNING.*integrity check of step", (run / "out.log").read_text())) == 4
+    assert last(run).state.checked == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=2", "--set=ema_decay=0.9"]],
+    ids=["adam", "soap and average"],
+)
+def test_a_run_with_checks_has_the_same_bits_as_one_without(
+    options: list[str], tmp_path: Path, data_flags: list[str]
+) -> None:
+    ends = []
+    for every in (0, 3):
+        flags = flags_of(tmp_path / str(every), data_flags, *options, "--set=accumulation_steps=2")
+        run_ranks(train_on, 2, [*flags, f"--set=integrity.every={every}"])
+        ends.append(last(directory(tmp_path / str(every), 2)))
+    assert_equal(ends[0].weights["network"], ends[1].weights["network"])
+    for part in ("optimizer", "scaler", "random"):
+        assert_equal(ends[0].training[part], ends[1].training[part])
+    assert [end.state.checked for end in ends] == [0, 15]
+
+
+def test_the_last_checkpoint_before_a_good_replay_is_kept(tmp_path: Path, data_flags: list[str]) -> None:
+    """In addition to the last two: checks after steps 7 and 14, a checkpoint after each of the 16 steps."""
+    options = ["--set=checkpoint.every_steps=1", "--set=checkpoint.keep_last=2", "--set=integrity.every=7"]
+    train_on(ALONE, flags_of(tmp_path, data_flags, *options))
+    kept = {int(path.name[5:]) for path in (directory(tmp_path) / "checkpoints").glob("step_*")}
+    assert kept - {last(directory(tmp_path)).state.best_step} | {16} == {14, 15, 16}
+
+
+def test_networks_that_draw_numbers_are_compared_by_digest_alone() -> None:
+    assert make_step().is_repeatable(batch())
+    for layer in (nn.Dropout(0.5), nn.BatchNorm3d(4)):
+        step = make_step(network=nn.Sequential(layer, nn.Conv3d(4, 5, 1)))
+        buffers, random = [buffer.clone() for buffer in step.network.buffers()], torch.get_rng_state()
+        assert not step.is_repeatable(batch())
+        assert_equal(buffers, [*step.network.buffers()])
+        assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_replay_changes_no_gradient() -> None:
+    step = make_step("adam")
+    step(batch(), 0.01)
+    before = [parameter.grad.clone() for parameter in step._parameters]
+    first, second = step.replay(batch(1)), step.replay(batch(1))
+    assert torch.equal(first, second)
+    assert_equal(before, [parameter.grad for parameter in step._parameters])
+    loss = step(batch(1), 0.01)
+    assert_equal(first, torch.stack([loss, step.gradient_norm]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+def test_a_digest_depends_on_each_bit_and_on_the_order(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(6, dtype=torch.uint8).to(dtype), torch.ones(2, 3, dtype=dtype).T]
+    before = digest(tensors)
+    assert before == digest([tensor.clone() for tensor in tensors])
+    assert before != digest(tensors[::-1])
+    for tensor in tensors:
+        integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        for bit in range(8 * tensor.element_size() - (dtype != torch.uint8)):
+            integers[1] ^= 1 << bit
+            assert digest(tensors) != before
+            integers[1] ^= 1 << bit
+
+
+def test_suspects() -> None:
+    assert minority([5, 5, 5]) == []
+    assert minority([5, 6]) == [0, 1]
+    assert minority([5, 5, 6]) == [2]
+    assert minority([5, 5, 6, 6]) == [0, 1, 2, 3]
+
+    def of(results: list[tuple[float, float]]) -> list[int]:
+        return disagreeing(torch.tensor(results)[..., None], torch.equal)
+
+    assert of([(1, 1)]) == []
+    assert of([(1, 2)]) == [0]
+    # Rank r has its own batch's result, r, and that of the rank before it.
+    assert of([(0, 2), (1, 0), (2, 1)]) == []
+    assert of([(0, 2), (1.5, 0.5), (2, 1)]) == [1]
+    assert of([(0, 1), (1, 0.5)]) == [0, 1]
+    assert of([(0, 3), (1, 0), (2, 1.5), (3, 2)]) == [1, 2]  # once: it may be either

@@ -1,0 +1,165 @@
+"""Integrity checks: name the rank whose weights have drifted, or whose device computes wrong but finite numbers.
+
+Most wrong numbers of faulty hardware are finite (arXiv:2605.04213), so that a check for NaN and infinity misses them.
+Ranks that train together can compare what must be equal:
+
+- Digests: parameters and optimizer state have the same bits on every rank.
+- Replays: each rank computes a micro-batch of its last step again, and so does the next rank. Loss and gradient norm
+  must agree.
+
+The loop queues both after a step, without waiting for the device, and compares them where it reads the losses anyway.
+Digests are also compared before each save, so that all ranks agree on each checkpoint.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from utils.config import Config
+from utils.data.loaders import Batch
+from utils.distributed.world import World
+from utils.errors import CorruptionError
+from utils.log import once_per_job
+from utils.run.provenance import device_name
+from utils.run.state import TrainState
+from utils.steps.eager import EagerStep
+
+log = once_per_job(__name__)
+
+# Relative differences that other algorithms or devices explain, by whether the step uses half precision.
+TOLERANCES = {True: 0.02, False: 0.001}
+MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # an odd int64: 2⁶⁴ divided by the golden ratio
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+REMEDY = "test the device (on NVIDIA: dcgmi diag -r 3) and run elsewhere (sbatch --exclude=HOST)"
+
+
+class Check(NamedTuple):
+    """What the ranks compare after a step, on the device. Replays: see `Integrity._replay`."""
+
+    step: int
+    digest: torch.Tensor
+    replays: torch.Tensor | None
+
+
+class Integrity:
+    """The integrity checks of a training run. Every rank calls each method after the same steps."""
+
+    def __init__(self, config: Config, step: EagerStep, world: World) -> None:
+        self._step, self._world, self._parts = step, world, config.accumulation_steps
+        # Without gradient exchange the ranks train different networks.
+        self._every = 0 if config.noddp and world.size > 1 else config.integrity.every
+        self._warns = config.integrity.action == "warn"
+        self._tolerance = TOLERANCES[config.enable_amp]
+        self._repeats_bits = config.deterministic or world.device.type == "cpu"
+        self._can_replay = False
+        self._pending: list[Check] = []
+
+    def prepare(self, batch: Batch) -> None:
+        """Determines what can be compared, and logs it. Called once, before the first step."""
+        if not self._every:
+            return
+        self._can_replay = self._step.is_repeatable(self._micro_batch(batch))
+        # Other devices or numbers of threads add in another order.
+        kinds = self._world.gather_json([device_name(self._world.device), torch.get_num_threads()])
+        self._repeats_bits &= all(kind == kinds[0] for kind in kinds)
+        bound = "bit for bit" if self._repeats_bits else f"to {100 * self._tolerance:g} %"
+        replays = f"replays agree {bound}" if self._can_replay else "no replays, the network has dropout or batch norms"
+        log.info(f"Integrity check every {self._every} steps: weights and optimizer state are equal, {replays}")
+
+    def after_step(self, batch: Batch, step: int) -> None:
+        """Queues a check if it is due. `batch`: that of the step."""
+        if self._every and step % self._every == 0:
+            replays = self._replay(self._micro_batch(batch)) if self._can_replay else None
+            self._pending.append(Check(step, digest(self._step.replicated()), replays))
+
+    def before_save(self, step: int) -> None:
+        """Queues a comparison of the digests."""
+        if self._every:
+            self._pending.append(Check(step, digest(self._step.replicated()), None))
+
+    def compare(self, state: TrainState) -> None:
+        """Compares what is queued, which waits for the device; sets `state.checked`, the last step with good replays.
+
+        Raises CorruptionError, on every rank, at the first difference, or logs a warning.
+        """
+        pending, self._pending = self._pending, []
+        for check in pending:
+            suspects = minority(self._world.gather(check.digest).tolist())
+            if suspects:
+                self._report(check.step, "weights or optimizer state", suspects, "the same command resumes")
+            elif check.replays is not None:
+                suspects = disagreeing(self._world.gather(check.replays).cpu(), self._agree)
+                if suspects:
+                    doubt = f"checkpoints after step {state.checked} may be wrong: remove them before you resume"
+                    self._report(check.step, "results of a micro-batch", suspects, doubt)
+                else:
+                    state.checked = check.step
+
+    def _report(self, step: int, what: str, suspects: Sequence[int], checkpoints: str) -> None:
+        hosts = self._world.gather_json(socket.gethostname())
+        ranks = ", ".join(f"{rank} ({hosts[rank]})" for rank in suspects[:8])
+        where = f"one of the ranks {ranks}" if len(suspects) > 1 else f"rank {ranks}"
+        line = f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}; {checkpoints}"
+        if not self._warns:
+            raise CorruptionError(line)
+        log.warning(line)
+
+    def _micro_batch(self, batch: Batch) -> Batch:
+        return Batch(*(part.chunk(self._parts)[0] for part in batch))
+
+    def _replay(self, batch: Batch) -> torch.Tensor:
+        """Loss and gradient norm [2, 2] of this rank's micro-batch, and of that of the rank before it."""
+        # Two copies, so that both are at the start of their memory on every rank: an address can decide on the bits.
+        own = Batch(*(torch.empty_like(part).copy_(part) for part in batch))
+        received = Batch(*(self._from_previous_rank(part) for part in batch))
+        return torch.stack([self._step.replay(own), self._step.replay(received)])
+
+    def _from_previous_rank(self, part: torch.Tensor) -> torch.Tensor:
+        """This part of the batch of the rank before this one, to which rank 0 is the last one."""
+        rank, ranks = self._world.rank, self._world.size
+        sent, received = [0] * ranks, [0] * ranks
+        sent[(rank + 1) % ranks] = received[(rank - 1) % ranks] = part.numel()
+        values = self._world.exchange(part.flatten(), sent, received)
+        return torch.empty_like(part).copy_(values.view(part.shape))
+
+    def _agree(self, result: torch.Tensor, repeated: torch.Tensor) -> bool:
+        tolerance = 0.0 if self._repeats_bits else self._tolerance
+        return torch.allclose(result, repeated, rtol=tolerance, atol=0.0, equal_nan=True)
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A number [] int64 of the tensors' bits, on the device of the first one; nothing waits for it.
+
+    The bits of each tensor are added as integers, in any order with the same sum: a wrong element always changes it.
+    """
+    sums = [tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    total = torch.zeros_like(sums[0])
+    for value in sums:
+        total = total * MULTIPLIER + value.to(total.device)
+    return total
+
+
+def minority(digests: Sequence[int]) -> list[int]:
+    """The ranks whose digest is not that of most ranks; all of them if no digest has a majority, none if all agree."""
+    (digest, count), *others = Counter(digests).most_common()
+    if not others:
+        return []
+    majority = digest if 2 * count > len(digests) else None
+    return [rank for rank, value in enumerate(digests) if value != majority]
+
+
+def disagreeing(replays: torch.Tensor, agree: Callable[[torch.Tensor, torch.Tensor], bool]) -> list[int]:
+    """The ranks that may compute wrong, from [ranks, (own, of the rank before), values]; empty if all agree.
+
+    A rank that differs from both neighbors is wrong. If only two ranks differ from each other, it is one of them.
+    """
+    ranks = len(replays)
+    counts: Counter[int] = Counter()
+    for rank in range(ranks):
+        if not agree(replays[rank, 0], replays[(rank + 1) % ranks, 1]):
+            counts.update({rank, (rank + 1) % ranks})
+    return sorted(rank for rank, count in counts.items() if count == max(counts.values()))
