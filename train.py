@@ -59,7 +59,7 @@ def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[E
         if run.is_finished():
             return
         with build.assemble(volumes, world, step_class) as parts:
-            state = run.restore(parts.step, parts.size)
+            state = run.restore(parts)
             log.info(configs.describe_config(config, options.yaml_config, options.config))
             build.log_settings(config, world)
             profiler = build_profiler(config, world, run.directory)

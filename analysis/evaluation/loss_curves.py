@@ -33,7 +33,7 @@ def loss_curves(records: Records, loss: str, run: str) -> Figure:
 
     `loss` is the config's; `run` is the first part of the title.
     """
-    names, begin = {name for record in records for name in record}, tags.volume_loss("")
+    names, begin = {name for record in records for name in record}, tags.VOLUME_LOSS
     volumes = {name: f"validation, {name.removeprefix(begin)}" for name in sorted(names) if name.startswith(begin)}
     metrics = sorted({name for name in names if name.endswith(tags.VALID_SUFFIX)} - {*LOSSES, *volumes})
     heights = [3.0, *([2.0] if metrics else []), 1.0]

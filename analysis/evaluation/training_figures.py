@@ -36,7 +36,7 @@ def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: i
 def record_evaluation(evaluation: Results, run: Run, step: int) -> None:
     """Draws an evaluation for the loggers of the run."""
     for name, figure in figures.draw_all(evaluation).items():
-        run.records.figure(tags.evaluation_figure(name), figure, step)
+        run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
 
 
 def write_loss_curves(directory: RunDirectory, loss: str) -> Path:

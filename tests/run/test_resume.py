@@ -517,7 +517,7 @@ def test_a_summary_that_cannot_be_written_is_no_success(command: Any, start: Any
     """The run ended with exit code 0 and a warning."""
     with monkeypatch.context() as patch:
         full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-        patch.setattr(runs, "dataclasses", mock.Mock(asdict=full))
+        patch.setattr(runs, "asdict", full)
         code, stderr = command()
     assert code == 2
     remedy = "the network is saved; the same command writes it"

@@ -224,7 +224,7 @@ def opened(first: Path, **options: Any) -> contextlib.AbstractContextManager[Run
 def begin(first: Path, **options: Any) -> None:
     """Begins a run that is killed at once."""
     with opened(first, **options) as run:
-        run.restore(mock.Mock(), SIZE)
+        run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
 
 
 def begin_and_die(first: Path, renamed: int) -> None:
@@ -275,7 +275,7 @@ def test_runs_that_start_at_once_use_different_directories(first: Path) -> None:
         assert ALONE.heartbeat.folder == two.directory.path, "for the files after a hang"
         with pytest.raises(UserError, match=r"^another run is writing to "):  # A fixed bug: it tried again and again.
             opened(first, resume="no").__enter__()
-        one.restore(mock.Mock(), SIZE)
+        one.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
         with opened(first) as three:
             assert three.directory.path.name == "00-3"
     assert names(first.parent) == ["00"]
@@ -405,7 +405,7 @@ def test_resume_no_removes_what_a_run_has_written_and_nothing_else(recorded: Pat
     before = {path: path.read_bytes() for path in recorded.rglob("*") if path.is_file()}
     with opened(recorded, resume="no", config=config(seed=3)) as run:
         assert all(path.read_bytes() == content for path, content in before.items()), "only once it begins"
-        run.restore(mock.Mock(), SIZE)
+        run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
     assert names(recorded) == [".lock", "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
     assert "seed: 3" in (recorded / "config.yaml").read_text()
 

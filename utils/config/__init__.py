@@ -101,11 +101,11 @@ def describe_config(config: Config, path: str, name: str) -> str:
 
 def _describe_parent(path: str, name: str) -> list[str]:
     with contextlib.suppress(UserError):  # the parent may be incomplete by itself, or the file be gone by now
-        own = find(path, name)
-        if own.parent is not None:
-            both = (validate_section(Config, translate(each.values), name) for each in (own, own.parent))
+        config = find(path, name)
+        if config.parent is not None:
+            both = (validate_section(Config, translate(named.values), name) for named in (config, config.parent))
             changes = ", ".join(f"{key} {value!s:.80}" for key, value in differences(*both).items())
-            return [f"Config {name} extends {own.parent.name}: {changes or 'equal'}"]
+            return [f"Config {name} extends {config.parent.name}: {changes or 'equal'}"]
     return []
 
 

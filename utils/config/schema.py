@@ -208,14 +208,14 @@ class Config(NeutralKeys):
     @property
     def fused_tail_obstacle(self) -> str:
         """Why the network or the loss excludes the fused tail; empty if they do not."""
-        last, own = "last" in self.network.space_to_depth, self.convolutions
+        last, convolutions = "last" in self.network.space_to_depth, self.convolutions
         obstacles = {
             f"network.name is {self.network.name}, not unet": self.network.name != "unet",
             f"loss is {self.loss}, not l1": self.loss != "l1",
             f"lambda_rho is {self.lambda_rho:g}, not 0": self.lambda_rho != 0,
             "channel_weights are set": self.channel_weights is not None,
             "last is not in network.space_to_depth, and convolutions is not own": (
-                not last and own != "own" and not (own == "auto" and self.fused_tail == "auto")
+                not last and convolutions != "own" and (convolutions, self.fused_tail) != ("auto", "auto")
             ),
         }
         return next((reason for reason, holds in obstacles.items() if holds), "")

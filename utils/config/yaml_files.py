@@ -140,7 +140,9 @@ def find(path: str, name: str) -> NamedConfig:
             configs = _read(str(neighbor))[0]
         except UserError as error:  # possibly a file of another program
             configs, faults = {}, f"{faults}; {error}" if name in Path(neighbor).read_text(errors="replace") else faults
-        known |= {other: config for other, config in configs.items() if _has_keys_of_configs(config.values)}
+        for key, config in configs.items():
+            if not config.values or config.values.keys() & Config.model_fields:  # else a file such as benchy-conf.yaml
+                known[key] = config
         if name in configs:
             matches[str(neighbor)] = configs[name]
     if len(matches) > 1:
@@ -151,11 +153,6 @@ def find(path: str, name: str) -> NamedConfig:
         f"unknown config {name} in {path} and the other YAML files of its directory{did_you_mean(name, known)}; "
         f"known: {', '.join(known)}{faults}"
     )
-
-
-def _has_keys_of_configs(values: dict[str, Any]) -> bool:
-    """False for a mapping in a file of another kind, such as benchy-conf.yaml."""
-    return not values or bool(values.keys() & Config.model_fields.keys())
 
 
 def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Configs]:
@@ -206,9 +203,8 @@ def _complete(path: str, configs: dict[str, dict[str, Any]], inherited: Configs)
         parent = (inherited if base == name else known).get(base)
         if parent is None:
             named = merged[:1] if isinstance(merged, list) else [merged]
-            parent = next(
-                (config for config in complete.values() if any(config.values is each for each in named)), None
-            )
+            names = [key for key, config in complete.items() if any(config.values is value for value in named)]
+            parent = complete[names[0]] if names else None
         else:
             _inherit(values, parent.values)
         complete[name] = NamedConfig(name, values, parent)

@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
 from utils.log import once_per_job
 from utils.run.directory import RunDirectory
-from utils.run.state import NOISE_SUMS, TrainState
+from utils.run.state import TrainState
 
 log = once_per_job(__name__)
 
@@ -46,7 +47,10 @@ class Checkpoint:
     path: Path
     weights: dict[str, Any]
     training: dict[str, Any]
-    state: TrainState
+
+    @cached_property
+    def state(self) -> TrainState:
+        return TrainState(**self.training["state"])
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -113,14 +117,7 @@ def load_newest(folder: Path) -> Checkpoint | None:
 
 def load(path: Path) -> Checkpoint:
     """Loads a checkpoint to the CPU without verifying its digests; raises DamagedCheckpoint if it cannot be read."""
-    return _checkpoint(path, read(path / WEIGHTS), read(path / TRAINING))
-
-
-def _checkpoint(path: Path, weights: dict[str, Any], training: dict[str, Any]) -> Checkpoint:
-    state = training["state"]
-    if isinstance(state.get("noise"), list):  # of an earlier version
-        state["noise"] = dict(zip(NOISE_SUMS, state["noise"], strict=False))
-    return Checkpoint(path, weights, training, TrainState(**state))
+    return Checkpoint(path, read(path / WEIGHTS), read(path / TRAINING))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -154,7 +151,7 @@ def share(saved: Checkpoint | None, world: World) -> Checkpoint | None:
     path, weights, training = world.broadcast(
         (str(saved.path), saved.weights, saved.training) if saved else (None,) * 3
     )
-    return saved if saved or path is None else _checkpoint(Path(path), weights, training)
+    return saved if saved or path is None else Checkpoint(Path(path), weights, training)
 
 
 def file_digest(path: Path) -> str:
@@ -174,12 +171,12 @@ def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
 
     The link to the best checkpoint is resolved once, because a training run that is still running moves it.
     """
-    found: tuple[str, dict[str, Any]] | None = None
+    content = None
     with world.raise_together():
         if world.is_root:
             path = weights_file(Path(checkpoint)).resolve()
-            found = str(path), read_weights(path)
-    name, content = world.broadcast(found)
+            content = str(path), read_weights(path)
+    name, content = world.broadcast(content)
     return Path(name), content
 
 

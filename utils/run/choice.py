@@ -97,8 +97,8 @@ class EarlierRun:
 
     def was_started_by(self, jobs: tuple[str, ...]) -> bool:
         """True if one of these jobs has trained it with the command of this process: a job may have several."""
-        own = [record for record in self.records if record.get("command") == command()]
-        return any(set(jobs) & set(record["jobs"]) for record in own)
+        same_command = [record for record in self.records if record.get("command") == command()]
+        return any(set(jobs) & set(record["jobs"]) for record in same_command)
 
     def changes(self, request: RunRequest) -> list[str]:
         """The keys and flags that give the requested run another result; the file's name if it cannot be read."""

@@ -5,15 +5,13 @@ python -m utils.run.compare runs --sort best --csv runs.csv    # all runs below 
 """
 
 import csv
-import io
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from utils import config as configs
 from utils.cli import Parser
@@ -46,25 +44,15 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     runs: dict[Path, None] = {}
     for path in paths:
         config = RunDirectory(path).config
-        below = [path] if config.is_file() else _runs_below(path)
-        if not below:
+        folders = [RunDirectory(file.parent) for file in sorted(path.rglob(config.name))]
+        below = [run.path for run in folders if run.provenance.exists()]
+        if not config.is_file() and not below:
             raise UserError(
                 f"{path} is not a run's directory and has none in it: there is no {config.name}; give one such as "
                 "runs/demo/2ranks/00, or runs"
             )
-        runs |= dict.fromkeys(below)
+        runs |= dict.fromkeys([path] if config.is_file() else below)
     return list(runs)
-
-
-def _runs_below(path: Path) -> list[Path]:
-    runs = []
-    for folder, names, files in os.walk(path):
-        names.sort()
-        run = RunDirectory(Path(folder))
-        if {run.config.name, run.provenance.name} <= {*files}:
-            runs.append(run.path)
-            names.clear()  # a run's own folders hold none
-    return runs
 
 
 def compare(runs: Sequence[Path], order: str) -> list[Row]:
@@ -95,13 +83,11 @@ def remark(rows: Sequence[Row]) -> str:
     return f"warning: these losses cannot be compared, because of different {', '.join(differing)}" if differing else ""
 
 
-def csv_text(rows: Sequence[Row]) -> str:
-    """A header, and a line for each run."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*rows[0]], lineterminator="\n")
+def write_csv(rows: Sequence[Row], file: IO[str]) -> None:
+    """Writes a header, and a line for each run."""
+    writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue()
 
 
 def _flat_config(run: Path) -> dict[str, Any]:
@@ -164,11 +150,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.csv is None:
             print("\n".join(table(rows)))
         elif options.csv == "-":
-            print(csv_text(rows), end="")
+            write_csv(rows, sys.stdout)
         else:
             path = Path(options.csv)
-            with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
-                partial.write_text(csv_text(rows), encoding="utf-8")
+            with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (new,), new.open("w") as file:
+                write_csv(rows, file)
 
 
 if __name__ == "__main__":

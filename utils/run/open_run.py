@@ -5,10 +5,9 @@ holds the directory's lock while the run is open, so that one process at a time 
 """
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
 from utils.steps import build, convolutions
-from utils.steps.eager import EagerStep
-from utils.steps.size import ModelSize
 from utils.volumes.opened import Volumes
 
 log = once_per_job(__name__)
@@ -106,18 +103,18 @@ class Run:
         log.warning(self.start.nothing_to_train)
         return True
 
-    def restore(self, step: EagerStep, size: ModelSize) -> TrainState:
+    def restore(self, parts: build.Parts) -> TrainState:
         """Loads the checkpoint or the weights into the step. From then on the directory records this run.
 
         It replaces the summary and, with --resume=no, all that an earlier run has written. Every rank calls it, after
         all checks.
         """
-        state = self.start.restore(step, self.world)
+        state = self.start.restore(parts.step, self.world)
         record = {**provenance(self.world), "run_num": self.request.directory.path.name}
         record |= {"jobs": self.request.jobs, "origin": self.request.origin}
         with self.world.raise_together():
             if self.world.is_root:
-                self._begin(record, size)
+                self._begin(record, parts)
         return state
 
     def finish(self, result: FitResult, baselines: Mapping[str, float], lines: Sequence[str]) -> None:
@@ -126,7 +123,7 @@ class Run:
         The table has the losses of the `baselines`, by name, and ends with `lines` about files.
         """
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
-        results = {tags.hparam(name): value for name, value in final.items()}
+        results = {tags.HPARAM + name: value for name, value in final.items()}
         self.records.hparams(self.request.config, results, result.steps + 1)
         losses = {self.start.initial_network: result.initial_loss, **baselines}
         table = [*result.table(losses), f"run directory  {self.directory}", *lines]
@@ -135,24 +132,19 @@ class Run:
             self.checkpoint_writer.check()
             self.records.flush()
             if self.world.is_root:
-                self._write_summary(result)
+                path, remedy = self.directory.summary, "the network is saved; the same command writes it"
+                with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
+                    partial.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
         if result.best_step == 0:
             last = step_directory(self.directory.checkpoints, result.steps)
             log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
 
-    def _write_summary(self, result: FitResult) -> None:
-        path = self.directory.summary
-        remedy = "the network is saved; the same command writes it"
-        with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
-            summary = {name: value for name, value in dataclasses.asdict(result).items() if name != "noise_advice"}
-            partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-    def _begin(self, record: dict[str, Any], size: ModelSize) -> None:
+    def _begin(self, record: dict[str, Any], parts: build.Parts) -> None:
         """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""
         directory, start, config = self.directory, self.start, self.request.config
         directory.path.mkdir(parents=True, exist_ok=True)
         if not start.is_complete:
-            check_space(directory.checkpoints, size, resumes=start.path is not None)
+            check_space(directory.checkpoints, parts.size, resumes=start.path is not None)
         if start.path is None and (self.choice.resume == "no" or not directory.config.exists()):
             _remove_run(directory)
         recover(directory.path)

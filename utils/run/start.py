@@ -150,20 +150,13 @@ def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
     return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
 
 
-CONDITION_KEYS = "conditions", "condition_ranges"  # of section network
-
-
 def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises UserError for weights trained with other conditions or ranges, which would mean something else."""
-    names, ranges = ([config.get(f"network.{key}") or [] for config in (before, now)] for key in CONDITION_KEYS)
-    if names[0] != names[1]:
-        remedy = f"--set network.conditions={str(names[0]).replace(' ', '')}"
-        raise UserError(f"{source} was trained with network.conditions {names[0]}, this run has {names[1]}; {remedy}")
-    if ranges[0] != ranges[1]:
-        raise UserError(
-            f"{source} was trained with network.condition_ranges {ranges[0]}, this run has {ranges[1]}; to keep the "
-            f"former, --set network.condition_ranges={str(ranges[0]).replace(' ', '')}"
-        )
+    for key in ("network.conditions", "network.condition_ranges"):
+        trained, current = (config.get(key) or [] for config in (before, now))
+        if trained != current:
+            remedy = f"to keep the former, --set {key}={str(trained).replace(' ', '')}"
+            raise UserError(f"{source} was trained with {key} {trained}, this run has {current}; {remedy}")
 
 
 def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from utils.progress import format_duration
 
-# Of the gradient noise scale: weighted sums over the steps of |G|² and of S, the weights, and the steps.
-NOISE_SUMS = ("gradient", "noise", "weight", "steps")
-
 
 @dataclass
 class TrainState:
@@ -21,7 +18,7 @@ class TrainState:
     losses: list[float] = field(default_factory=list)  # logged losses of the current epoch's steps
     # Loss and gradient norm of the steps that were read from the device but not logged yet.
     unlogged: list[tuple[float, float]] = field(default_factory=list)
-    noise: dict[str, float] = field(default_factory=dict)  # NOISE_SUMS by name, if they are measured
+    noise: dict[str, float] = field(default_factory=dict)  # sums of the gradient noise scale, if it is measured
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
     skipped: int = 0  # steps whose update was skipped, in total
     skipped_in_a_row: int = 0
@@ -73,7 +70,6 @@ class FitResult:
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
     noise_scale: float | None = None  # in samples; None if it was not measured, or could not be
-    noise_advice: str | None = None  # a sentence for the log
     early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
     skipped_updates: int = 0
     best_step: int = 0  # of the best checkpoint, which has best_loss; 0: no saved epoch has lowered the loss
@@ -95,4 +91,4 @@ class FitResult:
         lines.append(f"{'training and validation':<32}{format_duration(self.seconds):>10}   {self.steps} steps")
         if self.skipped_updates:
             lines.append(f"{'skipped updates':<32}{self.skipped_updates:>10}   see the warnings above")
-        return lines if self.noise_advice is None else [*lines, self.noise_advice]
+        return lines

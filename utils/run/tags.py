@@ -7,6 +7,7 @@ TRAIN_LOSS = "Loss/train"
 VALID_LOSS = "Loss/valid"
 ITERATIONS_PER_SECOND = "Avg iters per sec"
 LEARNING_RATE = "Learning Rate"
+VOLUME_LOSS = f"{VALID_LOSS}/"  # followed by the name of one of several validation volumes
 VALID_SUFFIX = "/valid"  # of the validation loss and of every validation metric
 
 # Per logging interval.
@@ -24,16 +25,14 @@ NOISE_PROGRESS = "Noise/relative progress per step"
 # Figures.
 SLICES = "Slices"
 SLICES_LARGEST_ERROR = "Slices, largest error"
+EVALUATION_FIGURE = "Evaluation/"  # followed by the name of a figure of an evaluation of the whole validation volume
+
+HPARAM = "hparam/"  # followed by the name of a final result on TensorBoard's HPARAMS page
 
 
 def ends_epoch(record: Collection[str]) -> bool:
     """True for a record of the end of an epoch, False for one of a logging interval."""
     return STEP_LEARNING_RATE not in record
-
-
-def volume_loss(name: str) -> str:
-    """Tag of the validation loss of one of several volumes."""
-    return f"{VALID_LOSS}/{name}"
 
 
 def valid_metric(name: str) -> str:
@@ -44,13 +43,3 @@ def valid_metric(name: str) -> str:
 def evaluation(quantity: str, name: str) -> str:
     """Tag of a scalar of an evaluation of the whole validation volume; TensorBoard folds those of one quantity."""
     return f"Evaluation {quantity}/{name}"
-
-
-def evaluation_figure(name: str) -> str:
-    """Tag of a figure of an evaluation of the whole validation volume."""
-    return f"Evaluation/{name}"
-
-
-def hparam(name: str) -> str:
-    """Tag of a final result on TensorBoard's HPARAMS page."""
-    return f"hparam/{name}"

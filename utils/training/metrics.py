@@ -193,6 +193,6 @@ class Validation(NamedTuple):
         return cls(loss, dict(zip(metrics, means, strict=True)), seconds, volumes)
 
     def scalars(self) -> dict[str, float]:
-        volumes = {tags.volume_loss(name): loss for name, loss in self.volumes.items()}
+        volumes = {tags.VOLUME_LOSS + name: loss for name, loss in self.volumes.items()}
         metrics = {tags.valid_metric(name): value for name, value in self.metrics.items()}
         return {tags.VALID_LOSS: self.loss, **volumes, **metrics}

@@ -7,8 +7,9 @@ Source: McCandlish, Kaplan, Amodei & OpenAI Dota Team 2018, arXiv:1812.06162, ap
 """
 
 from utils.run import tags
-from utils.run.state import NOISE_SUMS
 
+# Weighted sums over the steps of |G|² and of S, the weights, and the steps.
+SUMS = ("gradient", "noise", "weight", "steps")
 MIN_STEPS = 20  # below that, no result is given
 SMOOTHING = 0.99  # decay per step of the weight of earlier steps: the mean is over about the last hundred
 
@@ -23,10 +24,10 @@ class NoiseScale:
     def __init__(self, part: float, batch: float, sums: dict[str, float]) -> None:
         """`part` < `batch`, both in samples.
 
-        `sums` are the NOISE_SUMS, empty at first; they are updated in place.
+        `sums` has the SUMS by name, none at first; they are updated in place.
         """
         self._part, self._batch, self._sums = part, batch, sums
-        sums.update({name: sums.get(name, 0.0) for name in NOISE_SUMS})
+        sums.update({name: sums.get(name, 0.0) for name in SUMS})
 
     def add(self, part_norm_squared: float, batch_norm_squared: float) -> None:
         """Adds a step's squared gradient norms: of a part of the batch, mean over the parts, and of the batch."""
@@ -54,24 +55,24 @@ class NoiseScale:
         return {} if scale is None else {tags.NOISE_SCALE: scale, tags.NOISE_PROGRESS: 1 / (1 + scale / self._batch)}
 
     def sentence(self) -> str:
-        """The result in one sentence, with its meaning for the number of ranks."""
-        scale, steps, batch = self.samples, self._sums["steps"], self._batch
-        if steps < MIN_STEPS:
-            return f"Gradient noise scale: not known after {steps:g} steps, it needs {MIN_STEPS}"
+        """The meaning of the result for the batch size, in one sentence; empty before MIN_STEPS steps."""
+        scale, batch = self.samples, self._batch
+        if self._sums["steps"] < MIN_STEPS:
+            return ""
         if scale is None:
             return (
-                f"Gradient noise scale: too large to measure with batch {batch:g}, since noise dominates the gradient; "
-                f"larger batches would save steps"
+                f"Larger batches than {batch:g} would save steps: noise dominates the gradient, and its noise scale is "
+                f"too large to measure"
             )
-        advice = "larger batches would save steps"
+        advice = "Larger batches would save steps"
         if batch / scale > 2:
-            advice = "expect little from more ranks"
+            advice = "Larger batches would save few steps, so expect little from more ranks"
         elif batch / scale > 0.5:
-            advice = "larger batches would save steps, with diminishing returns"
+            advice = "Larger batches would save steps, with diminishing returns"
         size = f"{scale:,.0f}" if scale >= 100 else f"{scale:.1f}"
         # A step's progress, relative to one without noise, is 1 / (1 + scale / batch).
         saved = scale / (2 * (batch + scale))
         return (
-            f"Gradient noise scale: {size} samples. Batch {batch:g} is {batch / scale:.2g}× the noise scale: {advice} "
-            f"(doubling the batch would save {100 * saved:.0f} % of the steps)"
+            f"{advice}: twice the batch of {batch:g} would save {100 * saved:.0f} % of the steps. The noise in the "
+            f"gradient equals the gradient at a batch of {size} (its noise scale)"
         )

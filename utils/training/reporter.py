@@ -171,9 +171,11 @@ class Reporter:
         )
 
     def result(self, state: TrainState) -> FitResult:
-        """The result of the run; UserError if all updates were skipped."""
+        """The result of the run; logs the noise scale, and raises UserError if all updates were skipped."""
         if state.skipped == state.step > 0:
             raise UserError(f"training failed: all {state.step} updates were skipped, nothing was learned; {REMEDY}")
+        if self._noise is not None and (sentence := self._noise.sentence()):
+            log.info(sentence)
         return FitResult(
             steps=state.step,
             initial_loss=state.initial_loss,
@@ -183,7 +185,6 @@ class Reporter:
             seconds=self.clock.seconds(),
             metrics=dict(state.metrics),
             noise_scale=self._noise.result if self._noise else None,
-            noise_advice=self._noise.sentence() if self._noise else None,
             early_stop=self._early_stop(state),
             skipped_updates=state.skipped,
             best_step=state.best_step,

@@ -51,8 +51,13 @@ class LoggedRun:
 class Logger:
     """Records a run's scalars, figures and results. The methods do nothing unless a subclass overrides them.
 
-    After its first exception a logger is closed and not used again; the run continues.
+    Files and connections are opened when something is recorded. After its first exception a logger is closed and not
+    used again; the run continues.
     """
+
+    @staticmethod
+    def check() -> None:
+        """Raises UserError with a remedy if a package or setting that the logger needs is missing."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Records finite values."""

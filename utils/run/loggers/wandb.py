@@ -42,25 +42,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def check_wandb() -> None:
-    """Raises UserError if the package or an API key is missing or unusable; asks for none and does not connect."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of errors inside wandb, to its developers
-    try:
-        import wandb
-
-        lacks_key = _is_online(wandb) and not wandb.login(prompt=False, verify=False)
-    except ImportError:
-        raise UserError("the logger wandb needs the package wandb; pip install -e '.[wandb]'") from None
-    except Exception as error:  # such as a short key, or an unknown WANDB_MODE
-        reason = " ".join(str(error).split())
-        raise UserError(f"the logger wandb refuses its settings: {reason}; correct the variable WANDB_…") from None
-    if lacks_key:
-        raise UserError(
-            "the logger wandb has no API key; run `wandb login`, or set WANDB_API_KEY, or record offline with "
-            "WANDB_MODE=offline"
-        )
-
-
 def _is_online(wandb: Any) -> bool:
     """True unless WANDB_MODE or wandb's settings file says otherwise; sets wandb up, for otherwise it is not silent."""
     return wandb.setup(wandb.Settings(**SETTINGS)).settings.mode == "online"
@@ -71,6 +52,25 @@ class WandbLogger(Logger):
 
     def __init__(self, run: LoggedRun) -> None:
         self._logged, self._first_row, self._has_service = run, 0, False
+
+    @staticmethod
+    def check() -> None:
+        """Raises UserError if the package or an API key is missing or unusable; asks for none and does not connect."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of errors inside wandb, to its developers
+        try:
+            import wandb
+
+            lacks_key = _is_online(wandb) and not wandb.login(prompt=False, verify=False)
+        except ImportError:
+            raise UserError("the logger wandb needs the package wandb; pip install -e '.[wandb]'") from None
+        except Exception as error:  # such as a short key, or an unknown WANDB_MODE
+            reason = " ".join(str(error).split())
+            raise UserError(f"the logger wandb refuses its settings: {reason}; correct the variable WANDB_…") from None
+        if lacks_key:
+            raise UserError(
+                "the logger wandb has no API key; run `wandb login`, or set WANDB_API_KEY, or record offline with "
+                "WANDB_MODE=offline"
+            )
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._add(self._run, values, step, tags.ends_epoch(values))
