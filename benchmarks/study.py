@@ -45,7 +45,6 @@ from utils.errors import UserError
 from utils.run import tags
 from utils.run.checkpoint import read_weights, saved_steps, step_directory
 from utils.run.choice import first_directory
-from utils.run.provenance import read_provenance
 from utils.steps import build
 
 LOSS, ACCURACY = "Loss/valid", "training accuracy"
@@ -135,7 +134,7 @@ class Training:
                 where = {"epoch": step / self.config.steps_per_epoch, "samples": samples, "step": step}
                 scalars = {name: value for name, value in record.items() if "/" in name}
                 curve.append({**where, "seconds": seconds, **scalars})
-        commit = read_provenance(self.directory.provenance).get("git_commit")
+        commit = self.directory.read_provenance().get("git_commit")
         labeled = {ACCURACY: self._training_accuracy()} if self.config.is_classification else {}
         return {"seed": self.seed, "curve": curve, "commit": commit, **labeled}
 

@@ -1,6 +1,7 @@
 """Log lines: on stderr, and in the log file of a run with all lines that came before it was open."""
 
 import contextlib
+import functools
 import logging
 import sys
 import textwrap
@@ -73,6 +74,12 @@ def once_per_job(name: str) -> logging.Logger:
     log = logging.getLogger(name)
     log.addFilter(_once)
     return log
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Logs a warning on rank 0 unless this process has logged it before."""
+    once_per_job(__name__).warning(line)
 
 
 def configure_logging(rank: int) -> None:

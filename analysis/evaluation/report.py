@@ -20,7 +20,6 @@ from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory
 from utils.run import tags
 from utils.run.directory import RunDirectory
-from utils.run.provenance import read_provenance
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -78,7 +77,7 @@ def write_run_report(run: RunDirectory) -> list[Path]:
     known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
     evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})
     pictures = _draw(evaluation) | _training_curves(evaluation)
-    provenance = read_provenance(run.provenance)
+    provenance = run.read_provenance()
     provenance.pop("earlier", None)
     with atomic_write([run.report]) as (partial,):
         partial.write_text(page(evaluation, pictures, provenance), encoding="utf-8")

@@ -222,14 +222,12 @@ class Config(NeutralKeys):
 
     def for_world(self, world_size: int) -> "Config":
         """The config with both batch sizes set for this many ranks; raises UserError if they do not suit the run."""
-        total = self.global_batch_size
-        if self.local_batch_size is not None:
-            total = self.local_batch_size * world_size
-        if total % (world_size * self.accumulation_steps):
+        total = self.local_batch_size * world_size if self.local_batch_size else self.global_batch_size
+        multiple = world_size * self.accumulation_steps
+        if total % multiple:
             parts = f"{world_size} ranks"
             if self.accumulation_steps > 1:
                 parts += f" × accumulation_steps {self.accumulation_steps}"
-            multiple = world_size * self.accumulation_steps
             raise UserError(f"global_batch_size {total} is not divisible by {parts}; use a multiple of {multiple}")
         if self.Nsamples < total:
             raise UserError(

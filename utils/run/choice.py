@@ -31,7 +31,6 @@ from utils.distributed.locks import is_locked
 from utils.distributed.rendezvous import text_digest
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import read_json
 from utils.run.directory import RunDirectory
 from utils.run.provenance import command
 
@@ -85,20 +84,17 @@ class EarlierRun:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """The records of the processes that have trained it, latest first; empty if they cannot be read."""
-        try:
-            latest = read_json(self.directory.provenance)
-        except (OSError, ValueError):
-            return []
+        """The records of the processes that have trained it, latest first; some may lack keys."""
+        latest = self.directory.read_provenance()
         return [latest, *reversed(latest.get("earlier", []))]
 
     def belongs_to(self, run_num: str) -> bool:
-        return run_num == (self.records[0]["run_num"] if self.records else self.directory.path.name)
+        return run_num == self.records[0].get("run_num", self.directory.path.name)
 
     def was_started_by(self, jobs: tuple[str, ...]) -> bool:
         """True if one of these jobs has trained it with the command of this process: a job may have several."""
         same_command = [record for record in self.records if record.get("command") == command()]
-        return any(set(jobs) & set(record["jobs"]) for record in same_command)
+        return any(set(jobs) & set(record.get("jobs", ())) for record in same_command)
 
     def changes(self, request: RunRequest) -> list[str]:
         """The keys and flags that give the requested run another result; the file's name if it cannot be read."""
@@ -107,7 +103,7 @@ class EarlierRun:
         except UserError:
             return [self.directory.config.name]
         changes = configs.result_changes(before, request.config)
-        origin = self.records[0]["origin"] if self.records else None
+        origin = self.records[0].get("origin")
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
 
     def why_not_continued(self, request: RunRequest) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.distributed.flight_recorder import RECORD
-from utils.files import recover
+from utils.files import read_json, recover
+from utils.log import warn_once
 
 
 class RunDirectory:
@@ -67,6 +68,12 @@ class RunDirectory:
                 records.append(json.loads(line))
         return records
 
+    def read_summary(self) -> dict[str, Any]:
+        return _read_object(self.summary)
+
+    def read_provenance(self) -> dict[str, Any]:
+        return _read_object(self.provenance)
+
     def evaluated_steps(self) -> list[int]:
         """Steps of the evaluations during training, in ascending order."""
         names = [path.stem[5:] for path in self.evaluations.glob("step_*.npz")]
@@ -79,3 +86,14 @@ class RunDirectory:
         for later in self.evaluated_steps():
             if later > step:
                 self.evaluation(later).unlink(missing_ok=True)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file, and with a warning if it has another form."""
+    try:
+        return dict(read_json(path))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError):
+        warn_once(f"{path} is unreadable and ignored: it was not written by this program, or is damaged")
+        return {}

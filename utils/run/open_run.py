@@ -23,7 +23,7 @@ from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.run.provenance import data_changes, data_record, provenance, read_provenance
+from utils.run.provenance import data_changes, data_record, provenance
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
@@ -174,10 +174,10 @@ class Run:
         path, changes = self.directory.provenance, []
         record["data"] = self.data
         record["convolutions"] = build.convolution_plan(self.request.config, self.world.device)
-        source = self.start.path and RunDirectory(self.start.path.resolve().parent.parent).provenance
-        if source is not None and source.exists():
-            before = read_provenance(source)
-            if source == path.resolve():  # otherwise another run resumes here
+        if self.start.path is not None:
+            source = RunDirectory(self.start.path.resolve().parent.parent)
+            before = source.read_provenance()
+            if source.path == path.resolve().parent:  # otherwise another run resumes here
                 record["earlier"] = [*before.pop("earlier", []), before]
                 record["origin"] = before.get("origin")
             changes = data_changes(before.get("data", {}), record["data"])

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -16,11 +17,8 @@ from utils import git_commit
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, name_ranks
 from utils.errors import UserError
-from utils.files import MIB, read_json
-from utils.log import once_per_job
+from utils.files import MIB
 from utils.volumes.opened import Volumes
-
-log = once_per_job(__name__)
 
 DIGEST = "sha256_of_samples"
 HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times
@@ -49,15 +47,6 @@ def command() -> list[str]:
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
-def read_provenance(path: Path) -> dict[str, Any]:
-    """The record in a provenance.json; with a warning an empty one, if the file is missing or damaged."""
-    try:
-        return dict(read_json(path))
-    except (OSError, ValueError, TypeError) as error:
-        log.warning("Cannot read %s: %s; the earlier provenance is lost", path, error)
-        return {}
-
-
 def versions() -> dict[str, str]:
     """Versions of Python, PyTorch and the libraries that results depend on."""
     import h5py
@@ -78,12 +67,9 @@ def device_name(device: torch.device) -> str:
     """The model of a GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        models = []
-    return models[0] if models else platform.processor() or platform.machine()
+    cpus = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.*)", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 # --- data files: a resumed run notices other data under the same name ------------------------------------------------

@@ -51,11 +51,9 @@ class Start:
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
         self._changes = _changes(saved, config) if saved else []
-        self.is_complete = self.lacks_only_summary = False
-        if saved is not None:
-            self.is_complete = _is_complete(saved.state, config)
-            trained = _is_complete(saved.state, saved.weights["config"])
-            self.lacks_only_summary = self.is_complete and trained and not is_elsewhere
+        self.is_complete = saved is not None and _is_complete(saved.state, config)
+        trained = saved is not None and _is_complete(saved.state, saved.weights["config"])
+        self.lacks_only_summary = self.is_complete and trained and not is_elsewhere
         self.initial_network = "weights of --init_from" if init_from and not saved else "untrained network"
 
     def restore(self, step: EagerStep, world: World) -> TrainState:

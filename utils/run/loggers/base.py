@@ -12,11 +12,9 @@ from typing import IO, Any, NamedTuple
 from utils.config import Config
 from utils.errors import os_reason
 from utils.files import atomic_write
-from utils.log import once_per_job
+from utils.log import warn_once
 from utils.run import tags
 from utils.run.directory import RunDirectory
-
-log = once_per_job(__name__)
 
 
 class Resumed(NamedTuple):
@@ -88,7 +86,6 @@ class RunRecords(Logger):
     def __init__(self, run: LoggedRun, loggers: Sequence[Logger] = ()) -> None:
         self._run, self._loggers = run, list(loggers)
         self._started = time.time()
-        self._warned: set[str] = set()
 
     @cached_property
     def _metrics(self) -> IO[str]:
@@ -136,7 +133,4 @@ class RunRecords(Logger):
     def _warn(self, error: Exception) -> None:
         """Logs the reason of a fault, once."""
         reason = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split()) or repr(error)
-        line = f"Cannot record scalars in {self._run.directory}: {reason}; the run continues"
-        if line not in self._warned:
-            log.warning(line)
-        self._warned.add(line)
+        warn_once(f"Cannot record scalars in {self._run.directory}: {reason}; the run continues")
