@@ -14,10 +14,11 @@ from utils.config.sections import OptimizerConfig
 from utils.data.loaders import Batch
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.optim.optimizers import build_optimizer
+from utils.optim.optimizers import OPTIMIZERS, build_optimizer
 from utils.steps.eager import EagerStep
 
 LR = 0.01
+ON_DEVICE = [name for name in OPTIMIZERS if name != "nadam"]  # they skip updates without waiting for the device
 
 
 def world_on(device: str = "cpu", size: int = 1) -> World:
@@ -29,7 +30,7 @@ ALONE = world_on()
 
 
 def small_network(norm: str = "none", scale: float = 0.1) -> nn.Module:
-    network = build_network("unet", 8, width=4, scales=2, norm=norm)
+    network = build_network("unet", crop=8, width=4, scales=2, norm=norm)
     initialize(network, torch.Generator().manual_seed(0), scale=scale)
     return network
 

@@ -20,7 +20,6 @@ from torch._library.custom_ops import OPDEFS
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim import nadam
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -209,7 +208,6 @@ def fake_gpu(trace: Trace, device: torch.device = CPU) -> Iterator[None]:
         stack.enter_context(mock.patch.object(Soap, "renew"))
         if device.type == "cpu":
             stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", True, create=True))
-            stack.enter_context(mock.patch.object(nadam, "_get_capturable_supported_devices", return_value=["cpu"]))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))  # it would allocate memory there
         with contextlib.suppress(ImportError):
             from triton.runtime.jit import JITFunction

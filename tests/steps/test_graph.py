@@ -13,14 +13,23 @@ from unittest import mock
 import pytest
 import torch
 from devices import ON_GPU
-from small_steps import LR, differing, make_step, refusing_to_wait, small_network, snapshot, weights, world_on
+from small_steps import (
+    LR,
+    ON_DEVICE,
+    differing,
+    make_step,
+    refusing_to_wait,
+    small_network,
+    snapshot,
+    weights,
+    world_on,
+)
 from trainings import TOP
 
 from utils.config import Config
 from utils.data.loaders import Batch
 from utils.errors import LocalError, UserError
 from utils.optim import soap
-from utils.optim.optimizers import OPTIMIZERS
 from utils.steps import eager, graph
 from utils.steps.eager import EagerStep
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
@@ -66,10 +75,7 @@ def curve(step: EagerStep, slots: list[Batch], steps: int = STEPS, before: Any =
             step.warm_up(slot)
         before(number)
         # Rounded to float32, since the learning rate of a graph is a float32 tensor.
-        lr: Any = torch.tensor(LR * (1 - number / steps))
-        # torch's NAdam rounds differently on a CPU if its learning rate is a tensor.
-        lr = lr if isinstance(step.optimizer, torch.optim.NAdam) and values.device.type == "cpu" else float(lr)
-        values[number, 0] = step(slot, lr)
+        values[number, 0] = step(slot, float(torch.tensor(LR * (1 - number / steps))))
         values[number, 1] = step.gradient_norm
         conditions.fill_(torch.nan)  # the memory is reused
     return values.cpu()
@@ -92,6 +98,11 @@ def test_exchanges_that_a_graph_cannot_hold_are_refused(monkeypatch, ranks, opti
         GraphStep.check(Config(**options), world_on("cuda", ranks))
     with pytest.raises(UserError, match=r"the run's device is cpu.*; use train\.py"):
         GraphStep.check(Config(), world_on("cpu"))
+
+
+def test_an_optimizer_that_waits_for_the_device_is_refused(fake_cuda) -> None:
+    with pytest.raises(UserError, match=r"NAdam cannot skip non-finite updates on the device; use train\.py"):
+        make(GraphStep, "nadam", "cpu")
 
 
 class FakeGraph:
@@ -159,7 +170,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.mark.parametrize(
     ("optimizer", "count", "options"),
     [
-        *((name, 3, {}) for name in OPTIMIZERS),
+        *((name, 3, {}) for name in ON_DEVICE),
         ("sgd", MAX_BUFFERS + 5, {"accumulation_steps": 2, "clip_grad_norm": 0.1}),
         ("adam", 2, {"log_noise_scale": True, "accumulation_steps": 2}),
         ({"name": "soap", "precondition_frequency": 3}, 3, {}),
@@ -214,7 +225,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch) ->
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *(({"name": name, "precondition_frequency": 1}, {}) for name in OPTIMIZERS),
+        *(({"name": name, "precondition_frequency": 1}, {}) for name in ON_DEVICE),
         ("adam", {"ema_decay": 0.9}),
         ("sgd", {"enable_amp": True, "accumulation_steps": 2, "clip_grad_norm": 0.1}),
     ],
@@ -252,7 +263,7 @@ def test_a_non_finite_replay_skips_its_update(
     assert int(weights(step).get("updates", STEPS)) == STEPS
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ON_DEVICE)
 @pytest.mark.parametrize("saved_after", [3, WARMUP_STEPS + 3])
 def test_a_step_resumes_from_its_state_and_then_records(
     device: str, optimizer: str, saved_after: int, tmp_path

@@ -8,7 +8,6 @@ learning rate is a tensor, the optimizer must be capturable. If possible, it ski
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -167,47 +166,9 @@ def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> 
     return optimizer
 
 
-class NAdam(torch.optim.NAdam):
-    """torch's NAdam that skips an update on the device, as torch's fused optimizers do.
-
-    torch has no kernel for that: the update is made, then undone from copies of everything that it changed. Until the
-    end of the step, the copies need as much memory as parameters and state.
-    """
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], **settings: Any) -> None:
-        super().__init__(parameters, **settings)
-        # torch creates the state at the first update, which may be one to skip.
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                count = torch.zeros((), dtype=torch.float32, device=parameter.device if group["capturable"] else "cpu")
-                averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": count, "mu_product": torch.ones_like(count), **averages}
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            super().step()
-            return
-        updated = [
-            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
-        ]
-        changed = [*updated, *(value for parameter in updated for value in self.state[parameter].values())]
-        before = [tensor.clone() for tensor in changed]
-        super().step()
-        for tensor, old in zip(changed, before, strict=True):
-            torch.where(found_inf > 0, old, tensor, out=tensor)
-
-
 def _nadam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004)."""
-    # An update can be skipped on the device if the step counts are there; torch allows that on CUDA only, and warns.
-    on_cuda = all(parameter.is_cuda for parameter in parameters.values())
-    if on_cuda:
-        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
-    return NAdam(parameters.values(), lr=lr, capturable=on_cuda, **adam_options(options))
+    return torch.optim.NAdam(parameters.values(), lr=lr, **adam_options(options))
 
 
 OPTIMIZERS: dict[str, Builder] = {

@@ -53,6 +53,9 @@ class GraphStep(EagerStep):
 
     def __init__(self, model: NetworkWithLoss, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
         self.check(config, world)
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            reason = f"{type(optimizer).__name__} cannot skip non-finite updates on the device"
+            raise UserError(f"cannot record the step as a CUDA graph: {reason}; {REMEDY}")
         if world.size > 1 and config.accumulation_steps == 1:
             # The probe would need a Python hook in the recorded gradient exchange, which is untested on several GPUs.
             config = config.model_copy(update={"log_noise_scale": False})
