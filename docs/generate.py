@@ -7,13 +7,9 @@ tests/test_documentation.py checks that the pages are up to date.
 """
 
 import argparse
-import ast
 import inspect
 import re
-import textwrap
-import tokenize
 from collections.abc import Callable, Iterator, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -29,6 +25,8 @@ from utils.config.sections import Section
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: (\S+)(?: (\d+))?(?: columns ([\d ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+# A key of a section, with the comments above it and behind it.
+KEY = re.compile(r"((?:^    #.*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -77,36 +75,16 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 def comments_of(section: type[Section]) -> dict[str, str]:
     """The comment of each key of a section: the one in its line, or those in the lines directly above."""
-    inherited = [base for base in section.__bases__ if issubclass(base, Section) and base is not Section]
-    result = {key: comment for base in inherited for key, comment in comments_of(base).items()}
-    source = textwrap.dedent(inspect.getsource(section))
-    comments, alone = {}, set()
-    for token in tokenize.generate_tokens(StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.string.lstrip("# ")
-            if not token.line[: token.start[1]].strip():
-                alone.add(token.start[0])
-    (definition,) = ast.parse(source).body
-    assert isinstance(definition, ast.ClassDef)
-    for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno
-            while first - 1 in alone:
-                first -= 1
-            lines = range(first, (node.end_lineno or node.lineno) + 1)
-            result[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
-    return result
+    sources = [inspect.getsource(base) for base in section.__mro__ if issubclass(base, Section)]
+    keys = KEY.findall("".join(sources))
+    return {key: " ".join([*re.findall("# (.*)", above), *filter(None, [behind])]) for above, key, behind in keys}
 
 
-def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def keys_of(section: type[Section]) -> Iterator[tuple[str, str, str]]:
     """Key, default and meaning of all keys of a section and of the sections in it."""
-    comments = comments_of(section)
-    for name, field in section.model_fields.items():
-        annotation = field.annotation
-        if inspect.isclass(annotation) and issubclass(annotation, Section):
-            yield from keys_of(annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", _default(field.default), _meaning(comments[name], annotation)
+    for owner, prefix, name, field in modules.keys(section):
+        meaning = _meaning(comments_of(owner)[name], field.annotation)
+        yield f"{prefix}{name}", _default(field.default), meaning
 
 
 def _default(value: Any) -> str:

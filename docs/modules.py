@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from utils.config import Config
 from utils.config.sections import Section
 
@@ -28,12 +30,13 @@ def module_rows() -> list[list[str]]:
     return [[f"[{path}](../{path})", caption] for path, caption in captions.items()]
 
 
-def sections(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """The config and all its sections, with the prefix of their keys."""
-    yield prefix, section
+def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[type[Section], str, str, FieldInfo]]:
+    """Section, prefix, name and field of each key of a section and of the sections in it."""
     for name, field in section.model_fields.items():
         if inspect.isclass(field.annotation) and issubclass(field.annotation, Section):
-            yield from sections(field.annotation, f"{prefix}{name}.")
+            yield from keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield section, prefix, name, field
 
 
 def readers(section: str, name: str, texts: dict[str, str]) -> list[str]:
@@ -53,9 +56,5 @@ def readers(section: str, name: str, texts: dict[str, str]) -> list[str]:
 def key_rows() -> list[list[str]]:
     """Each config key with the modules that read it."""
     program = [path for path in sources() if not path.startswith(("benchmarks", "doc"))]
-    texts, rows = {path: (ROOT / path).read_text(encoding="utf-8") for path in program}, []
-    for prefix, section in sections():
-        for name, field in section.model_fields.items():
-            if not (inspect.isclass(field.annotation) and issubclass(field.annotation, Section)):
-                rows.append([f"`{prefix}{name}`", ", ".join(readers(prefix.rstrip("."), name, texts))])
-    return rows
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in program}
+    return [[f"`{prefix}{name}`", ", ".join(readers(prefix.rstrip("."), name, texts))] for _, prefix, name, _ in keys()]
