@@ -5,7 +5,6 @@ component i points along spatial axis i.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ TRANSFORM = {
     "temperature_log10_center": 5.0,
     "temperature_log10_scale": 2.5,
 }
-TRUNCATE = 4.0  # standard deviations at which the Gaussians end
 
 
 def attributes() -> dict[str, Any]:
@@ -42,24 +40,16 @@ def attributes() -> dict[str, Any]:
     }
 
 
-def _smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Iterator[np.ndarray]:
-    """Yields each periodic [x, y, z] field, convolved with a Gaussian of standard deviation `length` in cells.
-
-    The convolution is in real space, where the weights are positive. Each field is computed by one thread, so the
-    number of threads does not change the result.
-    """
-    blur = functools.partial(gaussian_filter, sigma=length, mode="wrap", truncate=TRUNCATE, output=np.float32)
-    return in_order(blur, fields, threads)
-
-
 def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:
     """Momentum / density, continued smoothly from the neighborhood into empty cells.
 
     v = (p + w <p>) / (rho + w <rho>) with < > a Gaussian of FILL_LENGTH cells and w = FILL_WEIGHT: the velocity of a
     cell with matter changes by about w / rho, an empty cell gets that of its neighbors (normalized convolution,
-    Knutsson & Westin 1993). Overwrites and returns `momentum`.
+    Knutsson & Westin 1993). Overwrites and returns `momentum`. The number of threads does not change the result.
     """
-    around = _smooth((density, *momentum), FILL_LENGTH, threads)
+    # In real space, where the weights are positive; each field by one thread.
+    smoothed = functools.partial(gaussian_filter, sigma=FILL_LENGTH, mode="wrap", output=np.float32)
+    around = in_order(smoothed, (density, *momentum), threads)
     weight = np.float32(FILL_WEIGHT)
     # The lower bound matters only in voids wider than the Gaussian, where the velocity becomes zero.
     total = np.maximum(density + weight * next(around), np.float32(1e-12))

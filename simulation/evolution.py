@@ -40,7 +40,7 @@ def attributes() -> dict[str, Any]:
 class GasPhysics:
     """Parameters of the evolution of gas: units of the mesh, fraction of the mass, gravity's strength, heat."""
 
-    heat: PrimordialGas | None  # None for gas that neither heats nor cools
+    heat: PrimordialGas
     cell: float  # side in comoving Mpc/h
     fraction: float  # of the matter's mass
     omega_m: float  # today
@@ -65,8 +65,6 @@ class GasPhysics:
 
     def exchange_heat(self, gas: Gas, start_redshift: float, end_redshift: float) -> None:
         """Heats and cools the gas from `start_redshift` to `end_redshift`, at constant density."""
-        if self.heat is None:
-            return
         theta = self.theta(gas, start_redshift)
         factor = self.heat.change(start_redshift, end_redshift).factor(gas.density, theta)
         # Jeans length^2 = pi c^2 / (G density) = 4 pi^2 c^2 / (3/2 Omega_m a density); gas counts as all matter here.
@@ -77,7 +75,6 @@ class GasPhysics:
 
     def fields(self, gas: Gas, redshift: float) -> Tensor:
         """Density in units of the mean, peculiar velocity in km/s, temperature in K: [5, n, n, n]."""
-        assert self.heat is not None
         fields = gas.state.clone()
         fields[1:4] *= self.velocity_unit(redshift) / gas.density
         fields[4] = self.heat.temperature(gas.density, self.theta(gas, redshift), redshift)
@@ -86,18 +83,13 @@ class GasPhysics:
 
 @one_thread()
 def evolve(
-    particles: Particles,
-    clock: GrowthClock,
-    threads: int = 1,
-    progress: Progress | None = None,
-    gas: Gas | None = None,
-    physics: GasPhysics | None = None,
+    particles: Particles, gas: Gas, physics: GasPhysics, clock: GrowthClock, progress: Progress | None = None
 ) -> None:
-    """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place; without gas, particles alone.
+    """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place.
 
     The half kicks at the end of one step and the start of the next have the same force and are combined.
     """
-    times = clock.times
+    times, threads = clock.times, gas.threads
     for step, now in enumerate(times):
         start = now if step == 0 else 0.5 * (times[step - 1] + now)
         last = step == len(times) - 1
@@ -105,14 +97,12 @@ def evolve(
         kept = clock.velocity_kept(start, end)
         gain = (1 - kept) / now
         dark = deposit(particles, threads)[0]
-        if gas is None or physics is None:
-            force, _ = accelerations(dark, None, 0.0, threads)
-        else:
-            force, gas_force = accelerations(dark, gas.density, physics.fraction, threads)
-            gas.kick(gas_force, gain * clock.rate(end))
+        force, gas_force = accelerations(dark, gas.density, physics.fraction, threads)
+        gas.kick(gas_force, gain * clock.rate(end))
         kick_and_drift(particles, force, kept, gain, drift, threads)
-        if gas is not None and physics is not None and not last:
+        if not last:
+            redshift = clock.redshift(times[step + 1])
             gas.advance(drift / clock.rate(end))
-            physics.exchange_heat(gas, clock.redshift(now), clock.redshift(times[step + 1]))
-        if progress and not last:
-            progress.advance(1, f"z = {clock.redshift(times[step + 1]):.1f}")
+            physics.exchange_heat(gas, clock.redshift(now), redshift)
+            if progress:
+                progress.advance(1, f"z = {redshift:.1f}")

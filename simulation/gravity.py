@@ -11,7 +11,7 @@ SHARPENING = 1 / 8
 NEAR, FAR = 8 / 12, 1 / 12  # weights of the four-point difference
 
 
-def accelerations(dark: Tensor, gas: Tensor | None, gas_fraction: float, threads: int = 1) -> tuple[Tensor, Tensor]:
+def accelerations(dark: Tensor, gas: Tensor, gas_fraction: float, threads: int = 1) -> tuple[Tensor, Tensor]:
     """g = -grad laplacian^-1 delta for particles, to be interpolated, and for the gas of the cells, [3, n, n, n] each.
 
     `dark` is the deposited density of the particles, and `gas` the mean density of the cells, in units of their means.
@@ -20,11 +20,10 @@ def accelerations(dark: Tensor, gas: Tensor | None, gas_fraction: float, threads
     is conserved.
     """
     modes = multiplied(forward(dark, threads), lambda *k: sharpened(*k) * (1 - gas_fraction), threads)
-    if gas is not None:
-        modes.add_(forward(gas, threads), alpha=gas_fraction)
+    modes.add_(forward(gas, threads), alpha=gas_fraction)
     modes = multiplied(modes, lambda *k: -inverse_square(*k), threads)
     particles = downhill(backward(multiplied(modes, sharpened, threads), threads), threads)
-    return particles, particles if gas is None else downhill(backward(modes, threads), threads)
+    return particles, downhill(backward(modes, threads), threads)
 
 
 def sharpened(kx: Tensor, ky: Tensor, kz: Tensor) -> Tensor:

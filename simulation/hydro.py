@@ -79,7 +79,7 @@ class Gas:
 
         A tile is the five fields, [n, rows, n] each, with `axis` and the momentum along it first.
         """
-        order = [0, 1 + axis, *(1 + other for other in range(3) if other != axis), 4]
+        order = [0, 1 + axis, *(1 + across for across in range(3) if across != axis), 4]
         lines = [self.state[field].movedim(axis, 0) for field in order]
         rows = max(1, CELLS_AT_ONCE[self.state.device.type] // lines[0][:, 0].numel())
         tiles = zip(*(field.split(rows, dim=1) for field in lines), strict=True)

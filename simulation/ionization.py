@@ -110,15 +110,13 @@ class Equilibrium:
     electrons: Tensor
 
     @classmethod
-    def of(
-        cls, hydrogen: Tensor, redshift: float, rates: CollisionRates, iterations: int = ITERATIONS
-    ) -> "Equilibrium":
+    def of(cls, hydrogen: Tensor, redshift: float, rates: CollisionRates) -> "Equilibrium":
         """Balances recombination and ionization; the electrons of helium are found by iteration."""
         photons, up, down = background(redshift)[0], rates.ionization, rates.recombination
         share, light = helium_ionized(redshift), photons[0] / hydrogen
         second = up[2] / down[2]  # He III / He II outside the volume in which the background ionizes He II
         helium = torch.zeros_like(light)  # electrons of helium
-        for _ in range(iterations):
+        for _ in range(ITERATIONS):
             # x down (x + helium) = (1 - x) (light + up (x + helium)) with x = H II, solved without cancellation
             a, c = up[0] + down[0], light + up[0] * helium
             b = c - up[0] + down[0] * helium

@@ -130,13 +130,11 @@ def _wrapped(cell: Tensor, grid: int) -> Tensor:
     return torch.sub(cell, torch.floor(cell / grid), alpha=grid)
 
 
-def _cloud(above: Tensor) -> tuple[Tensor, ...]:
-    """Weights of two cells by the distance from the first one (cloud-in-cell)."""
-    return 1 - above, above
-
-
-def _triangle(beyond: Tensor) -> tuple[Tensor, ...]:
-    """Weights of three cells by the distance from the middle one (triangular-shaped cloud)."""
+def _weights(beyond: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Weights of two cells (cloud-in-cell) or three (triangular-shaped cloud) by the distance from the first one."""
+    if width == CLOUD:
+        return 1 - beyond, beyond
+    beyond = beyond - 1
     return 0.5 * (0.5 - beyond).square_(), 0.75 - beyond * beyond, 0.5 * (0.5 + beyond).square_()
 
 
@@ -149,8 +147,7 @@ def _nearby(positions: Tensor, grid: int, base: int, rows: int, width: int) -> I
     indices, weights = [], []
     for axis, coordinate in enumerate(positions):
         lowest = torch.floor(coordinate - (width / 2 - 1))
-        beyond = coordinate - lowest
-        weights.append(_cloud(beyond) if width == CLOUD else _triangle(beyond - 1))
+        weights.append(_weights(coordinate - lowest, width))
         cells = [lowest + (step - (base if axis == 0 else 0)) for step in range(width)]
         if axis > 0 or rows == grid:
             cells = [_wrapped(cell, grid) for cell in cells]
@@ -165,12 +162,7 @@ def _nearby(positions: Tensor, grid: int, base: int, rows: int, width: int) -> I
 
 
 def add_particles(
-    mesh: Tensor,
-    positions: Tensor,
-    values: Sequence[Tensor],
-    grid: int,
-    base: int = 0,
-    width: int = TRIANGLE,
+    mesh: Tensor, positions: Tensor, values: Sequence[Tensor], grid: int, base: int = 0, width: int = TRIANGLE
 ) -> None:
     """Adds particles at positions [3, particles], in cells, to rows of a periodic mesh that start at row `base`.
 

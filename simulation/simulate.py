@@ -11,7 +11,6 @@ utils.volumes.import_volume reads. The command needs about 150 bytes of memory p
 
 import itertools
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,12 +29,14 @@ from simulation.fourier import backward, forward, multiplied, one_thread
 from simulation.linear_theory import GrowthClock, cosmology_names, linear_power, make_cosmology, velocity_unit
 from simulation.particle_mesh import lpt_particles, mass_and_momentum
 from utils.cli import Parser, positive
+from utils.distributed.threads import usable_cpus
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.volumes import nyx
 from utils.volumes.attributes import write_attributes
 from utils.volumes.hdf5 import DATASETS
+from utils.volumes.page_cache import memory_limit
 from utils.volumes.snapshots import FIELDS
 
 FORMAT_VERSION = 2
@@ -46,7 +47,7 @@ LARGEST_CELL = 0.25  # Mpc/h; in larger cells, which gas is hot depends on the m
 FEWEST_STEPS = 20  # fewer are for tests
 START_REDSHIFT = 49.0  # of the initial conditions
 SMALLEST_GRID = 8
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = len(usable_cpus())
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def simulate_fields(options: SimulationOptions, modes: Tensor | None = None) -> 
         gas = physics.start(contrast, particles, clock, threads)
         del modes, contrast
         progress.advance(note=f"z = {START_REDSHIFT:.1f}")
-        evolution.evolve(particles, clock, threads, progress, gas, physics)
+        evolution.evolve(particles, gas, physics, clock, progress)
         baryons = physics.fields(gas, options.redshift).cpu().numpy()
         del gas
         dark = mass_and_momentum(particles, threads, progress).cpu().numpy()
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns 0; invalid options end with one line and exit code 2."""
     with one_line_errors():
         options = parse(argv)
-        needed, memory = MEMORY * options.grid**3 / 1e9, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        needed, memory = MEMORY * options.grid**3 / 1e9, memory_limit() / 1e9
         if needed > memory:
             raise UserError(f"the box needs {needed:.0f} GB of memory, of {memory:.0f} GB; give a smaller --grid")
         target = Path(options.output)

@@ -20,6 +20,7 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 from analysis.evaluation.spectra import KShells
 from analysis.slabs import Slabs
 from simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
+from simulation.cooling import PrimordialGas
 from simulation.simulate import SimulationOptions
 from utils.config.sections import TransformConfig
 from utils.volumes import import_volume
@@ -38,8 +39,8 @@ def large() -> Fields:
 def power_spectrum(contrast: np.ndarray, box_size: float) -> tuple[np.ndarray, np.ndarray]:
     """Mean k in h/Mpc and mean power in (Mpc/h)^3 of the shells that test_statistics.py tests."""
     shells = KShells(Slabs(contrast.shape, ALONE), box_size / len(contrast))
-    found = shells.spectrum(shells.sums([torch.tensor(contrast, dtype=torch.float32)] * 2))
-    return found.k, found.target
+    result = shells.spectrum(shells.sums([torch.tensor(contrast, dtype=torch.float32)] * 2))
+    return result.k, result.target
 
 
 def test_large_scale_power_is_that_of_linear_theory(large: Fields) -> None:
@@ -73,9 +74,9 @@ def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
 
     transformed = [np.fft.rfftn(component) for component in velocity]
     terms = [(1j * wave * part)[low] for wave, part in zip(k, transformed, strict=True)]
-    found, source = np.sum(terms, axis=0) / LARGE.cell, expected * np.fft.rfftn(contrast)[low]
-    lengths = np.linalg.norm(found), np.linalg.norm(source)
-    assert np.vdot(source, found).real / np.prod(lengths) > 0.97
+    result, source = np.sum(terms, axis=0) / LARGE.cell, expected * np.fft.rfftn(contrast)[low]
+    lengths = np.linalg.norm(result), np.linalg.norm(source)
+    assert np.vdot(source, result).real / np.prod(lengths) > 0.97
     assert lengths[0] / lengths[1] == pytest.approx(1, abs=0.1)
 
 
@@ -88,10 +89,12 @@ def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter(axis: 
     displaced = np.zeros((3, 32, 32, 32), np.float32)
     displaced[axis] = (-0.01 / k * np.sin(k * np.arange(32))).reshape(shape)
     particles = particle_mesh.Particles(torch.from_numpy(displaced.copy()), torch.zeros(3, 32, 32, 32))
-    evolution.evolve(particles, clock)
+    physics = evolution.GasPhysics(PrimordialGas(linear_theory.make_cosmology("planck18")), 0.5, 0.0, 1.0)
+    gas = physics.start(torch.zeros(32, 32, 32), particles, clock, 1)
+    evolution.evolve(particles, gas, physics, clock)
     ratio = clock.times[-1] / clock.times[0]
-    found = np.vdot(particles.displacement.numpy(), displaced) / np.vdot(displaced, displaced)
-    assert found == pytest.approx(0.6 * ratio + 0.4 * ratio**-1.5, rel=0.03)
+    result = np.vdot(particles.displacement.numpy(), displaced) / np.vdot(displaced, displaced)
+    assert result == pytest.approx(0.6 * ratio + 0.4 * ratio**-1.5, rel=0.03)
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (0, 2), (1, 2)])
@@ -135,9 +138,9 @@ def test_deposit_equals_a_loop_over_particles() -> None:
         displacement = rng.uniform(-largest, largest, (3, grid, grid, grid)).astype(np.float32)
         velocity = rng.standard_normal(displacement.shape, dtype=np.float32)
         particles = particle_mesh.Particles(torch.from_numpy(displacement), torch.from_numpy(velocity))
-        found = particle_mesh.deposit(particles, threads=2, velocity=particles.velocity[:1], width=2)
+        result = particle_mesh.deposit(particles, threads=2, velocity=particles.velocity[:1], width=2)
         positions = displacement + np.indices((grid, grid, grid))
-        np.testing.assert_allclose(found, deposit_in_a_loop(positions, velocity[0], grid), atol=1e-5)
+        np.testing.assert_allclose(result, deposit_in_a_loop(positions, velocity[0], grid), atol=1e-5)
 
 
 def deposit_in_a_loop(positions: np.ndarray, values: np.ndarray, grid: int) -> np.ndarray:
@@ -153,13 +156,13 @@ def deposit_in_a_loop(positions: np.ndarray, values: np.ndarray, grid: int) -> n
 
 
 def test_a_seed_gives_the_same_bits_for_any_number_of_threads_and_another_seed_gives_another_box() -> None:
-    first, *again, other = (
+    first, *again, independent = (
         simulate.simulate(SimulationOptions(grid=20, seed=seed, n_steps=3, threads=threads))
         for seed, threads in ((7, 1), (7, 1), (7, 2), (7, 3), (8, 2))
     )
     for fields in again:
         assert [field.tobytes() for field in fields] == [field.tobytes() for field in first]
-    assert abs(np.corrcoef(first[0][0].ravel(), other[0][0].ravel())[0, 1]) < 0.3
+    assert abs(np.corrcoef(first[0][0].ravel(), independent[0][0].ravel())[0, 1]) < 0.3
 
 
 @pytest.mark.parametrize("grid", [8, 17])
@@ -229,8 +232,8 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(tmp_pa
             assert file[name].id.get_offset() is not None, "contiguous: can be mapped into memory"
             np.testing.assert_array_equal(file[name][:], values)
         assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
-        found = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
-    assert found == [4, 8.0, "planck18", channels.TRANSFORM["velocity_scale_km_s"]]
+        result = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
+    assert result == [4, 8.0, "planck18", channels.TRANSFORM["velocity_scale_km_s"]]
 
 
 def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(tmp_path: Path) -> None:
@@ -241,8 +244,8 @@ def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(t
     described = {"Nbody": input_channels(4, transform), "Hydro": target_channels(5, transform)}
     with h5py.File(volume) as file:
         for (name, kinds), expected in zip(described.items(), simulate.simulate_fields(options), strict=True):
-            found = [channel.to_physical(values) for channel, values in zip(kinds, file[name], strict=True)]
-            np.testing.assert_allclose(np.stack(found), expected, rtol=1e-5, atol=1e-3)
+            result = [channel.to_physical(values) for channel, values in zip(kinds, file[name], strict=True)]
+            np.testing.assert_allclose(np.stack(result), expected, rtol=1e-5, atol=1e-3)
         for key in ("box_size_mpc_h", "redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0"):
             assert file.attrs[key] == pytest.approx(simulate.file_attributes(options)[key])
 
