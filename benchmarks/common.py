@@ -18,15 +18,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from benchmarks.timing import spread as spread
+from benchmarks.timing import summary as summary
 from utils import cli
 from utils.data.loaders import Batch, Loader
+from utils.distributed.devices import synchronize
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write
-from utils.profiling.timing import spread as spread
-from utils.profiling.timing import summary as summary
-from utils.profiling.timing import synchronize
 from utils.run.provenance import provenance
 
 REPOSITORY = Path(__file__).parents[1]

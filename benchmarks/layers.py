@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import common
+from benchmarks import common, timing
 from networks import blocks, padded, strided
 from networks.layers import DENSE, DOWN, UP
 from networks.space_to_depth import dense_weight, space_to_depth
 from networks.unet import UNet
 from utils.errors import UserError
-from utils.profiling import timing
 
 COLD, WARM, CUDNN, OWN = "matmul TFLOP/s at the start", "matmul TFLOP/s at the end", "cuDNN", "own"
 Call = Callable[[], torch.Tensor]

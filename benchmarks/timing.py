@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 
+from utils.distributed.devices import synchronize
+
 CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate: waits may be too long but not too short
 LONGEST_WAIT = 0.05  # s
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the device if it is a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from small_steps import ALONE, make_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import timing
 from utils.data.loaders import Batch
 from utils.distributed.world import World
-from utils.profiling import timing
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, WeightedMean
 from utils.training.noise_scale import NoiseScale
 

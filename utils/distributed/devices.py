@@ -36,6 +36,12 @@ def device_identity(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits for the device if it is a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @contextlib.contextmanager
 def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
     """Converts PyTorch's out-of-memory error, which is a paragraph long, to a LocalError in one line."""

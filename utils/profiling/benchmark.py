@@ -24,12 +24,12 @@ from utils.cli import Options
 from utils.config import Config, describe_config, parse_value, validate_section
 from utils.config.sections import Section
 from utils.data.loaders import Batch
+from utils.distributed.devices import synchronize
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
 from utils.optim.schedules import build_schedule
 from utils.profiling.profiler import nsys_capture
-from utils.profiling.timing import summary, synchronize
 from utils.progress import Progress
 from utils.run.provenance import provenance
 from utils.steps import build
@@ -162,7 +162,8 @@ class Benchmark:
                 progress.advance(note=f"{kind}{rates[-1]:.1f} samples/s")
         rates = rates[trials.warmup_trials :]
         mean, stdev = statistics.fmean(rates), statistics.pstdev(rates)
-        result = {**summary(rates), "mean": mean, "stdev": stdev, "settings": trials.model_dump()}
+        result: dict[str, Any] = {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
+        result |= {"n": len(rates), "trials": rates, "mean": mean, "stdev": stdev, "settings": trials.model_dump()}
         text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
         if flops:
             result["TFLOP/s per rank"] = result["median"] * flops / self._world.size / 1e12

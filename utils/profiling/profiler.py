@@ -8,15 +8,15 @@ https://ui.perfetto.dev and a table.
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from utils.config import Config
+from utils.distributed.devices import synchronize
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.timing import synchronize
 from utils.run.directory import RunDirectory
 from utils.steps import annotate
 from utils.steps.annotate import Range
@@ -73,6 +73,20 @@ class TorchProfiler:
             log.info("Profile of %s: %s (for https://ui.perfetto.dev), %s", steps, self._trace, self._table)
 
 
+@contextlib.contextmanager
+def _recording(tool: Nsys | TorchProfiler, device: torch.device, content: Callable[[], str]) -> Iterator[None]:
+    """Context that the tool records; `content` describes it at its end."""
+    synchronize(device)  # otherwise kernels of earlier steps would be recorded
+    tool.start()
+    annotate.named_range = tool.named_range
+    try:
+        yield
+    finally:
+        synchronize(device)  # otherwise kernels of the last step would be missing
+        annotate.named_range = None
+        tool.stop(content())
+
+
 class WindowProfiler(Profiler):
     """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the run."""
 
@@ -80,13 +94,12 @@ class WindowProfiler(Profiler):
         self._first, self._end = first, first + length
         self._tool, self._device = tool, device
         self._step: int | None = None  # the latest step
-        self._running = False
+        self._recording = contextlib.ExitStack()
 
     def before_step(self, step: int) -> None:
         if step == self._first:
-            synchronize(self._device)  # otherwise kernels of earlier steps would be recorded
-            self._tool.start()
-            self._running, annotate.named_range = True, self._tool.named_range
+            steps = _recording(self._tool, self._device, lambda: f"steps {self._first} to {self._step}, counted from 0")
+            self._recording.enter_context(steps)
         elif step == self._end:
             self.close()
         elif self._step is None and step > self._first:
@@ -95,11 +108,7 @@ class WindowProfiler(Profiler):
         self._step = step
 
     def close(self) -> None:
-        if not self._running:
-            return
-        synchronize(self._device)  # otherwise kernels of the last step would be missing
-        self._running, annotate.named_range = False, None
-        self._tool.stop(f"steps {self._first} to {self._step}, counted from 0")
+        self._recording.close()
 
 
 def _runs_under_nsys() -> bool:
@@ -116,16 +125,8 @@ def nsys_capture(world: World, content: str) -> Iterator[None]:
         log.warning("No profile: nsys captures GPUs, but this run uses %s", world.device)
         yield
         return
-    tool = Nsys()
-    synchronize(world.device)
-    tool.start()
-    annotate.named_range = tool.named_range
-    try:
+    with _recording(Nsys(), world.device, lambda: content):
         yield
-    finally:
-        synchronize(world.device)
-        annotate.named_range = None
-        tool.stop(content)
 
 
 def build_profiler(config: Config, world: World, directory: RunDirectory) -> Profiler:
