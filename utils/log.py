@@ -14,6 +14,7 @@ from utils.errors import Stopped, UserError
 
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 TERMINAL_WIDTH = 140  # characters
+WRAPPER = textwrap.TextWrapper(TERMINAL_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 EARLY_LINES = 10_000
 
 
@@ -22,14 +23,7 @@ class _TerminalFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         lines = super().format(record).splitlines()
-        return "\n".join(line if len(line) <= TERMINAL_WIDTH else _broken(line) for line in lines)
-
-
-def _broken(line: str) -> str:
-    wrapper = textwrap.TextWrapper(
-        TERMINAL_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
-    return wrapper.fill(line)
+        return "\n".join(line if len(line) <= TERMINAL_WIDTH else WRAPPER.fill(line) for line in lines)
 
 
 ON_TERMINAL = _TerminalFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")

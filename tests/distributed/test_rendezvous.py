@@ -79,7 +79,7 @@ def test_a_restart_by_torchrun_reads_nothing_of_the_previous_start(port: int) ->
 
 
 def test_a_start_without_all_ranks_times_out(port: int) -> None:
-    for rank, message in ((0, "nothing from rank 1, 2"), (1, "no answer from rank 0")):
+    for rank, message in ((0, "nothing from ranks 1, 2"), (1, "no answer from rank 0")):
         (error,) = start_ranks(port, THREE[rank : rank + 1], 0.3)
         assert (type(error), str(error)) == (TimeoutError, message)
 

@@ -43,9 +43,14 @@ class Launch:
     master_port: int = DEFAULT_PORT
 
 
-def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """The text "rank 3", or "ranks 4, 5, …" with at most eight of them; empty if there are none."""
+    text = ", ".join([*map(str, ranks[:8]), *["…"] * (len(ranks) > 8)])
+    return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
+
+
+def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     """Reads the launcher's variables; raises UserError if they are incomplete or inconsistent."""
-    env = os.environ if environment is None else environment
     if any(name in env for name in TORCHRUN_VARIABLES):
         launch = _read_torchrun(env)
     elif (mpi := _find_mpi(env)) is not None:
@@ -167,20 +172,18 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
         raise LocalError(f"{name} must be an integer, not {text!r}; {HOW_TO_START}") from None
 
 
-def lasting_jobs(environment: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
+def lasting_jobs(env: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
     """The names of this job that stay the same when a launcher restarts it, and those of launchers that have done so.
 
     Slurm's job, and the log directory of torchrun's agent on this node: torchrun's run id is "none" by default.
     """
-    env = os.environ if environment is None else environment
     # TORCHELASTIC_ERROR_FILE is <log directory>/<run id>_<random>/attempt_<restarts>/<local rank>/error.json.
     attempt = Path(env.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     agent = attempt.parent.name if attempt.name.startswith("attempt_") else env.get("TORCHELASTIC_RUN_ID", "none")
-    names = {"slurm": env.get("SLURM_JOB_ID", ""), "torchrun": "" if agent == "none" else agent}
+    names = {"slurm": env.get("SLURM_JOB_ID"), "torchrun": "" if agent == "none" else agent}
     jobs = {launcher: f"{launcher} {name}" for launcher, name in names.items() if name}
-    return list(jobs.values()), [
-        job for name, job in jobs.items() if env.get(RESTART_COUNTS[name], "0") not in ("", "0")
-    ]
+    restarted = [job for launcher, job in jobs.items() if env.get(RESTART_COUNTS[launcher], "0") not in ("", "0")]
+    return list(jobs.values()), restarted
 
 
 def first_host(nodelist: str) -> str:

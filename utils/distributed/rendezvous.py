@@ -19,7 +19,7 @@ import torch.distributed as dist
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device, device_identity
 from utils.distributed.flight_recorder import check_entries
-from utils.distributed.launch import Launch
+from utils.distributed.launch import Launch, name_ranks
 from utils.errors import EXIT_USER_ERROR, LocalError, UserError, record_exit_code
 
 LIMIT_SECONDS = 3.0  # after the rendezvous timeout, for errors that are more precise than "no answer"
@@ -126,13 +126,13 @@ def _answer_calls(
 ) -> Answer:
     """Rank 0's part of `meet`."""
     start = secrets.token_hex(8)
-    keys = {f"{start}, rank {rank}": str(rank) for rank in range(1, launch.world_size)}
+    keys = {f"{start}, rank {rank}": rank for rank in range(1, launch.world_size)}
     store.set("start", json.dumps([start, identity]))
     try:
         store.wait(list(keys), timedelta(seconds=seconds))
     except dist.DistStoreError:
         missing = [rank for key, rank in keys.items() if not store.check([key])]
-        raise TimeoutError(f"nothing from rank {', '.join(missing[:8])}{', …' * (len(missing) > 8)}") from None
+        raise TimeoutError(f"nothing from {name_ranks(missing)}") from None
     calls = [call, *map(json.loads, store.multi_get(list(keys)))]
     gpus = [call["device"] for call in calls if call["device"] != "cpu"]
     answer = start, find_refusal(calls), len(set(gpus)) < len(gpus)
@@ -169,7 +169,7 @@ def find_refusal(calls: Sequence[Mapping[str, Any]]) -> str:
         if call["difference"]:
             return call["difference"]
         if call["error"]:
-            return call["error"] if all(other["error"] for other in calls) else f"rank {rank}: {call['error']}"
+            return call["error"] if all(call["error"] for call in calls) else f"rank {rank}: {call['error']}"
     kinds = [call["device"] == "cpu" for call in calls]
     if len(set(kinds)) > 1:
         rank = kinds.index(True)

@@ -4,6 +4,7 @@ A signal reaches the ranks at different times. At the end of each step they exch
 stop, or save, after the same step.
 """
 
+import contextlib
 import ctypes
 import enum
 import logging
@@ -39,13 +40,10 @@ class Request(enum.IntEnum):
     STOP = 2
 
 
-class Signals:
+class Signals(contextlib.AbstractContextManager["Signals"]):
     """Catches no signals: they keep their default effect."""
 
     received: str | None = None  # the name of the first signal
-
-    def __enter__(self) -> "Signals":
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass

@@ -153,12 +153,6 @@ class World:
             raise UserError(where + lines[failed[0]])
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """The text "rank 3", or "ranks 4, 5, …" with at most eight of them; empty if there are none."""
-    text = ", ".join([*map(str, ranks[:8]), *["…"] * (len(ranks) > 8)])
-    return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
-
-
 @contextlib.contextmanager
 def connect(
     device: str = "auto",

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from utils import git_commit
+from utils.distributed.launch import name_ranks
 from utils.distributed.threads import usable_cpus
-from utils.distributed.world import World, name_ranks
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import MIB
 from utils.volumes.opened import Volumes
