@@ -35,8 +35,6 @@ from utils.log import configure_logging
 from utils.run.checkpoint import file_digest, weights_file
 from utils.run.provenance import provenance
 
-UNITS = ("physical", "channel")
-
 
 @one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,7 +67,7 @@ def build_parser() -> cli.Parser:
     parser.add_argument("--output", required=True, help="file to write, named *.pt2")
     parser.add_argument(
         "--units",
-        choices=UNITS,
+        choices=("physical", "channel"),
         default="physical",
         help="%(default)s: the file contains the transforms; channel: values as in training",
     )

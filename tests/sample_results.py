@@ -8,7 +8,7 @@ from reference_samples import ALONE
 from volume_files import smooth_field
 
 from analysis.evaluation.results import Results
-from analysis.evaluation.statistics import VolumeStatistics
+from analysis.evaluation.statistics import volume_statistics
 from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.setup import FluxSetup
 from analysis.slabs import SlabFields, Slabs
@@ -45,7 +45,7 @@ def sample_results(
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
     sources, targets = input_channels(channels[0], TransformConfig()), target_channels(channels[1], TransformConfig())
     fields = slab_fields(slabs, *(field.astype(np.float32) for field in (inputs, predicted, target)))
-    results = VolumeStatistics(targets, sources, cell, slabs).results(fields, metadata)
+    results = volume_statistics(sources, targets, cell, fields, slabs, metadata)
     if not flux:
         return results
     setup = FluxSetup.of(Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION), Config())

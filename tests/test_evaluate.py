@@ -53,14 +53,14 @@ def test_results_agree_with_the_predicted_file(
     predict.main([f"--checkpoint={trained_run}", f"--input={box}", f"--output={gas}", "--device=cpu"])
     with h5py.File(gas) as predicted, h5py.File(box) as true:
         expected = np.abs(predicted["Hydro"][:] - true["Hydro"][:]).mean((1, 2, 3), dtype=np.float64)
-    found = results.load(written / "evaluation.npz")
-    np.testing.assert_allclose(found.l1, expected, rtol=1e-5)
+    result = results.load(written / "evaluation.npz")
+    np.testing.assert_allclose(result.l1, expected, rtol=1e-5)
     evaluate.main([f"--prediction={gas}", f"--input={box}", f"--output={tmp_path / 'again'}", "--device=cpu"])
     again = results.load(tmp_path / "again" / "evaluation.npz")
-    assert again.scalars() == pytest.approx(found.scalars(), rel=1e-5, abs=1e-6)
+    assert again.scalars() == pytest.approx(result.scalars(), rel=1e-5, abs=1e-6)
     assert again.metadata["prediction"] == str(gas)
-    assert again.channels == found.channels
-    assert found.channels[1].scale == 500.0
+    assert again.channels == result.channels
+    assert result.channels[1].scale == 500.0
 
 
 def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
@@ -68,16 +68,16 @@ def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
     assert {path.name for path in written.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz", *pictures}
     assert {(written / name).read_bytes() for name in pictures} == {b"PNG"}
     summary = json.loads((written / "evaluation.json").read_text())
-    found = results.load(written / "evaluation.npz")
-    assert summary["scalars"] == pytest.approx(found.scalars())
+    result = results.load(written / "evaluation.npz")
+    assert summary["scalars"] == pytest.approx(result.scalars())
     assert summary["metadata"]["checkpoint"].startswith(str(trained_run.resolve()))
     assert summary["provenance"]["git_commit"]
-    assert summary["spectra"].keys() == found.spectra.keys()
-    stored, spectrum = summary["spectra"]["velocity"], found.spectra["velocity"]
+    assert summary["spectra"].keys() == result.spectra.keys()
+    stored, spectrum = summary["spectra"]["velocity"], result.spectra["velocity"]
     for values, measured in zip(stored.values(), (spectrum.k, spectrum.ratio, spectrum.correlation), strict=False):
         np.testing.assert_allclose(values, measured, rtol=1e-5)
     assert {f"k at {level}": k for level, k in spectrum.resolutions.items()}.items() <= stored.items()
-    np.testing.assert_allclose(summary["bispectrum"]["B ratio"], found.bispectrum.ratio, rtol=1e-5)
+    np.testing.assert_allclose(summary["bispectrum"]["B ratio"], result.bispectrum.ratio, rtol=1e-5)
     page = (written / "report.html").read_text()
     assert "gas velocity x" in page
     assert page.count("data:image/png;base64,") == 1 + len(pictures), "also the losses of the checkpoint's run"

@@ -70,19 +70,19 @@ def dark_matter(samples: int, *sides: int) -> torch.Tensor:
     return torch.cat([density, 400 * torch.randn(samples, 3, *sides, generator=generator)], dim=1)
 
 
-def assert_physical(found: Any, network: nn.Module, config: Config, fields: torch.Tensor, floor: float) -> None:
+def assert_physical(result: Any, network: nn.Module, config: Config, fields: torch.Tensor, floor: float) -> None:
     """float32 rounds a channel's value by up to 6e-8, relatively 14 times as much after exp(14 x)."""
     with torch.no_grad():
         expected = PhysicalNetwork(network, *volume_channels(config), floor)(fields)
-    assert found.shape == expected.shape
-    difference = (found - expected).abs().amax((0, 2, 3, 4)) / expected.abs().amax((0, 2, 3, 4))
+    assert result.shape == expected.shape
+    difference = (result - expected).abs().amax((0, 2, 3, 4)) / expected.abs().amax((0, 2, 3, 4))
     assert difference.max() <= 5e-6, difference
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {METADATA: ""}
-    torch.export.load(str(path), extra_files=found)
-    return json.loads(found[METADATA])
+    result: dict[str, Any] = {METADATA: ""}
+    torch.export.load(str(path), extra_files=result)
+    return json.loads(result[METADATA])
 
 
 def test_the_transforms_are_those_that_made_the_training_data() -> None:
@@ -167,10 +167,10 @@ def test_channel_units_need_no_transform_and_conditions_are_an_argument(tmp_path
         with torch.no_grad():
             torch.testing.assert_close(predict(fields, conditions), network(fields, conditions))
             assert not torch.allclose(predict(fields, conditions), predict(fields, conditions - 0.1), atol=1e-3)
-    found = metadata(target)
-    assert found["how_to_call"][-1].startswith("gas = predict(dark_matter, conditions)  # [N, 4, X, Y, Z], [N, 2] -> ")
-    assert found["conditions"]["columns"][1] == {"name": "cell", "unit": "comoving Mpc/h", "trained_range": [0.1, 0.3]}
-    assert found["output"]["channels"][0]["value"] == "unknown"
+    result = metadata(target)
+    assert result["how_to_call"][-1].startswith("gas = predict(dark_matter, conditions)  # [N, 4, X, Y, Z], [N, 2] -> ")
+    assert result["conditions"]["columns"][1] == {"name": "cell", "unit": "comoving Mpc/h", "trained_range": [0.1, 0.3]}
+    assert result["output"]["channels"][0]["value"] == "unknown"
 
 
 @pytest.fixture
@@ -217,15 +217,15 @@ numpy.save("gas.npy", names["gas"].numpy())
 
 
 def test_metadata_says_how_to_use_the_file(files: Path) -> None:
-    found = metadata(files / "gas.pt2")
-    assert (found["format"], found["units"]) == (1, "physical")
-    assert (found["input"]["multiple_of"], found["input"]["density_floor_of_mean"]) == (4, FLOOR)
+    result = metadata(files / "gas.pt2")
+    assert (result["format"], result["units"]) == (1, "physical")
+    assert (result["input"]["multiple_of"], result["input"]["density_floor_of_mean"]) == (4, FLOOR)
     units = ["mean density", "km/s", "km/s", "km/s", "K"]
     for side, channels in (("input", units[:4]), ("output", units)):
-        assert [channel["unit"] for channel in found[side]["channels"]] == channels
-    assert found["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
-    assert found["weights_sha256"] == checkpoint.file_digest(checkpoint.weights_file(files / "run"))
-    assert configs.validate(configs.parse_value(found["config"])["trained"], "trained") == config_of()
+        assert [channel["unit"] for channel in result[side]["channels"]] == channels
+    assert result["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
+    assert result["weights_sha256"] == checkpoint.file_digest(checkpoint.weights_file(files / "run"))
+    assert configs.validate(configs.parse_value(result["config"])["trained"], "trained") == config_of()
     assert finite_record({"epoch": 0, "final_loss": math.nan}) == {"epoch": 0, "final_loss": None}, "JSON has no NaN"
 
 

@@ -62,13 +62,13 @@ def command(trained_run: Path, nbody: Path, tmp_path: Path, capsys: Any):
     """command(*flags): the log of a prediction into <tmp_path>/hydro.h5; `code` is the expected exit code."""
 
     def go(*flags: str, code: int = 0) -> str:
-        found = 0
+        result = 0
         try:
             predict.main(command_line(trained_run, nbody, tmp_path / "hydro.h5", *flags))
         except SystemExit as stop:
-            found = int(stop.code or 0)
+            result = int(stop.code or 0)
         output = capsys.readouterr()
-        assert (found, output.out) == (code, ""), output.err
+        assert (result, output.out) == (code, ""), output.err
         return output.err
 
     return go
@@ -90,9 +90,9 @@ def contents(path: Path) -> dict[str, np.ndarray]:
 def assert_complete(output: Path, whole: Path) -> None:
     """The output has the bits of `whole`, and no unfinished file is left."""
     assert os.listdir(output.parent) == [output.name]
-    found, expected = contents(output), contents(whole)
-    assert list(found) == list(expected)
-    for name, values in found.items():
+    result, expected = contents(output), contents(whole)
+    assert list(result) == list(expected)
+    for name, values in result.items():
         np.testing.assert_array_equal(values, expected[name])
 
 

@@ -5,6 +5,7 @@ A rank stores its planes of one field of prediction and target at a time. Sums a
 
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,7 +122,8 @@ class Fields:
             sums[0] += (plane - true).square().sum(dtype=torch.float64)
             sums[1] += true.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
         residual, variance = total(sums).cpu().numpy()
-        edge = _rounded_up(DIVERGENCE_SIGMAS * math.sqrt(variance / math.prod(self._slabs.shape))) or 1.0
+        edge = DIVERGENCE_SIGMAS * math.sqrt(variance / math.prod(self._slabs.shape)) or 1.0
+        edge = float(Context(2, ROUND_CEILING).create_decimal_from_float(edge))  # bins do not depend on last bits
         counts = torch.zeros(2, DIVERGENCE_BINS, dtype=torch.float64, device=target.device)
         for row, field in zip(counts, (predicted, target), strict=True):
             for plane in field:
@@ -152,11 +154,3 @@ def r2(residual: Any, variance: Any) -> Any:
     """1 − Σ(prediction − target)² / Σ(target − mean)²; NaN if the target is constant."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(variance > 0, 1 - residual / variance, np.nan)
-
-
-def _rounded_up(value: float) -> float:
-    """Rounded up to two significant digits, so that the bins do not change with the last digits of the variance."""
-    if value == 0:
-        return 0.0
-    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return math.ceil(value / digit) * digit

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.lyman_alpha.results import Flux, FluxField
+from analysis.lyman_alpha.results import Flux, FluxField, quotient
 from utils.files import atomic_write
 from utils.run import tags
 from utils.run.directory import RunDirectory
@@ -36,19 +36,13 @@ class Spectrum:
     @property
     def ratio(self) -> np.ndarray:
         """P_predicted / P_target; 1 if the prediction has the right amount of structure."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.predicted / self.target
+        return quotient(self.predicted, self.target)
 
     @property
     def correlation(self) -> np.ndarray:
         """r(k) = P_cross / √(P_predicted · P_target); 1 if all structure is in the right place."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.cross / np.sqrt(self.predicted * self.target)
-
-    @property
-    def transfer(self) -> np.ndarray:
-        """T(k) = √(P_predicted / P_target)."""
-        return np.sqrt(self.ratio)
+        with np.errstate(invalid="ignore"):
+            return quotient(self.cross, np.sqrt(self.predicted * self.target))
 
     def resolution(self, curve: np.ndarray, level: float) -> float | None:
         """The k at which a curve falls below a level first, interpolated; None if it does not.
@@ -66,16 +60,13 @@ class Spectrum:
 
     @property
     def resolutions(self) -> dict[str, float | None]:
-        """`resolution` of r, and of T or 1 / T, whichever is smaller, at each of LEVELS, by name."""
+        """`resolution` of r, and of T = √ratio or 1 / T, whichever is smaller, at each of LEVELS, by name."""
+        transfer = np.sqrt(self.ratio)
         with np.errstate(divide="ignore"):
-            curves = {"r": self.correlation, "T": np.minimum(self.transfer, 1 / self.transfer)}
+            curves = {"r": self.correlation, "T": np.minimum(transfer, 1 / transfer)}
         return {
             f"{name} = {level}": self.resolution(curve, level) for name, curve in curves.items() for level in LEVELS
         }
-
-    @property
-    def reference_shells(self) -> list[int]:
-        return reference_shells(self.k)
 
 
 @dataclass(frozen=True)
@@ -88,8 +79,7 @@ class Bispectrum:
 
     @property
     def ratio(self) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.predicted / self.target
+        return quotient(self.predicted, self.target)
 
     @property
     def reference_ratios(self) -> dict[float, float]:
@@ -183,7 +173,7 @@ class Results:
             for level, k in spectrum.resolutions.items():
                 if k is not None:
                     scalars[tags.evaluation("resolution", f"{name}, {level}")] = k
-            for shell in spectrum.reference_shells:
+            for shell in reference_shells(spectrum.k):
                 curve = f"{name} at k = {spectrum.k[shell]:.3g}"
                 scalars[tags.evaluation("r", curve)] = float(spectrum.correlation[shell])
                 scalars[tags.evaluation("P ratio", curve)] = float(spectrum.ratio[shell])

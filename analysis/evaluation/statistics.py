@@ -115,77 +115,69 @@ class Histograms:
         return distributions, PhaseDiagram(density, temperature, *total(self._phase_counts).cpu().numpy())
 
 
-class VolumeStatistics:
-    """Compares a predicted volume with the target. Every rank makes the same calls."""
+@torch.no_grad()
+def volume_statistics(
+    inputs: Sequence[Channel],
+    targets: Sequence[Channel],
+    cell: float | None,
+    fields: SlabFields,
+    slabs: Slabs,
+    metadata: Mapping[str, Any],
+) -> Results:
+    """Compares a predicted volume with the target; every rank calls it and gets the same results.
 
-    def __init__(
-        self, channels: Sequence[Channel], input_channels: Sequence[Channel], cell: float | None, slabs: Slabs
-    ) -> None:
-        """`cell` in Mpc/h, None if unknown."""
-        self._channels, self._input_channels = tuple(channels), tuple(input_channels)
-        self._slabs, self._cell, self._world = slabs, cell, slabs.world
+    `cell` in Mpc/h, None if unknown. Undefined values are NaN: R² of a constant target, and whatever depends on
+    non-finite predictions.
+    """
+    first_cell = _plane(fields.target, len(targets), 0, slabs)[:, :1, :1].double()
+    errors, histograms = Errors(common_channels(inputs, targets), first_cell, slabs), Histograms(targets, slabs)
+    with slabs.world.raise_together():
+        for piece in slabs.pieces():
+            values = (read(slice(None), piece) for read in (fields.inputs, fields.predicted, fields.target))
+            # Plane by plane: the sums do not depend on the pieces, and temporaries are small.
+            for source, predicted, target in zip(*(part.unbind(1) for part in values), strict=True):
+                errors.add(source, predicted, target)
+                histograms.add(predicted, target)
+            slabs.world.pulse.advance()
+    slabs.world.pulse.meet()
+    complete = Fields(targets, cell, slabs)
+    for field in complete.needed:
+        complete.add(field, fields)
+        slabs.world.pulse.meet()
+    l1, copied_l1, r2_by_channel = errors.results()
+    distributions, phase_diagram = histograms.results()
+    if complete.divergence is not None:
+        distributions["velocity divergence"] = complete.divergence
+    reads = {"input": (fields.inputs, inputs), "target": (fields.target, targets)}
+    reads["predicted"] = fields.predicted, targets
+    middle = slabs.shape[0] // 2
+    return Results(
+        channels=tuple(targets),
+        input_channels=tuple(inputs),
+        cell=cell,
+        l1=l1,
+        copied_l1=copied_l1,
+        r2=r2_by_channel,
+        spectra=complete.results(),
+        distributions=distributions,
+        phase_diagram=phase_diagram,
+        divergence_r2=complete.divergence_r2,
+        mass_ratio=complete.mass_ratio,
+        bispectrum=complete.bispectrum,
+        slices={
+            name: _plane(read, len(channels), middle, slabs).cpu().numpy() for name, (read, channels) in reads.items()
+        },
+        metadata=dict(metadata),
+    )
 
-    @torch.no_grad()
-    def results(self, fields: SlabFields, metadata: Mapping[str, Any]) -> Results:
-        """The results, equal on every rank.
 
-        Undefined values are NaN: R² of a constant target, and whatever depends on non-finite predictions.
-        """
-        copied = common_channels(self._input_channels, self._channels)
-        first_cell = self._plane(fields.target, len(self._channels), 0)[:, :1, :1].double()
-        errors = Errors(copied, first_cell, self._slabs)
-        histograms = Histograms(self._channels, self._slabs)
-        with self._world.raise_together():
-            for piece in self._slabs.pieces():
-                values = (read(slice(None), piece) for read in (fields.inputs, fields.predicted, fields.target))
-                # Plane by plane: the sums do not depend on the pieces, and temporaries are small.
-                for inputs, predicted, target in zip(*(part.unbind(1) for part in values), strict=True):
-                    errors.add(inputs, predicted, target)
-                    histograms.add(predicted, target)
-                self._world.pulse.advance()
-        self._world.pulse.meet()
-        complete = Fields(self._channels, self._cell, self._slabs)
-        for field in complete.needed:
-            complete.add(field, fields)
-            self._world.pulse.meet()
-        l1, copied_l1, r2_by_channel = errors.results()
-        distributions, phase_diagram = histograms.results()
-        spectra = complete.results()
-        if complete.divergence is not None:
-            distributions["velocity divergence"] = complete.divergence
-        return Results(
-            channels=self._channels,
-            input_channels=self._input_channels,
-            cell=self._cell,
-            l1=l1,
-            copied_l1=copied_l1,
-            r2=r2_by_channel,
-            spectra=spectra,
-            distributions=distributions,
-            phase_diagram=phase_diagram,
-            divergence_r2=complete.divergence_r2,
-            mass_ratio=complete.mass_ratio,
-            bispectrum=complete.bispectrum,
-            slices=self._middle(fields),
-            metadata=dict(metadata),
-        )
-
-    def _middle(self, fields: SlabFields) -> dict[str, np.ndarray]:
-        """The middle plane of each field, [C, Y, Z], on every rank."""
-        reads = {"input": fields.inputs, "target": fields.target, "predicted": fields.predicted}
-        counts = {**dict.fromkeys(reads, len(self._channels)), "input": len(self._input_channels)}
-        middle = self._slabs.shape[0] // 2
-        planes = {name: self._plane(read, counts[name], middle) for name, read in reads.items()}
-        return {name: plane.cpu().numpy() for name, plane in planes.items()}
-
-    def _plane(self, read: ReadPlanes, channels: int, plane: int) -> Tensor:
-        """A plane of a field, [C, Y, Z], on every rank."""
-        values = torch.zeros(channels, *self._slabs.shape[1:], device=self._world.device)
-        owns = self._slabs.planes.start <= plane < self._slabs.planes.stop
-        with self._world.raise_together():
-            if owns:
-                values.copy_(read(slice(None), slice(plane, plane + 1))[:, 0])
-        return self._world.sum(values)
+def _plane(read: ReadPlanes, channels: int, plane: int, slabs: Slabs) -> Tensor:
+    """A plane of a field, [C, Y, Z], on every rank."""
+    values = torch.zeros(channels, *slabs.shape[1:], device=slabs.world.device)
+    with slabs.world.raise_together():
+        if slabs.planes.start <= plane < slabs.planes.stop:
+            values.copy_(read(slice(None), slice(plane, plane + 1))[:, 0])
+    return slabs.world.sum(values)
 
 
 def _bins(channel: Channel) -> _Bins:

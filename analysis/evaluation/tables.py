@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from analysis.evaluation.results import LOG_DENSITY, Results, Spectrum
+from analysis.evaluation.results import LOG_DENSITY, Results, Spectrum, reference_shells
 from analysis.lyman_alpha.results import PREDICTION, Flux
 from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 
@@ -120,13 +120,13 @@ def field_table(evaluation: Results) -> Table:
     levels and T = √(power ratio) leaves their range, and the ratio of the equilateral bispectrum.
     """
     first = next(iter(evaluation.spectra.values()))
-    ks = [f"{k:.2g}" for k in first.k[first.reference_shells]]
+    ks = [f"{k:.2g}" for k in first.k[reference_shells(first.k)]]
     ratios = evaluation.bispectrum.reference_ratios if evaluation.bispectrum else {}
     header = [f"field (k in {evaluation.wavenumber_unit})", *(f"r at k = {k}" for k in ks)]
     header += [*(f"power ratio at {k}" for k in ks), *(f"k at {level}" for level in first.resolutions)]
     rows = [[*header, *(f"bispectrum ratio at {k:.2g}" for k in ratios)]]
     for name, spectrum in evaluation.spectra.items():
-        shells = spectrum.reference_shells
+        shells = reference_shells(spectrum.k)
         row = [name, *map(_number, (*spectrum.correlation[shells], *spectrum.ratio[shells]))]
         row += ["not reached" if k is None else f"{k:.2g}" for k in spectrum.resolutions.values()]
         rows.append(row + [_number(ratio) if name == LOG_DENSITY else "" for ratio in ratios.values()])

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from analysis.evaluation.results import Results
-from analysis.evaluation.statistics import VolumeStatistics
+from analysis.evaluation.statistics import volume_statistics
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from analysis.lyman_alpha.setup import FluxSetup
@@ -38,7 +38,7 @@ def evaluate_fields(
     inputs, targets = volume_channels(config)
     setup = FluxSetup.of(volume, config)
     slabs.world.pulse.enter("evaluation")
-    results = VolumeStatistics(targets, inputs, volume.cell, slabs).results(fields, metadata)
+    results = volume_statistics(inputs, targets, volume.cell, fields, slabs, metadata)
     return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
 
 

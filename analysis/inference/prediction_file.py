@@ -132,7 +132,7 @@ class PredictionFile:
         self, predictor: SlidingWindowPredictor, writer: BlockWriter, boxes: Mapping[int, Box], signals: Signals
     ) -> None:
         """Predicts this rank's share of the blocks, then waits for the other ranks; ends early after a signal."""
-        counts = {number: window_count(predictor.grid, box) for number, box in boxes.items()}
+        counts = {number: window_count(predictor.grid.parts(box)) for number, box in boxes.items()}
         total, mine = sum(counts.values()), [*boxes][predictor.world.rank :: predictor.world.size]
         checked = time.monotonic()
 

@@ -20,6 +20,7 @@ from analysis.inference.window_grid import (
     WindowGrid,
     axis_windows,
     split_windows,
+    window_count,
     wrapped_segments,
 )
 from analysis.slabs import Slabs
@@ -78,7 +79,7 @@ class SlidingWindowPredictor:
     def window_count(self) -> int:
         """Number of windows that this rank predicts in `predict_planes`."""
         rank = self.world.rank
-        return sum(_windows(turn[rank]) for turn in self._turns() if rank < len(turn))
+        return sum(window_count(turn[rank]) for turn in self._turns() if rank < len(turn))
 
     def predict_planes(self, slabs: Slabs) -> torch.Tensor:
         """Predicts this rank's planes [C_out, n, Y, Z]; every rank calls it.
@@ -103,7 +104,7 @@ class SlidingWindowPredictor:
         ranges = split_windows(grid, max(grid.shape), count, BLOCK_CELLS)
         along = [[axis_windows(axis, part) for part in parts] for axis, parts in zip(grid.axes, ranges, strict=True)]
         # Large ones first: the last turn, which some ranks may miss, is short.
-        blocks = sorted(itertools.product(*along), key=_windows, reverse=True)
+        blocks = sorted(itertools.product(*along), key=window_count, reverse=True)
         return [blocks[first : first + ranks] for first in range(0, len(blocks), ranks)]
 
     def _send(
@@ -111,8 +112,8 @@ class SlidingWindowPredictor:
     ) -> None:
         """Adds the cells of all ranks' blocks of windows to the planes of their owners."""
         channels, (x, y, z) = self.channels[1], self.grid.axes
-        own = turn[self.world.rank][:1] if blended is not None else []
-        places = [[place for part in own for place in _within(part, x.size, planes)] for planes in slabs.shares]
+        sender = turn[self.world.rank][:1] if blended is not None else []
+        places = [[place for part in sender for place in _within(part, x.size, planes)] for planes in slabs.shares]
         sent = [[blended[:, place.window].flatten() for place in of_rank] for of_rank in places if blended is not None]
         sizes, pieces = [0] * self.world.size, []
         for number, parts in enumerate(turn):
@@ -168,10 +169,6 @@ class SlidingWindowPredictor:
             values = np.array(self.read(x.volume, y.volume, z.volume))
             inputs[:, x.window, y.window, z.window] = torch.from_numpy(values).to(inputs.device)
         return inputs
-
-
-def _windows(parts: Sequence[AxisPart]) -> int:
-    return math.prod(len(part.windows) for part in parts)
 
 
 def _within(part: AxisPart, size: int, planes: slice) -> Iterator[Segment]:

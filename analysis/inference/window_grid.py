@@ -196,6 +196,6 @@ def split_blocks(grid: WindowGrid, side: int, count: int, limit: int) -> list[Bo
     return list(itertools.product(*cuts))
 
 
-def window_count(grid: WindowGrid, box: Box) -> int:
-    """Number of windows that touch a box."""
-    return math.prod(len(part.windows) for part in grid.parts(box))
+def window_count(parts: Sequence[AxisPart]) -> int:
+    """Number of windows of parts of all three axes."""
+    return math.prod(len(part.windows) for part in parts)

@@ -41,8 +41,8 @@ class Sightlines:
             [number * side // count for number in range(count)] for side, count in zip(sides, counts, strict=True)
         )
         self.count = len(self.all_rows) * len(columns)  # of all ranks
-        own = slabs.planes  # rows are planes, except of lines along x
-        self.rows = [row for row in self.all_rows if own.start <= row < own.stop]
+        # Rows are planes, except of lines along x.
+        self.rows = [row for row in self.all_rows if slabs.planes.start <= row < slabs.planes.stop]
         if axis == 0:
             self.rows = self.all_rows[slabs.divide(len(self.all_rows))[slabs.world.rank]]
         self.columns = torch.tensor(columns, device=slabs.world.device)
@@ -206,7 +206,9 @@ class FluxStatistics:
                 bins = (flux * PDF_BINS).nan_to_num_(nan=0.0).long().clamp_(0, PDF_BINS - 1)
                 histogram += torch.bincount(bins.flatten(), minlength=PDF_BINS)
                 sums += power_sums(flux / mean - 1)
-                moments += _moments(flux, true.to(flux), self._setup.mean_flux)
+                deviation, true_deviation = (part.double() - self._setup.mean_flux for part in (flux, true.to(flux)))
+                products = deviation * true_deviation, deviation.square(), true_deviation.square()
+                moments += torch.stack([product.sum() for product in products])
             powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width)[1].cpu().numpy())
         axis_power, power = self._average(powers)
         product, square, true_square = world.sum(moments).tolist()
@@ -303,12 +305,6 @@ def _parts(depth: Tensor) -> Iterator[Tensor]:
     lines = depth.flatten(0, 1)
     step = max(1, VALUES_AT_ONCE // lines.shape[1])
     return (lines[start : start + step] for start in range(0, len(lines), step))
-
-
-def _moments(flux: Tensor, target: Tensor, mean: float) -> Tensor:
-    """Sums of the product and the squares of deviations from the common mean, [3], float64."""
-    deviation, true = flux.double() - mean, target.double() - mean
-    return torch.stack([(deviation * true).sum(), (deviation * deviation).sum(), (true * true).sum()])
 
 
 def _line_counts(first: int, second: int, limit: int) -> tuple[int, int]:

@@ -47,16 +47,13 @@ class Flux:
     @property
     def ratios(self) -> dict[str, np.ndarray]:
         """P1D of each field but the target, relative to that of the target."""
-        return {name: _ratio(field.power, self.fields[TARGET].power) for name, field in self._others}
+        target = self.fields[TARGET].power
+        return {name: quotient(field.power, target) for name, field in self.fields.items() if name != TARGET}
 
     @property
     def p3d_ratios(self) -> dict[str, np.ndarray]:
         """P(k, mu) of each field but the target, relative to that of the target."""
-        return {name: _ratio(field.p3d, self.fields[TARGET].p3d) for name, field in self._others}
-
-    @property
-    def _others(self) -> list[tuple[str, FluxField]]:
-        return [(name, field) for name, field in self.fields.items() if name != TARGET]
+        return {name: quotient(self.fields[name].p3d, self.fields[TARGET].p3d) for name in self.ratios}
 
     @property
     def largest_k(self) -> float:
@@ -116,6 +113,7 @@ def band_name(band: tuple[float, float]) -> str:
     return f"{band[0]:g} to {band[1]:g} s/km"
 
 
-def _ratio(values: np.ndarray, target: np.ndarray) -> np.ndarray:
+def quotient(values: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """NaN or infinite where the target is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return values / target

@@ -17,10 +17,9 @@ from sample_results import SIMULATION
 from trainings import assert_equal, directory
 
 import train
-from analysis.evaluation import figures
+from analysis.evaluation import figures, volume
 from analysis.evaluation.baselines import volume_losses
 from analysis.evaluation.results import Results, load
-from analysis.evaluation.statistics import VolumeStatistics
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from networks import build_loss
 from utils.data.loaders.threaded import ThreadedCropLoader
@@ -48,8 +47,8 @@ def epochs_of(run: Path) -> list[int]:
     return [results.metadata["epoch"] for results in history(run)]
 
 
-def assert_same_network(one: Path, other: Path) -> None:
-    assert_equal(*(read_weights(path)["network"] for path in (one, other)))
+def assert_same_network(run: Path, expected: Path) -> None:
+    assert_equal(*(read_weights(path)["network"] for path in (run, expected)))
 
 
 KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained` takes from the one before
@@ -80,15 +79,15 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path) -> None:
     """The flux of target and baseline is computed once."""
     assert KNOWN == [[], ["target", "FGPA"]]
-    found = history(trained)
-    assert [(results.metadata["epoch"], results.metadata["step"]) for results in found] == [(1, 8), (2, 16)]
+    evaluations = history(trained)
+    assert [(results.metadata["epoch"], results.metadata["step"]) for results in evaluations] == [(1, 8), (2, 16)]
     records = [record for record in RunDirectory(trained).read_metrics() if "Evaluation L1/all channels" in record]
     assert [record["step"] for record in records] == [8, 16]
-    for record, results in zip(records, found, strict=True):
+    for record, results in zip(records, evaluations, strict=True):
         scalars = results.scalars()
         assert "Evaluation flux/P1D error, prediction" in scalars
         assert {name: record[name] for name in scalars} == pytest.approx(scalars)
-    first, second = (results.flux.fields for results in found)
+    first, second = (results.flux.fields for results in evaluations)
     assert [name for name in first if first[name].scale == second[name].scale] == ["target", "FGPA"]
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
     assert all(f"Evaluation/{name}".encode() in events for name in figures.PICTURES)
@@ -111,7 +110,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     trained: Path, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "PICTURES", {})
-    evaluate, enter, calls, signals = VolumeStatistics.results, StopSignals.__enter__, [], []
+    evaluate, enter, calls, signals = volume.volume_statistics, StopSignals.__enter__, [], []
     monkeypatch.setattr(StopSignals, "__enter__", lambda self: (signals.append(self), enter(self))[1])
 
     def stop_in_the_second(*arguments: Any) -> Results:
@@ -123,7 +122,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
         calls.append("end")
         return results
 
-    monkeypatch.setattr(VolumeStatistics, "results", stop_in_the_second)
+    monkeypatch.setattr(volume, "volume_statistics", stop_in_the_second)
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, EVERY_EPOCH)
     assert (stop.value.code, calls) == (75, ["begin", "end", "begin"]), "it stops between two spectra"
@@ -209,6 +208,6 @@ def test_baselines_agree_with_numpy_on_one_rank_and_on_two(name: str, tmp_path: 
 
 def test_the_result_table_names_what_the_trained_network_is_worse_than() -> None:
     tables = [FitResult(400, 0.2, loss, loss, 50.0, 65.0).table({"a": 0.2, "copy": 0.04}) for loss in (0.05, 0.01)]
-    found = ["\n".join(lines) for lines in tables]
-    assert "the trained network is worse than: copy; train longer" in found[0]
-    assert "worse" not in found[1]
+    texts = ["\n".join(lines) for lines in tables]
+    assert "the trained network is worse than: copy; train longer" in texts[0]
+    assert "worse" not in texts[1]

@@ -23,7 +23,7 @@ from sample_results import sample_results
 
 from analysis.evaluation import figures, report, tables
 from analysis.evaluation.loss_curves import loss_curves
-from analysis.evaluation.results import Results, Spectrum, load, save
+from analysis.evaluation.results import Results, Spectrum, load, reference_shells, save
 from analysis.evaluation.training_figures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
 from utils.data.loaders import Batch
@@ -43,7 +43,7 @@ def images_of(page: str) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def found() -> Results:
+def evaluation() -> Results:
     return sample_results(16, noise=0.2, epoch=3, cell=0.5)
 
 
@@ -52,17 +52,17 @@ def with_flux() -> Results:
     return sample_results(16, cell=0.5, flux=True)
 
 
-def test_the_page_is_self_contained_escaped_and_has_all_results(found: Results) -> None:
+def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Results) -> None:
     hostile = """</td></table><script>alert("1")</script><img src='file:evil' onerror=alert(1)>&amp;"""
     provenance = {"commit": "abc1234", "epoch": "3 of the caller", hostile: 1, "checkpoint": hostile}
-    page = report.page(found, PICTURES, provenance)
+    page = report.page(evaluation, PICTURES, provenance)
     for outside in ("href", "url(", "@import", "http:", "https:", "<script", "<link", "<iframe", "<img src='"):
         assert outside not in page
     assert "<title>Evaluation: epoch 3</title>" in page
     assert images_of(page) == [b"PNG"] * 4, "there is no flux"
-    rows, summary = rows_of(page), tables.summary_table(found)
+    rows, summary = rows_of(page), tables.summary_table(evaluation)
     assert rows[: len(summary)] == summary, "it comes first"
-    assert all(row in rows for row in (*tables.channel_table(found), *tables.field_table(found)))
+    assert all(row in rows for row in (*tables.channel_table(evaluation), *tables.field_table(evaluation)))
     for row in (["commit", "abc1234"], ["cell (Mpc/h)", "0.5"], [hostile, "1"], ["checkpoint", hostile]):
         assert row in rows
     assert ["epoch", "3 of the caller"] in rows, "the caller's value has precedence"
@@ -71,55 +71,55 @@ def test_the_page_is_self_contained_escaped_and_has_all_results(found: Results) 
     assert ends == [["0.5000", "unknown", "unknown"], ["non-finite", "unknown", "unknown"]]
 
 
-def test_the_conclusion_and_the_summary_name_what_is_wrong(found: Results, with_flux: Results) -> None:
+def test_the_conclusion_and_the_summary_name_what_is_wrong(evaluation: Results, with_flux: Results) -> None:
     """Newcomers missed in the table that FGPA had a smaller error."""
     target, errors = with_flux.flux.fields["target"], {"target": 0, "prediction": 0.08, "FGPA": 0.05}
     fields = {name: replace(target, power=(1 + error) * target.power) for name, error in errors.items()}
-    below = np.where(np.arange(5) == 1, 0.9 * found.l1, found.copied_l1)
+    below = np.where(np.arange(5) == 1, 0.9 * evaluation.l1, evaluation.copied_l1)
     for results, part in (
-        (found, "each channel is better than copying"),
-        (replace(found, copied_l1=below), "of gas velocity x is no better"),
-        (replace(found, r2=np.full(5, math.nan)), "of each channel is no better"),
+        (evaluation, "each channel is better than copying"),
+        (replace(evaluation, copied_l1=below), "of gas velocity x is no better"),
+        (replace(evaluation, r2=np.full(5, math.nan)), "of each channel is no better"),
         (replace(with_flux, flux=replace(with_flux.flux, fields=fields)), " FGPA, which needs no network, has a smal"),
     ):
         text = tables.lines(results)[-1]
         assert part in text
         assert ("FGPA" in text) == ("FGPA" in part)
-    name, one = "log density", np.ones(len(found.spectra["log density"].k))
+    name, ones = "log density", np.ones(len(evaluation.spectra["log density"].k))
     for correlation, power, place, says in (
-        (np.where(np.arange(len(one)) < 2, 1, 0.5), one, "Mpc/h)", "is right to 10% on all scales."),
-        (one, np.append(one[1:], 1e5), "no scale", "Mpc/h, at worst 1e+05 times"),  # fixed: only large scales counted
-        (0.3 * one, one, "Mpc/h)", "Not even structure of the largest scales is in the right place."),
-        (one, math.nan * one, "unknown", "have no structure, or are not finite"),
+        (np.where(np.arange(len(ones)) < 2, 1, 0.5), ones, "Mpc/h)", "is right to 10% on all scales."),
+        (ones, np.append(ones[1:], 1e5), "no scale", "Mpc/h, at worst 1e+05 times"),  # fixed: only large scales counted
+        (0.3 * ones, ones, "Mpc/h)", "Not even structure of the largest scales is in the right place."),
+        (ones, math.nan * ones, "unknown", "have no structure, or are not finite"),
     ):
-        changed = replace(found.spectra[name], predicted=power, target=one, cross=correlation * np.sqrt(power))
-        row = tables.summary_table(replace(found, spectra={**found.spectra, name: changed}))[1]
+        changed = replace(evaluation.spectra[name], predicted=power, target=ones, cross=correlation * np.sqrt(power))
+        row = tables.summary_table(replace(evaluation, spectra={**evaluation.spectra, name: changed}))[1]
         assert row[4].endswith(place)
         assert says in row[5]
 
 
 def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> None:
-    found, flux = with_flux, with_flux.flux
-    rows = {row[0]: row[1:] for row in tables.channel_table(found)}
+    evaluation, flux = with_flux, with_flux.flux
+    rows = {row[0]: row[1:] for row in tables.channel_table(evaluation)}
     assert rows["gas velocity y"] == [
-        f"{found.l1[2]:.5f}",
-        f"{found.r2[2]:.4f}",
+        f"{evaluation.l1[2]:.5f}",
+        f"{evaluation.r2[2]:.4f}",
         "km/s",
-        f"{900 * found.l1[2]:.3f} km/s",
+        f"{900 * evaluation.l1[2]:.3f} km/s",
     ]
-    assert rows["gas density"][3] == f"{14 * found.l1[0] / math.log(10):.3f} dex"
-    columns = {row[0]: row[1:] for row in zip(*tables.field_table(found), strict=True)}
-    for name, spectrum in found.spectra.items():
-        shells = spectrum.reference_shells
+    assert rows["gas density"][3] == f"{14 * evaluation.l1[0] / math.log(10):.3f} dex"
+    columns = {row[0]: row[1:] for row in zip(*tables.field_table(evaluation), strict=True)}
+    for name, spectrum in evaluation.spectra.items():
+        shells = reference_shells(spectrum.k)
         values = [f"{value:.3f}" for value in (*spectrum.correlation[shells], *spectrum.ratio[shells])]
         assert [*columns[name][: len(values)]] == values
     table = tables.flux_table(flux)
     shown = {row[table[0].index("FGPA")] for row in table}
     for value in (flux.fields["FGPA"].scale, flux.power_error("FGPA"), *flux.band_errors("FGPA").values()):
         assert f"{value:.3f}" in shown
-    lines = tables.lines(found)[:-1]
+    lines = tables.lines(evaluation)[:-1]
     assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
-    page = report.page(found, PICTURES, {})
+    page = report.page(evaluation, PICTURES, {})
     assert len(images_of(page)) == 6
     assert "computed from the dark matter, not smoothed: the cells are too large." in page
     assert all(row in rows_of(page) and any(line.startswith(row[0]) for line in lines) for row in table)
@@ -130,16 +130,16 @@ def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp
     """A short axis has no mode in some bins: it is NaN there. Even if no bin has modes of all axes."""
     empty = dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1)))
     monkeypatch.setattr(figures, "PICTURES", {**empty, "flux": figures.flux})
-    found = sample_results(16, cell=0.5, flux=True)
-    for values in (found.flux.axis_k, *(field.axis_power for field in found.flux.fields.values())):
+    evaluation = sample_results(16, cell=0.5, flux=True)
+    for values in (evaluation.flux.axis_k, *(field.axis_power for field in evaluation.flux.fields.values())):
         values[0, gaps] = np.nan
-    report.write_report(tmp_path / "report", found, {}, ALONE)
+    report.write_report(tmp_path / "report", evaluation, {}, ALONE)
     text = (tmp_path / "report" / report.SUMMARY).read_text()
     summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"JSON has no {constant}"))["flux"]
     for values in (summary["k along x (s/km)"], summary["fields"]["FGPA"]["P1D along x (km/s)"]):
         assert [place for place, value in enumerate(values) if value is None] == gaps
-    assert np.isfinite([*found.scalars().values()]).all()
-    assert "non-finite" not in " ".join(tables.lines(found))
+    assert np.isfinite([*evaluation.scalars().values()]).all()
+    assert "non-finite" not in " ".join(tables.lines(evaluation))
 
 
 def test_loading_returns_exactly_what_was_saved(with_flux: Results, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_scalars_cover_flux_and_spectra(with_flux: Results) -> None:
         expected[f"flux/correlation, {name}"] = flux.fields[name].correlation
     expected |= {"L1/all channels": with_flux.l1.mean(), "R2/temperature": with_flux.r2[4]}
     expected["R2/velocity divergence"] = with_flux.divergence_r2
-    for shell in density.reference_shells:
+    for shell in reference_shells(density.k):
         expected[f"r/density at k = {density.k[shell]:.3g}"] = density.correlation[shell]
     scalars = with_flux.scalars()
     assert {name: scalars[f"Evaluation {name}"] for name in expected} == pytest.approx(expected)
@@ -172,16 +172,16 @@ def test_scalars_cover_flux_and_spectra(with_flux: Results) -> None:
 
 def test_the_resolution_is_where_a_curve_first_falls_below_a_level() -> None:
     """Fixed: only too little power counted, so that T = 40 was reported as "not reached"."""
-    k, one = np.arange(1.0, 6.0), np.ones(5)
+    k, ones = np.arange(1.0, 6.0), np.ones(5)
     correlation, power = np.array([1.0, 0.98, 0.82, 0.42, 0.95]), np.array([1.0, 1.1, 0.9025, 0.64, 0.36])
-    found = Spectrum(k, one, predicted=power, target=one, cross=correlation * np.sqrt(power))
+    evaluation = Spectrum(k, ones, predicted=power, target=ones, cross=correlation * np.sqrt(power))
     expected = {"r = 0.9": 2.5, "r = 0.5": 3.8, "T = 0.9": 3 + 1 / 3, "T = 0.5": None}
-    assert found.resolutions == {name: k and pytest.approx(k) for name, k in expected.items()}
-    far = Spectrum(k, one, predicted=1600 * one, target=one, cross=40 * one)
+    assert evaluation.resolutions == {name: k and pytest.approx(k) for name, k in expected.items()}
+    far = Spectrum(k, ones, predicted=1600 * ones, target=ones, cross=40 * ones)
     assert far.resolutions == {"r = 0.9": None, "r = 0.5": None, "T = 0.9": 1.0, "T = 0.5": 1.0}
     assert far.resolution(np.array([1, 1, np.nan, 1, 1]), 0.9) == 3, "not finite"
     k = np.arange(1.0, 33.0)
-    assert [k[shell] for shell in Spectrum(k, k, k, k, k).reference_shells] == [2.0, 8.0, 16.0]
+    assert [k[shell] for shell in reference_shells(k)] == [2.0, 8.0, 16.0]
 
 
 def test_errors_of_flux_power_in_bands_and_bins(with_flux: Results) -> None:
@@ -195,15 +195,15 @@ def test_errors_of_flux_power_in_bands_and_bins(with_flux: Results) -> None:
         for is_other, name in enumerate(("target", "prediction"))
     }
     modes = np.isfinite(p3d_k).astype(float)
-    found = replace(flux, k=k, p3d_k=p3d_k, p3d_modes=modes, fields=fields)
-    assert found.band_errors("prediction") == {
+    evaluation = replace(flux, k=k, p3d_k=p3d_k, p3d_modes=modes, fields=fields)
+    assert evaluation.band_errors("prediction") == {
         "0.003 to 0.01 s/km": pytest.approx(np.sqrt((0.1**2 + 0.3**2) / 2)),
         "0.01 to 0.03 s/km": pytest.approx(0.2),
         "0.003 to 0.03 s/km": pytest.approx(np.sqrt((0.1**2 + 0.3**2 + 0.2**2) / 3)),
     }
-    assert found.p3d_errors("prediction") == {"to 2 h/Mpc": pytest.approx(np.sqrt((0.1**2 + 0.1**2 + 0.2**2) / 3))}
+    assert evaluation.p3d_errors("prediction") == {"to 2 h/Mpc": pytest.approx(np.sqrt((0.1**2 + 0.1**2 + 0.2**2) / 3))}
     none = np.empty((4, 0))
-    assert replace(found, p3d_k=none, p3d_modes=none).p3d_errors("prediction") == {}
+    assert replace(evaluation, p3d_k=none, p3d_modes=none).p3d_errors("prediction") == {}
 
 
 def physical(values: np.ndarray) -> list[np.ndarray]:
@@ -222,7 +222,7 @@ def test_figures_show_their_data(with_flux: Results) -> None:
     for name, expected in {
         "slices": [plane.T for plane in (*given, *target, *predicted, *residuals)],
         "spectra": [values for curve in curves for values in (curve.ratio, curve.correlation)],
-        "distributions": [each.predicted / 16**3 / np.diff(each.edges) for each in histograms],
+        "distributions": [counts.predicted / 16**3 / np.diff(counts.edges) for counts in histograms],
         "phase_diagram": [counts.T / 16**3 / area for counts in (phases.target, phases.predicted)],
         "flux": [values for f in fields for values in (with_flux.flux.k * f.power / math.pi, f.pdf, f.sightline)],
     }.items():
@@ -230,10 +230,10 @@ def test_figures_show_their_data(with_flux: Results) -> None:
         for axes in figures.PICTURES[name](with_flux).axes:
             drawn += [line.get_ydata() for line in axes.lines]
             drawn += [patch.get_data().values for patch in axes.patches if isinstance(patch, StepPatch)]
-            drawn += [np.ma.filled(each.get_array(), 0) for each in (*axes.images, *axes.collections)]
+            drawn += [np.ma.filled(artist.get_array(), 0) for artist in (*axes.images, *axes.collections)]
         for values in expected:
-            same = (other for other in drawn if np.shape(other) == values.shape)
-            assert any(np.allclose(values, other, rtol=1e-6, atol=1e-9, equal_nan=True) for other in same), name
+            same = (shown for shown in drawn if np.shape(shown) == values.shape)
+            assert any(np.allclose(values, shown, rtol=1e-6, atol=1e-9, equal_nan=True) for shown in same), name
 
 
 def test_loss_curves_show_losses_and_metrics() -> None:

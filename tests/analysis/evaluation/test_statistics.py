@@ -18,7 +18,7 @@ from analysis import modes
 from analysis.evaluation.bispectrum import equilateral_bispectrum
 from analysis.evaluation.results import Results, Spectrum
 from analysis.evaluation.spectra import KShells
-from analysis.evaluation.statistics import VolumeStatistics
+from analysis.evaluation.statistics import volume_statistics
 from analysis.slabs import Slabs
 from utils.config.sections import TransformConfig
 from utils.distributed.launch import Launch
@@ -44,12 +44,12 @@ def evaluated(
 ) -> Results:
     slabs = Slabs(target.shape[1:], world)  # type: ignore[arg-type]
     inputs = 0.5 * target[:4] if len(target) >= 4 else np.zeros((4, *target.shape[1:]), np.float32)
-    statistics = VolumeStatistics(channels, input_channels(4, TransformConfig()), cell, slabs)
-    return statistics.results(slab_fields(slabs, inputs, predicted, target), {"epoch": 3})
+    fields, sources = slab_fields(slabs, inputs, predicted, target), input_channels(4, TransformConfig())
+    return volume_statistics(sources, channels, cell, fields, slabs, {"epoch": 3})
 
 
 @pytest.fixture(scope="module")
-def found() -> Results:
+def results() -> Results:
     return evaluated(*volumes())
 
 
@@ -62,8 +62,8 @@ def spectrum(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> Sp
     return shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
 
 
-def powers(found: Spectrum) -> np.ndarray:
-    return np.stack([found.predicted, found.target, found.cross])
+def powers(results: Spectrum) -> np.ndarray:
+    return np.stack([results.predicted, results.target, results.cross])
 
 
 def power(predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -75,38 +75,38 @@ def divergence(velocity: Sequence[np.ndarray]) -> np.ndarray:
     return sum(np.roll(part, -1, axis) - np.roll(part, 1, axis) for axis, part in enumerate(velocity)) / (2 * 0.5)
 
 
-def agree(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+def agree(result: Any, expected: Any, tolerance: float = 1e-6) -> None:
     """Counts and texts exactly; other numbers within a tolerance relative to the largest value."""
-    assert type(one) is type(other)
-    if dataclasses.is_dataclass(one):
-        one, other = vars(one), vars(other)
-    if isinstance(one, dict):
-        assert list(one) == list(other)
-        for name, value in one.items():
-            agree(value, other[name], 0 if name in ("distributions", "phase_diagram", "slices") else tolerance)
-    elif isinstance(one, float | np.ndarray):
-        largest = np.nanmax(np.abs(other))
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * largest)
+    assert type(result) is type(expected)
+    if dataclasses.is_dataclass(result):
+        result, expected = vars(result), vars(expected)
+    if isinstance(result, dict):
+        assert list(result) == list(expected)
+        for name, value in result.items():
+            agree(value, expected[name], 0 if name in ("distributions", "phase_diagram", "slices") else tolerance)
+    elif isinstance(result, float | np.ndarray):
+        largest = np.nanmax(np.abs(expected))
+        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance * largest)
     else:
-        assert one == other
+        assert result == expected
 
 
-def test_errors_slices_and_histograms_agree_with_numpy(found: Results) -> None:
+def test_errors_slices_and_histograms_agree_with_numpy(results: Results) -> None:
     predicted, target = volumes()
     p, t = (values.astype(np.float64).reshape(5, -1) for values in (predicted, target))
-    np.testing.assert_allclose(found.l1, np.abs(p - t).mean(1), rtol=1e-6)
+    np.testing.assert_allclose(results.l1, np.abs(p - t).mean(1), rtol=1e-6)
     residual = ((p - t) ** 2).sum(1) / ((t - t.mean(1, keepdims=True)) ** 2).sum(1)
-    np.testing.assert_allclose(found.r2, 1 - residual, rtol=1e-6)
-    assert ((found.r2 > 0.5) & (found.r2 < 1)).all(), "the example is neither perfect nor useless"
+    np.testing.assert_allclose(results.r2, 1 - residual, rtol=1e-6)
+    assert ((results.r2 > 0.5) & (results.r2 < 1)).all(), "the example is neither perfect nor useless"
     for name, values in (("predicted", predicted), ("target", target), ("input", 0.5 * target[:4])):
-        np.testing.assert_array_equal(found.slices[name], values[:, 6])
+        np.testing.assert_array_equal(results.slices[name], values[:, 6])
     ours, theirs = physical(predicted), physical(target)
-    assert found.mass_ratio == pytest.approx(ours[0].mean() / theirs[0].mean(), rel=1e-6)
-    phase = found.phase_diagram
+    assert results.mass_ratio == pytest.approx(ours[0].mean() / theirs[0].mean(), rel=1e-6)
+    phase = results.phase_diagram
     for name, fields in (("predicted", ours), ("target", theirs)):
         decimal = [np.log10(field) if channel.is_log else field for channel, field in zip(GAS, fields, strict=True)]
         for channel, values in zip(GAS, decimal, strict=True):
-            distribution = found.distributions[channel.name]
+            distribution = results.distributions[channel.name]
             assert (distribution.unit, distribution.is_log) == (channel.unit, channel.is_log)
             counts, edges = getattr(distribution, name), distribution.edges
             assert len(edges) > 100
@@ -126,26 +126,26 @@ def test_r2_of_a_channel_far_from_zero_is_accurate_and_that_of_a_constant_is_nan
     assert r2 == pytest.approx(1 - ((p - t) ** 2).sum() / ((t - t.mean()) ** 2).sum(), rel=1e-9)
     predicted, target = volumes()
     target[1:4] = 0.25
-    found = evaluated(predicted, target)
-    assert np.isnan([*found.r2[1:4], found.divergence_r2]).all()
-    assert np.isfinite(found.r2[[0, 4]]).all()
-    assert found.distributions["velocity divergence"].target.sum() == target[0].size
+    results = evaluated(predicted, target)
+    assert np.isnan([*results.r2[1:4], results.divergence_r2]).all()
+    assert np.isfinite(results.r2[[0, 4]]).all()
+    assert results.distributions["velocity divergence"].target.sum() == target[0].size
 
 
 def test_values_outside_the_histogram_are_counted_in_the_end_bins() -> None:
-    """Every cell is counted, and non-finite values do not end the evaluation."""
+    """Every cell is counted, and non-finite values do not end the results."""
     predicted, target = volumes()
     target[0, 0], target[0, 1, 0] = 3.0, -3.0  # e^±42
     predicted[2, 3, 2, 2:6] = np.inf, -np.inf, np.nan, 1e30
-    found = evaluated(predicted, target)
-    density, velocity = found.distributions["gas density"], found.distributions["gas velocity y"]
+    results = evaluated(predicted, target)
+    density, velocity = results.distributions["gas density"], results.distributions["gas velocity y"]
     assert (density.target[-1], density.target[0]) == (SHAPE[1] * SHAPE[2], SHAPE[2])
     assert (velocity.predicted[-1], velocity.predicted[0]) == (2, 2)
     assert velocity.predicted.sum() == density.target.sum() == target[0].size
-    assert np.isnan(found.r2).tolist() == [False, False, True, False, False]
+    assert np.isnan(results.r2).tolist() == [False, False, True, False, False]
 
 
-def test_spectra_and_divergence_are_those_of_the_physical_fields(found: Results) -> None:
+def test_spectra_and_divergence_are_those_of_the_physical_fields(results: Results) -> None:
     ours, theirs = (physical(values) for values in volumes())
     expected = {
         "density": power(ours[0], theirs[0]),
@@ -154,13 +154,13 @@ def test_spectra_and_divergence_are_those_of_the_physical_fields(found: Results)
         "divergence": power(divergence(ours[1:4]), divergence(theirs[1:4])),
         "log temperature": power(np.log(ours[4]), np.log(theirs[4])),
     }
-    assert list(found.spectra) == list(expected)
+    assert list(results.spectra) == list(expected)
     for name, values in expected.items():
-        np.testing.assert_allclose(powers(found.spectra[name]), values, rtol=1e-4, atol=1e-5 * np.abs(values).max())
-    assert found.spectra["density"].k[0] == pytest.approx(2 * np.pi / (12 * 0.5), rel=0.2)
+        np.testing.assert_allclose(powers(results.spectra[name]), values, rtol=1e-4, atol=1e-5 * np.abs(values).max())
+    assert results.spectra["density"].k[0] == pytest.approx(2 * np.pi / (12 * 0.5), rel=0.2)
     p, t = (divergence(values[1:4]) for values in (ours, theirs))
-    assert found.divergence_r2 == pytest.approx(1 - ((p - t) ** 2).sum() / (t**2).sum(), rel=1e-5)
-    distribution = found.distributions["velocity divergence"]
+    assert results.divergence_r2 == pytest.approx(1 - ((p - t) ** 2).sum() / (t**2).sum(), rel=1e-5)
+    distribution = results.distributions["velocity divergence"]
     assert 7.9 * t.std() < distribution.edges[-1] == -distribution.edges[0] < 8.9 * t.std()
     for counts, values in ((distribution.predicted, p), (distribution.target, t)):
         expected = np.histogram(np.clip(values, *distribution.edges[[0, -1]]), distribution.edges)[0]
@@ -168,14 +168,16 @@ def test_spectra_and_divergence_are_those_of_the_physical_fields(found: Results)
         assert counts.sum() == t.size
 
 
-def test_without_a_cell_size_lengths_are_in_cells(found: Results) -> None:
+def test_without_a_cell_size_lengths_are_in_cells(results: Results) -> None:
     plain = evaluated(*volumes(), cell=None)
     assert (plain.cell, plain.wavenumber_unit) == (None, "rad/cell")
-    np.testing.assert_allclose(plain.spectra["velocity"].k, 0.5 * found.spectra["velocity"].k)
-    np.testing.assert_allclose(powers(plain.spectra["velocity"]), powers(found.spectra["velocity"]) / 0.5**3, rtol=1e-5)
-    units = [each.distributions["velocity divergence"].unit for each in (plain, found)]
+    np.testing.assert_allclose(plain.spectra["velocity"].k, 0.5 * results.spectra["velocity"].k)
+    np.testing.assert_allclose(
+        powers(plain.spectra["velocity"]), powers(results.spectra["velocity"]) / 0.5**3, rtol=1e-5
+    )
+    units = [results.distributions["velocity divergence"].unit for results in (plain, results)]
     assert units == ["km/s per cell", "km/s per Mpc/h"]
-    assert plain.divergence_r2 == pytest.approx(found.divergence_r2, rel=1e-5)
+    assert plain.divergence_r2 == pytest.approx(results.divergence_r2, rel=1e-5)
 
 
 def on_ranks(world: World) -> tuple[Results, Results]:
@@ -183,14 +185,14 @@ def on_ranks(world: World) -> tuple[Results, Results]:
     return evaluated(*volumes(), world=world), evaluated(*volumes((5, 7, 6)), world=world)
 
 
-def test_results_do_not_depend_on_ranks_and_pieces(found: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_ranks_and_pieces(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = on_ranks(ALONE)
     for answer in run_ranks(on_ranks, 8):
-        for results, expected in zip(answer, alone, strict=True):
-            agree(results, expected)
+        for measured, expected in zip(answer, alone, strict=True):
+            agree(measured, expected)
     for values in (1, 300):  # a plane; four planes, three pieces
         monkeypatch.setattr("utils.volumes.hdf5.SLAB_VALUES", values)
-        agree(evaluated(*volumes()), found, 1e-12)
+        agree(evaluated(*volumes()), results, 1e-12)
 
 
 @pytest.mark.gpu
@@ -198,30 +200,34 @@ def test_results_do_not_depend_on_ranks_and_pieces(found: Results, monkeypatch: 
 def test_a_gpu_gets_the_results_of_the_cpu() -> None:
     predicted, target = volumes((24, 20, 16))
     alone = evaluated(predicted, target)
-    found = evaluated(predicted, target, world=World(Launch("test"), torch.device("cuda")))
-    for name, distribution in found.distributions.items():
+    results = evaluated(predicted, target, world=World(Launch("test"), torch.device("cuda")))
+    for name, distribution in results.distributions.items():
         # Different rounding may move single cells to a neighboring bin.
         assert np.abs(distribution.target - alone.distributions[name].target).sum() <= 8
-    assert found.phase_diagram is not None
-    assert found.phase_diagram.predicted.sum() == predicted[0].size
-    agree(dataclasses.replace(found, distributions=alone.distributions, phase_diagram=alone.phase_diagram), alone, 1e-5)
+    assert results.phase_diagram is not None
+    assert results.phase_diagram.predicted.sum() == predicted[0].size
+    agree(
+        dataclasses.replace(results, distributions=alone.distributions, phase_diagram=alone.phase_diagram), alone, 1e-5
+    )
 
 
 def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
     predicted, target = volumes(channels=7)
-    found = evaluated(predicted, target, target_channels(7, TransformConfig()))
-    assert list(found.spectra) == list(found.distributions) == [f"channel {number}" for number in range(7)]
-    values, distribution = power(predicted[6], target[6]), found.distributions["channel 6"]
-    np.testing.assert_allclose(powers(found.spectra["channel 6"]), values, rtol=1e-5, atol=1e-5 * np.abs(values).max())
+    results = evaluated(predicted, target, target_channels(7, TransformConfig()))
+    assert list(results.spectra) == list(results.distributions) == [f"channel {number}" for number in range(7)]
+    values, distribution = power(predicted[6], target[6]), results.distributions["channel 6"]
+    np.testing.assert_allclose(
+        powers(results.spectra["channel 6"]), values, rtol=1e-5, atol=1e-5 * np.abs(values).max()
+    )
     assert (distribution.edges[0], distribution.edges[-1], distribution.unit) == (-1.5, 1.5, None)
     np.testing.assert_array_equal(distribution.target, np.histogram(target[6], distribution.edges)[0])
-    assert found.phase_diagram is None
-    assert np.isnan(found.divergence_r2)
-    assert all(np.isfinite(value) for value in found.scalars().values())
+    assert results.phase_diagram is None
+    assert np.isnan(results.divergence_r2)
+    assert all(np.isfinite(value) for value in results.scalars().values())
     for unknown, missing in (("velocity_scale_km_s", "divergence"), ("density_log_scale", "log density")):
-        found = evaluated(*volumes(), target_channels(5, TransformConfig(**{unknown: None})))
-        assert missing not in found.spectra
-        assert {"log temperature", "gas velocity x" if "velocity" in unknown else "gas density"} <= {*found.spectra}
+        results = evaluated(*volumes(), target_channels(5, TransformConfig(**{unknown: None})))
+        assert missing not in results.spectra
+        assert {"log temperature", "gas velocity x" if "velocity" in unknown else "gas density"} <= {*results.spectra}
 
 
 def related(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -236,23 +242,23 @@ def test_power_and_cross_power_agree_with_powerbox(shape: tuple[int, int, int]) 
     tools = pytest.importorskip("powerbox.tools")
     cell = 0.37
     first, second = related(shape)
-    found = spectrum(first, second, cell)
+    results = spectrum(first, second, cell)
     edges = (np.arange(max(shape) // 2 + 1) + 0.5) * 2 * np.pi / (max(shape) * cell)
     lengths = [cells * cell for cells in shape]
 
-    def theirs(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        result = tools.get_power(one, lengths, deltax2=other, bins=edges, dimensionless=False)
+    def theirs(field: np.ndarray, partner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        result = tools.get_power(field, lengths, deltax2=partner, bins=edges, dimensionless=False)
         return (result.power, result.bin_avg) if hasattr(result, "power") else result[:2]  # before powerbox 1.0
 
-    for ours, pair in ((found.predicted, (first, first)), (found.target, (second, second))):
+    for ours, pair in ((results.predicted, (first, first)), (results.target, (second, second))):
         power, k = theirs(*pair)
         np.testing.assert_allclose(ours, power, rtol=1e-5)
-        np.testing.assert_allclose(found.k, k, rtol=1e-9)
+        np.testing.assert_allclose(results.k, k, rtol=1e-9)
     cross, _ = theirs(first, second)
-    np.testing.assert_allclose(found.cross, cross, rtol=1e-5, atol=1e-5 * np.abs(cross).max())
+    np.testing.assert_allclose(results.cross, cross, rtol=1e-5, atol=1e-5 * np.abs(cross).max())
     axes = np.meshgrid(*(np.fft.fftfreq(cells) * max(shape) for cells in shape), indexing="ij")
     shells = np.floor(np.sqrt(sum(axis**2 for axis in axes)) + 0.5).astype(int)
-    np.testing.assert_array_equal(found.modes, np.bincount(shells.ravel())[1 : max(shape) // 2 + 1])
+    np.testing.assert_array_equal(results.modes, np.bincount(shells.ravel())[1 : max(shape) // 2 + 1])
 
 
 def test_a_large_mean_and_few_columns_at_once_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,9 +295,9 @@ def test_the_bispectrum_agrees_with_a_sum_over_all_triangles() -> None:
     """Also of a box whose sides differ, where the first shell has none."""
     for shape in ((10, 10, 10), (9, 12, 7)):
         fields = [np.exp(0.7 * noise(*shape, seed=seed)) for seed in (0, 1)]
-        found = equilateral_bispectrum([*map(torch.tensor, fields)], Slabs(shape, ALONE), 0.5)
+        results = equilateral_bispectrum([*map(torch.tensor, fields)], Slabs(shape, ALONE), 0.5)
         for shell, (low, high) in enumerate(((0.5, 1.5), (1.5, 2.5))):
-            for field, values in zip(fields, (found.predicted, found.target), strict=True):
+            for field, values in zip(fields, (results.predicted, results.target), strict=True):
                 count, expected = sum_over_triangles(field, low, high)
                 assert (count > 0) == (shell > 0 or shape == (10, 10, 10))
                 np.testing.assert_allclose(values[shell], expected, rtol=1e-4, err_msg=f"{shape} {shell}")

@@ -84,8 +84,8 @@ def test_each_cell_is_the_weighted_mean_of_its_windows_for_any_batch_size(
         weights = [axis.weights[number].astype(float) for axis, number in along]
         expected[cells] += output * np.einsum("x,y,z->xyz", *weights)
     for batch_size in (1, 8, 100):
-        found = predict_volume(replace(predictor, batch_size=batch_size))
-        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=f"{batch_size} windows per forward pass")
+        result = predict_volume(replace(predictor, batch_size=batch_size))
+        np.testing.assert_allclose(result, expected, atol=1e-6, err_msg=f"{batch_size} windows per forward pass")
 
 
 @shapes
@@ -113,7 +113,7 @@ def test_a_cell_has_the_same_bits_in_blocks_of_any_size(
             block = replace(predictor, read=counted).predict_box((x, y, z))
         assert torch.equal(block.inputs, torch.from_numpy(field)[:, x, y, z])
         assert torch.equal(block.predicted, expected.predicted[:, x, y, z])
-        assert sum(reported) == window_count(predictor.grid, (x, y, z))
+        assert sum(reported) == window_count(predictor.grid.parts((x, y, z)))
         margin = 2 * (window - 1)
         assert read <= np.prod([min(n, a.stop - a.start + margin) for n, a in zip(shape, (x, y, z), strict=True)])
         seen[x, y, z] += 1
@@ -175,8 +175,8 @@ def test_three_ranks_predict_what_one_does_and_fail_together() -> None:
     """Some have no planes, or no windows."""
     alone, answers = predict_cases(ALONE), run_ranks(all_of_ranks, 3)
     assert {line for _, line in answers} == {"rank 2: Nbody[0, 1, 2, 3] is nan; fix the file"}
-    for (expected, windows, _), *found in zip(alone, *(results for results, _ in answers), strict=True):
-        planes, counts, reported = zip(*found, strict=True)
+    for (expected, windows, _), *result in zip(alone, *(results for results, _ in answers), strict=True):
+        planes, counts, reported = zip(*result, strict=True)
         np.testing.assert_allclose(np.concatenate(planes, axis=1), expected, atol=1e-6)
         assert counts == reported
         assert sum(counts) == windows, "each window is predicted once"
@@ -191,8 +191,8 @@ def test_a_gpu_predicts_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> No
     expected = predict_volume(build_predictor(field, 8, 4, predict=network))
     gpu = World(Launch("test"), torch.device("cuda"))
     predictor = build_predictor(field, 8, 4, predict=network.to(gpu.device), world=gpu)
-    found = predictor.predict_planes(Slabs(predictor.grid.shape, gpu)).cpu()
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5 * np.abs(expected).max())
+    result = predictor.predict_planes(Slabs(predictor.grid.shape, gpu)).cpu()
+    np.testing.assert_allclose(result.numpy(), expected, atol=1e-5 * np.abs(expected).max())
 
 
 AXES = [
@@ -245,8 +245,8 @@ def largest_error(predict_windows: Predict, index: int) -> float:
     """Largest difference between the prediction of a transformed window and the transformed prediction."""
     window = random_field((8, 8, 8))
     transformed = symmetry.apply(window, index, INPUT_VECTORS)
-    found, expected = (predict_windows(torch.from_numpy(field)[None])[0].numpy() for field in (transformed, window))
-    return float(np.abs(found - symmetry.apply(expected, index, OUTPUT_VECTORS)).max())
+    result, expected = (predict_windows(torch.from_numpy(field)[None])[0].numpy() for field in (transformed, window))
+    return float(np.abs(result - symmetry.apply(expected, index, OUTPUT_VECTORS)).max())
 
 
 @pytest.mark.parametrize("count", SYMMETRIES)

@@ -89,8 +89,8 @@ def test_neutral_fraction_solves_the_equilibrium(device: str) -> None:
     expected = np.vectorize(lambda d, t: reference_fraction(d, t, UNIVERSE))(density, temperature)
     assert expected.min() < 1e-10
     assert expected.max() > 0.99
-    found = neutral_fraction(*tensors([density, temperature], device), UNIVERSE)
-    np.testing.assert_allclose(found.cpu(), expected, rtol=1e-5)
+    result = neutral_fraction(*tensors([density, temperature], device), UNIVERSE)
+    np.testing.assert_allclose(result.cpu(), expected, rtol=1e-5)
 
 
 def test_published_rates_temperatures_and_mean_flux() -> None:
@@ -114,8 +114,8 @@ def test_uniform_gas_has_the_gunn_peterson_optical_depth(cell: float, device: st
     neutral = 2.5 * hydrogen * reference_fraction(2.5, 2e4, UNIVERSE)
     expected = STRENGTH * neutral / hubble
     fields = [np.full((3, 50), value) for value in (2.5, -170.0, 2e4)]
-    found = optical_depth(*tensors(fields, device), UNIVERSE, cell)
-    assert found.cpu().numpy() == pytest.approx(expected, rel=1e-5)
+    result = optical_depth(*tensors(fields, device), UNIVERSE, cell)
+    assert result.cpu().numpy() == pytest.approx(expected, rel=1e-5)
 
 
 @DEVICES
@@ -123,10 +123,10 @@ def test_uniform_gas_has_the_gunn_peterson_optical_depth(cell: float, device: st
 def test_optical_depth_equals_the_sum_over_all_cells_and_pixels(cell: float, device: str) -> None:
     """Hot gas wider than the line, velocities of several times its length, and an odd number of cells included."""
     fields = random_fields(3, 37)
-    found = optical_depth(*tensors(fields, device), UNIVERSE, cell).cpu().double().numpy()
+    result = optical_depth(*tensors(fields, device), UNIVERSE, cell).cpu().double().numpy()
     expected = reference_depth(*fields, UNIVERSE, cell)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * expected.mean())
-    np.testing.assert_allclose(found.sum(1), expected.sum(1), rtol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5 * expected.mean())
+    np.testing.assert_allclose(result.sum(1), expected.sum(1), rtol=1e-5)
 
 
 def test_groups_and_blocks_do_not_change_the_optical_depth(monkeypatch: pytest.MonkeyPatch) -> None:

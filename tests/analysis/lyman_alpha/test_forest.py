@@ -66,25 +66,27 @@ def measured(volumes: Fields, world: World = ALONE, known: KnownFlux | None = No
 
 
 @pytest.fixture(scope="module")
-def found() -> Flux:
+def base() -> Flux:
     return measured(fields())
 
 
-def agree(one: Flux, other: Flux, tolerance: float = 0.0) -> None:
-    assert list(one.fields) == list(other.fields)
-    for name, field in one.fields.items():
+def agree(result: Flux, expected: Flux, tolerance: float = 0.0) -> None:
+    assert list(result.fields) == list(expected.fields)
+    for name, field in result.fields.items():
         for part, values in vars(field).items():
-            np.testing.assert_allclose(values, vars(other.fields[name])[part], rtol=tolerance, err_msg=f"{name} {part}")
+            np.testing.assert_allclose(
+                values, vars(expected.fields[name])[part], rtol=tolerance, err_msg=f"{name} {part}"
+            )
 
 
 def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -> list[np.ndarray]:
     """Optical depths [lines, cells] of all sight-lines along x, y and z."""
-    found = []
+    result = []
     for axis in range(3):
         lines = (np.moveaxis(field, axis, -1) for field in (density, velocity[axis], temperature))
         parts = (torch.from_numpy(field.reshape(-1, field.shape[-1]).astype(np.float32)) for field in lines)
-        found.append(optical_depth(*parts, UNIVERSE, CELL).numpy().astype(np.float64))
-    return found
+        result.append(optical_depth(*parts, UNIVERSE, CELL).numpy().astype(np.float64))
+    return result
 
 
 def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
@@ -98,13 +100,13 @@ def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
     """P(k, mu) of all modes along x, y and z; the last test is of these sums."""
     power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
     for axis, tau in enumerate(taus):
-        others = [side for other, side in enumerate(SHAPE) if other != axis]
+        others = [side for number, side in enumerate(SHAPE) if number != axis]
         flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
         sums.append(power.sums(torch.tensor(flux / field.mean - 1).float(), axis))
     return power.power(sum(sums))
 
 
-def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
+def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
     """The baseline is smoothed by 0.75 cells."""
     inputs, predicted, target = fields()
     dark = np.exp(14 * inputs[0].astype(np.float64))
@@ -115,15 +117,15 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
         PREDICTION: depths_of_gas(predicted),
         FGPA: depths(dark, 300 * inputs[1:4], temperature),
     }
-    assert list(found.fields) == list(expected)
-    assert found.sightlines == [80, 96, 120]
+    assert list(base.fields) == list(expected)
+    assert base.sightlines == [80, 96, 120]
     for name, taus in expected.items():
-        field, pixels = found.fields[name], np.concatenate([tau.ravel() for tau in taus])
+        field, pixels = base.fields[name], np.concatenate([tau.ravel() for tau in taus])
         assert field.unscaled_mean == pytest.approx(np.exp(-pixels).mean(), rel=1e-5)
         flux = np.exp(-field.scale * pixels)
         assert flux.mean() == pytest.approx(field.mean, rel=1e-5)
         assert field.mean == pytest.approx(0.7, rel=2e-6)
-        counts = np.histogram(flux, found.edges)[0]
+        counts = np.histogram(flux, base.edges)[0]
         np.testing.assert_allclose(field.pdf, counts / (pixels.size * 0.05), atol=3 / (pixels.size * 0.05))
         weighted, modes = np.zeros(6), np.zeros(6)
         for axis, tau in enumerate(taus):
@@ -137,13 +139,13 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
             modes[bins] += lines
         np.testing.assert_allclose(field.power, weighted / modes, rtol=1e-4)
         np.testing.assert_allclose(field.p3d, power_by_direction(taus, field), rtol=1e-4)
-        theirs = np.concatenate([tau.ravel() for tau in expected[TARGET]]) * found.fields[TARGET].scale
+        theirs = np.concatenate([tau.ravel() for tau in expected[TARGET]]) * base.fields[TARGET].scale
         assert field.correlation == pytest.approx(np.corrcoef(flux, np.exp(-theirs))[0, 1], rel=1e-5)
         middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
         np.testing.assert_allclose(field.sightline, middle, rtol=1e-4)
-    np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
+    np.testing.assert_allclose(base.velocity, WIDTH * np.arange(8))
     along_x_and_y = (80 / 12 + 96 / 10) / 176  # along z the first mode is in the second bin
-    assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * along_x_and_y)
+    assert base.k[0] == pytest.approx(2 * math.pi / WIDTH * along_x_and_y)
 
 
 def test_the_last_mode_of_an_even_axis_next_to_odd_ones_is_not_lost() -> None:
@@ -180,22 +182,22 @@ def on_ranks(world: World) -> tuple[Flux, Flux]:
     return measured(fields(), world=world), measured(fields(), world=world, sightlines=9)
 
 
-def test_results_do_not_depend_on_ranks_and_pieces(found: Flux, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_ranks_and_pieces(base: Flux, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, answers = on_ranks(ALONE), run_ranks(on_ranks, 4)
     for answer in answers:
         for flux, expected, first in zip(answer, alone, answers[0], strict=True):
             agree(flux, expected, 1e-6)
             agree(flux, first)
     monkeypatch.setattr("utils.volumes.hdf5.SLAB_VALUES", 300)  # three planes
-    agree(measured(fields()), found)
+    agree(measured(fields()), base)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_gets_the_results_of_the_cpu(found: Flux) -> None:
+def test_a_gpu_gets_the_results_of_the_cpu(base: Flux) -> None:
     for name, field in measured(fields(), world=World(Launch("test"), torch.device("cuda"))).fields.items():
         for part in ("scale", "mean", "power", "axis_power", "sightline"):
-            np.testing.assert_allclose(getattr(field, part), getattr(found.fields[name], part), rtol=1e-3)
+            np.testing.assert_allclose(getattr(field, part), getattr(base.fields[name], part), rtol=1e-3)
 
 
 @pytest.mark.parametrize(("axis", "limit"), [(0, 100), (1, 65), (2, 7)])
@@ -205,29 +207,29 @@ def test_sight_lines_are_evenly_spaced_and_shared(axis: int, limit: int) -> None
     lines = [Sightlines(axis, Slabs(shape, world), limit) for world in worlds]
     rows, columns = sorted(row for part in lines for row in part.rows), lines[0].columns.tolist()
     assert limit / 2 < lines[0].count == len(rows) * len(columns) <= limit
-    sides = [side for other, side in enumerate(shape) if other != axis]
+    sides = [side for number, side in enumerate(shape) if number != axis]
     for places, side in ((rows, sides[0]), (columns, sides[1])):
         gaps = np.diff([*places, places[0] + side])
         assert gaps.max() - gaps.min() <= 1
 
 
-def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress(found: Flux, monkeypatch: Any) -> None:
+def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress(base: Flux, monkeypatch: Any) -> None:
     """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
     (inputs, predicted, target), known, calls = fields(), KnownFlux(), []
     monkeypatch.setattr(ALONE.pulse, "advance", lambda: calls.append(1))
     measured((inputs, target, target), known=known)
     rows, exchanges = 3 * (10 + 12 + 12), 3 + 3 + 2  # of target, prediction and baseline
     assert len(calls) >= rows + exchanges
-    agree(measured((0 * inputs, predicted, 0 * target), known=known), found)
+    agree(measured((0 * inputs, predicted, 0 * target), known=known), base)
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e30, -1e30])
-def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, found: Flux) -> None:
+def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, base: Flux) -> None:
     inputs, predicted, target = fields()
     predicted[:, 3, 4] = value
     flux = measured((inputs, predicted, target))
     for name in (TARGET, FGPA):
-        np.testing.assert_array_equal(flux.fields[name].power, found.fields[name].power)
+        np.testing.assert_array_equal(flux.fields[name].power, base.fields[name].power)
     field = flux.fields[PREDICTION]
     assert math.isnan(field.mean) == np.isnan(field.power).all() == np.isnan(field.pdf).all()
     assert math.isnan(field.mean) or value == -1e30
@@ -260,7 +262,7 @@ def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
     """P(k, mu) = (1 + beta mu²)² k**-1.5 (Kaiser 1987): all modes have this power, with random phases."""
     side, model, modes, sums = 24, np.zeros((2, 4, 20)), np.zeros((4, 20)), []
     volume, edges = (side * CELL) ** 3, bin_edges(side // 2, RATIO)
-    found = AnisotropicPower(Slabs((side,) * 3, ALONE), CELL)
+    result = AnisotropicPower(Slabs((side,) * 3, ALONE), CELL)
     waves = np.stack(np.meshgrid(*[np.fft.fftfreq(side) * side] * 3, indexing="ij"))
     k = np.sqrt((waves**2).sum(0))
     for axis in range(3):
@@ -268,15 +270,15 @@ def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
         true = (1 + 0.8 * mu**2) ** 2 * np.maximum(k, 0.5) ** -1.5
         noise = np.fft.fftn(np.random.default_rng(axis).standard_normal([side] * 3))
         field = np.fft.ifftn(noise / np.abs(noise) * np.sqrt(true / volume)).real * side**3
-        sums.append(found.sums(torch.tensor(field).float(), axis))
+        sums.append(result.sums(torch.tensor(field).float(), axis))
         used = (k > 0.5) & (k < edges[-1])
         place = np.minimum(4 * mu[used], 3).astype(int), np.digitize(k[used], edges) - 1
         for row, values in zip((*model, modes), (true, k, np.ones_like(k)), strict=True):
             np.add.at(row, place, values[used])
-    some, power = slice(len(edges) - 1), found.power(sum(sums))
-    np.testing.assert_array_equal(found.modes, modes[:, some])
+    some, power = slice(len(edges) - 1), result.power(sum(sums))
+    np.testing.assert_array_equal(result.modes, modes[:, some])
     with np.errstate(invalid="ignore"):
         np.testing.assert_allclose(power, (model[0] / modes)[:, some], rtol=1e-5)
         fundamental = 2 * math.pi / (side * CELL)
-        np.testing.assert_allclose(found.k, (model[1] / modes)[:, some] * fundamental, rtol=1e-9)
+        np.testing.assert_allclose(result.k, (model[1] / modes)[:, some] * fundamental, rtol=1e-9)
     assert np.isnan(power[1:3, 0]).tolist() == [True, False], "the longest waves have mu = 0, 1/√2 or 1"
