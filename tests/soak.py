@@ -50,7 +50,7 @@ TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this run is m
 # waited for its peer in the rendezvous), and 76: the peer is gone.
 CODES = {signal.SIGKILL: 137, signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
 OTHER_CODES = {0, 1, 2, 76}
-CLOCKS = ("seconds", "samples_per_second")  # measured times in summary.json
+CLOCKS = ("seconds", "samples_per_second", "goodput")  # measured times in summary.json
 # Each run draws one value of each key; a value that stands there twice is twice as likely.
 KEYS: dict[str, list[Any]] = {
     "optimizer.name": list(OPTIMIZERS),

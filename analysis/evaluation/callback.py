@@ -23,6 +23,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import tags
 from utils.run.open_run import Run
+from utils.run.state import FitResult
 from utils.steps.build import Parts
 from utils.training.hooks import Evaluation
 from utils.volumes.attributes import conditions_of
@@ -137,26 +138,26 @@ def _import_figures() -> None:
         from analysis.evaluation import training_figures  # noqa: F401
 
 
-def report_on_run(config: Config, parts: Parts, run: Run, steps: int) -> tuple[dict[str, float], list[str]]:
+def report_on_run(config: Config, parts: Parts, run: Run, result: FitResult) -> tuple[dict[str, float], list[str]]:
     """Losses of the baselines on the validation data, and lines about the pictures that it draws.
 
-    Every rank calls it. `steps` is the number of steps that the run has made.
+    Every rank calls it.
     """
     if config.report_baselines:
         log.info("Computing the losses of the baselines")
     losses = baseline_losses(config, parts.loaders.valid, parts.step.loss, run.world) if config.report_baselines else {}
     draws = config.report_pictures and run.world.is_root
-    return losses, _draw(config, parts, run, steps) if draws else []
+    return losses, _draw(config, parts, run, result) if draws else []
 
 
-def _draw(config: Config, parts: Parts, run: Run, steps: int) -> list[str]:
+def _draw(config: Config, parts: Parts, run: Run, result: FitResult) -> list[str]:
     """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
     lines: list[str] = []
     log.info("Drawing pictures in %s", run.directory)
     try:
         from analysis.evaluation import training_figures  # matplotlib takes time to import
 
-        for line in training_figures.draw_run(parts.step, parts.loaders.valid, config, run, steps):
+        for line in training_figures.draw_run(parts.step, parts.loaders.valid, config, run, result):
             lines.append(line)  # those before an error are kept
     except Exception as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"

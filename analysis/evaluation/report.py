@@ -24,7 +24,19 @@ from utils.run.directory import RunDirectory
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 TRAINING = "loss_curves"  # a picture of the page
-ORIGIN = ("run", "checkpoint", "prediction", "epoch", "step", "input", "windows", "date", "git_commit", "device")
+ORIGIN = (
+    "run",
+    "checkpoint",
+    "prediction",
+    "epoch",
+    "step",
+    "input",
+    "windows",
+    "date",
+    "git_commit",
+    "device",
+    "goodput",
+)
 SPACE = 2**20  # bytes that a report needs at least
 
 log = logging.getLogger(__name__)
@@ -66,7 +78,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         log.info("report: %s", output / PAGE)
 
 
-def write_run_report(run: RunDirectory) -> list[Path]:
+def write_run_report(run: RunDirectory, goodput: float | None = None) -> list[Path]:
     """Writes report.html, with the last evaluation of a run, into its directory; returns the files written."""
     steps = run.evaluated_steps()
     if not steps:
@@ -75,6 +87,7 @@ def write_run_report(run: RunDirectory) -> list[Path]:
     records = run.read_metrics()
     losses = {record["step"]: record[tags.VALID_LOSS] for record in records if tags.VALID_LOSS in record}
     known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
+    known |= {} if goodput is None else {"goodput": f"{goodput:.1%}"}
     evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})
     pictures = _draw(evaluation) | _training_curves(evaluation)
     provenance = run.read_provenance()

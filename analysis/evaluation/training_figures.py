@@ -15,6 +15,7 @@ from utils.files import atomic_write
 from utils.run import tags
 from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
+from utils.run.state import FitResult
 from utils.steps.eager import EagerStep
 from utils.volumes.channels import volume_channels
 
@@ -22,13 +23,13 @@ EXAMINED = 16  # validation crops from which those of the slices are chosen, at 
 STRUCTURE, ERROR = "the most structure", "the largest error"
 
 
-def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[str]:
+def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult) -> Iterator[str]:
     """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file."""
     yield f"picture: {write_loss_curves(run.directory, config.loss)}"
     if not config.is_classification:
-        for path in write_slices(step, loader, config, run, steps):
+        for path in write_slices(step, loader, config, run, result.steps):
             yield f"picture: {path}"
-    for path in report.write_run_report(run.directory):
+    for path in report.write_run_report(run.directory, result.goodput):
         yield f"report: {path}"
 
 

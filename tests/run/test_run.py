@@ -7,7 +7,9 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +33,7 @@ from utils.run.checkpoint import step_directory
 from utils.run.choice import RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
-from utils.run.provenance import BLOCKS, HEAD, command, data_changes, data_record
+from utils.run.provenance import BLOCKS, DATE, HEAD, command, data_changes, data_record
 from utils.steps import build
 from utils.volumes.opened import Volumes
 
@@ -367,6 +369,20 @@ def test_a_run_that_resumes_another_one_compares_its_kernels_and_data(first: Pat
     written = json.loads((other / "provenance.json").read_text())
     assert "earlier" not in written
     assert written["origin"] != "weights"
+
+
+def test_goodput_is_the_share_of_steps_in_the_time_of_all_processes(first: Path, monkeypatch: Any) -> None:
+    """Two killed processes, whose steps are lost, ran for 100 and 300 s; this one has run for 200 s."""
+    for seconds in (100, 300):
+        begin(first)
+        record = json.loads((first / "provenance.json").read_text())
+        start = datetime.strptime(record["date"], DATE).timestamp()
+        os.utime(first / "out.log", (start, start + seconds))
+    monkeypatch.setattr(runs, "STARTED", time.time() - 200)
+    with opened(first) as run:
+        run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
+        assert run.goodput(150.0) == pytest.approx(150 / 600, rel=0.2)
+        assert run.goodput(0.0) == 0
 
 
 def test_a_kill_before_the_link_to_the_best_checkpoint_moves_loses_nothing(first: Path) -> None:

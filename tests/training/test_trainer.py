@@ -160,7 +160,7 @@ def make(
     keys = {"num_epochs": EPOCHS, "global_batch_size": BATCH, "Nsamples": BATCH * STEPS, "log_interval": 2}
     keys |= {"lr_schedule": {"start_lr": 1.0, "end_lr": 0.0}, "checkpoint": {"every_minutes": None}}
     recorded = Recorded()
-    run: Any = SimpleNamespace(world=world, records=recorded, checkpoint_writer=recorded)
+    run: Any = SimpleNamespace(world=world, records=recorded, checkpoint_writer=recorded, goodput=float)
     config, state = Config(**{**keys, **settings}), state or TrainState()
     evaluation = mock.Mock(after_epoch=mock.Mock(return_value={}))
     return Trainer(config, Parts(mock.Mock(), loaders, step), run, state, Profiler(), evaluation, signals or Signals())
@@ -241,10 +241,17 @@ def test_the_wait_for_data_is_the_share_of_the_time_that_a_cpu_spends_in_the_loa
             now[0] += 3.0
             yield part
 
-    trainer.loaders.train.epoch = slow
-    trainer.fit()
+    save = trainer.checkpoint_writer.save
+
+    def slow_save(*arguments: Any, **options: Any) -> None:
+        now[0] += 100.0
+        save(*arguments, **options)
+
+    trainer.loaders.train.epoch, trainer.checkpoint_writer.save = slow, slow_save
+    result = trainer.fit()
     shares = trainer.records.curve("Step/data wait fraction")
     assert [*shares.values()] == [0.75] * 9
+    assert result.goodput == 15.0, "seconds in steps, without waits and saves"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +339,7 @@ def test_early_stopping(losses: Any, settings: Any, epochs: int, reason: str | N
     line = f"Early stopping after epoch {epochs}: the validation loss has not improved{reason}"
     assert sum(text.startswith(line) for text in trainer.records.lines) == (reason is not None)
     assert (result.early_stop is None) == (reason is None)
-    clocks = {name: getattr(result, name) for name in ("seconds", "samples_per_second")}
+    clocks = {name: getattr(result, name) for name in ("seconds", "samples_per_second", "goodput")}
     for number, state in enumerate(recorded.states, start=1):
         again = validated(*losses[number + 1 :], state=copy.copy(state), early_stopping=settings)
         assert dataclasses.replace(again.fit(), **clocks) == result

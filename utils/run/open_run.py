@@ -6,11 +6,13 @@ holds the directory's lock while the run is open, so that one process at a time 
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from utils import STARTED
 from utils import config as configs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
@@ -23,7 +25,7 @@ from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.run.provenance import data_changes, data_record, provenance
+from utils.run.provenance import data_changes, data_record, provenance, seconds_until
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
@@ -52,6 +54,7 @@ class Run:
     _open_files: contextlib.ExitStack
     records: Logger = field(default_factory=Logger)
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
+    earlier_seconds: float = 0.0  # of the processes of this run before this one
 
     @property
     def directory(self) -> RunDirectory:
@@ -117,6 +120,12 @@ class Run:
                 self._begin(record, parts)
         return state
 
+    def goodput(self, step_seconds: float) -> float | None:
+        """The share of `step_seconds` in the time of all processes of the run so far, on rank 0; None if unknown."""
+        if self.start.is_complete:
+            return None  # this process trains nothing
+        return step_seconds / (self.earlier_seconds + time.time() - STARTED)
+
     def finish(self, result: FitResult, baselines: Mapping[str, float], lines: Sequence[str]) -> None:
         """Logs the result table and writes summary.json, the last file of a run; every rank calls it.
 
@@ -171,15 +180,17 @@ class Run:
         """Writes both files; returns lines about data files and layers that changed since the run that resumes."""
         # Only the global batch: with another number of ranks the local one would change it.
         portable = self.request.config.model_copy(update={"local_batch_size": None})
-        path, changes = self.directory.provenance, []
+        path, changes = self.directory.provenance, list[str]()
         record["data"] = self.data
         record["convolutions"] = build.convolution_plan(self.request.config, self.world.device)
+        source = RunDirectory(self.start.path.resolve().parent.parent) if self.start.path else self.directory
+        before = source.read_provenance() if self.start.path or path.exists() else {}
+        if before and source.path.resolve() == path.resolve().parent:  # otherwise another run resumes here
+            before["seconds"] = seconds_until(self.directory.log, before)
+            record["earlier"] = [*before.pop("earlier", []), before]
+            record["origin"] = before.get("origin")
+            self.earlier_seconds = sum(process.get("seconds", 0.0) for process in record["earlier"])
         if self.start.path is not None:
-            source = RunDirectory(self.start.path.resolve().parent.parent)
-            before = source.read_provenance()
-            if source.path == path.resolve().parent:  # otherwise another run resumes here
-                record["earlier"] = [*before.pop("earlier", []), before]
-                record["origin"] = before.get("origin")
             changes = data_changes(before.get("data", {}), record["data"])
             changes += convolutions.changes(before.get("convolutions", {}), record["convolutions"])
         # The config comes last: without it, the directory is still free for the command that a kill has ended.

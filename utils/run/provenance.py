@@ -8,12 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from utils import git_commit
+from utils import STARTED, git_commit
 from utils.distributed.launch import name_ranks
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
@@ -21,6 +22,7 @@ from utils.errors import UserError
 from utils.files import MIB
 from utils.volumes.opened import Volumes
 
+DATE = "%Y-%m-%dT%H:%M:%S%z"  # the start of the process
 DIGEST = "sha256_of_samples"
 HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times
 
@@ -31,7 +33,7 @@ def provenance(world: World) -> dict[str, Any]:
     return {
         "command": command(),
         "git_commit": git_commit(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "date": time.strftime(DATE, time.localtime(STARTED)),
         "hostnames": hosts,
         "world_size": world.size,
         "launcher": world.launch.launcher,
@@ -46,6 +48,14 @@ def provenance(world: World) -> dict[str, Any]:
 def command() -> list[str]:
     """The command line of this process."""
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def seconds_until(log: Path, record: Mapping[str, Any]) -> float:
+    """The time from the start of the process of a record to the last change of its log file."""
+    try:
+        return max(0.0, log.stat().st_mtime - datetime.strptime(record["date"], DATE).timestamp())
+    except (OSError, KeyError, TypeError, ValueError):
+        return 0.0
 
 
 def versions() -> dict[str, str]:

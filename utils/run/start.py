@@ -50,6 +50,8 @@ class Start:
         self._init_from, self._checkpoint, self._config = init_from, saved, configs.flatten(config)
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
+        if is_elsewhere:
+            self.state.step_seconds = 0.0  # another run's
         self._changes = _changes(saved, config) if saved else []
         self.is_complete = saved is not None and _is_complete(saved.state, config)
         trained = saved is not None and _is_complete(saved.state, saved.weights["config"])

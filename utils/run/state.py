@@ -33,6 +33,7 @@ class TrainState:
     samples_per_second: float = 0.0  # in the last epoch
     epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
     seconds: float = 0.0  # time since the run started, summed over all its processes
+    step_seconds: float = 0.0  # training time of all steps, without waits for data and saves
 
     def after_epoch(self, validation_loss: float, min_delta: float) -> "TrainState":
         """The state with which the next epoch starts; this one stays."""
@@ -72,6 +73,7 @@ class FitResult:
     noise_scale: float | None = None  # in samples; None if it was not measured, or could not be
     early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
     skipped_updates: int = 0
+    goodput: float | None = None  # share of the processes' time that was spent on the run's steps
     best_step: int = 0  # of the best checkpoint, which has best_loss; 0: no saved epoch has lowered the loss
 
     def table(self, losses: Mapping[str, float]) -> list[str]:
@@ -89,6 +91,8 @@ class FitResult:
         lines += [f"{f'validation {name}'.replace('_', ' '):<32}{value:>10.4f}" for name, value in self.metrics.items()]
         lines.append(f"{'throughput, last epoch':<32}{self.samples_per_second:>10.1f}   samples/s")
         lines.append(f"{'training and validation':<32}{format_duration(self.seconds):>10}   {self.steps} steps")
+        if self.goodput is not None:
+            lines.append(f"{'goodput':<32}{self.goodput:>10.1%}   time in steps / time of all processes of this run")
         if self.skipped_updates:
             lines.append(f"{'skipped updates':<32}{self.skipped_updates:>10}   see the warnings above")
         return lines

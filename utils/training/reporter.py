@@ -33,7 +33,7 @@ class Reporter:
     def __init__(self, config: Config, parts: Parts, run: Run, schedule: Schedule, state: TrainState) -> None:
         step, steps = parts.step, len(parts.loaders.train)  # steps: of an epoch
         self.config, self.step, self.schedule, self.steps = config, step, schedule, steps
-        self.world, self.records = run.world, run.records
+        self.world, self.records, self._run = run.world, run.records, run
         self.timer = StepTimer(step.optimizer.param_groups[0]["params"][0], self.world.device)
         self.teraflop_per_sample = parts.size.flops / 1e12 if self.world.device.type == "cuda" else 0.0  # 0: not logged
         self.first_step = state.step
@@ -81,6 +81,7 @@ class Reporter:
     def _log_interval(self, state: TrainState) -> None:
         self.read_steps(state)
         interval, waited, self.timer.waited = self.interval, self.timer.waited, 0.0
+        state.step_seconds -= waited
         records, state.unlogged = [StepRecord(*record) for record in state.unlogged], []
         losses = [record.loss for record in records if record.updated]
         state.losses += losses
@@ -187,6 +188,7 @@ class Reporter:
             noise_scale=self._noise.result if self._noise else None,
             early_stop=self._early_stop(state),
             skipped_updates=state.skipped,
+            goodput=self._run.goodput(state.step_seconds),
             best_step=state.best_step,
         )
 

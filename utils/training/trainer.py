@@ -121,8 +121,11 @@ class Trainer:
                 if self.reporter.after_step(loss, state):
                     self.integrity.compare(state)
                 progress.advance(note=f"loss {state.losses[-1]:.5f}" if state.losses else "")
-                state.epoch_seconds += clock.lap()
+                seconds = clock.lap()
+                state.step_seconds += seconds
+                state.epoch_seconds += seconds
                 self._save_or_stop(ends_epoch=state.batch == steps)
+                state.epoch_seconds += clock.lap()
 
     def _train_step(self, batches: Generator[Batch, None, None]) -> torch.Tensor:
         """One step: learning rate, next batch, forward, backward, update. The loss stays on the device."""
