@@ -80,7 +80,11 @@ def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values(config_of
         (cli.parse, "--set num_epochs=[", r"cannot read --set num_epochs=\["),
         (cli.parse, "--set 'expdir=/x/run #1'", "YAML takes # for the start of a comment; quote the value"),
         (cli.parse, "--num_epoch 3", "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
-        (cli.parse, "--network.width 3", "config keys are set with --set network.width=VALUE"),
+        (cli.parse, "--network.width 3", "did you mean --set network.width=VALUE?"),
+        # Fixed: the hint was about the first one.
+        (cli.parse, "---num_epochs=3 --rate 3 --cofnig=x", r"--cofnig=x; did you mean --num_epochs, --config\?"),
+        (cli.parse, "--set num_epochs = 3", r"unrecognized arguments: = 3; did you mean --set num_epochs=3\?"),
+        (cli.parse, "--set num_epochs= 3", r"did you mean --set num_epochs=3\?"),
         (cli.parse, "--run_num ../01", "--run_num '../01' must be a plain name"),
         (cli.parse, "--config ../x", "--config '../x' must be a plain name"),  # it was written to outside expdir
         (cli.parse, "--preflight few", "argument --preflight: 'few' is not a positive integer; see --help"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from utils import version_line
-from utils.config import Config, default_name, did_you_mean, flatten, load, parse_value, to_yaml, translate
+from utils.config import Config, default_name, flatten, load, parse_value, to_yaml, translate
 from utils.config.messages import similar
 from utils.errors import UserError
 from utils.launchers import launched_rank
@@ -52,25 +52,28 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        prefix, hint = "unrecognized arguments: ", "; see --help"
+        prefix = "unrecognized arguments: "
+        unknown = message.removeprefix(prefix).split() if message.startswith(prefix) else []
         if "required" in message:  # a misspelled flag is the cause, if there is one
             flags = [argument for argument in self._arguments if argument.startswith("--")]
-            misspelled = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
-            message = f"{prefix}{' '.join(misspelled)}" if misspelled else message
-        if message.startswith(prefix):
-            unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
-            place = self._arguments.index(unknown) if unknown in self._arguments else 0
-            flag, key = self._arguments[place - 2 : place] if place > 1 else ("", "")
-            keys = similar(unknown.lstrip("-"), flatten(Config())) if "--set" in self._option_string_actions else []
-            if unknown.endswith((".yaml", ".yml")):
-                hint = f"; did you mean --yaml_config {unknown}?"
-            elif flag == "--set" and "=" not in key:
-                hint = f"; did you mean --set {key}={unknown}?"
-            elif question := did_you_mean(unknown, self._option_string_actions):
-                hint = question
-            elif keys:
-                hint = f"; config keys are set with {' or '.join(f'--set {key}=VALUE' for key in keys)}"
-        raise UserError(message + hint)
+            unknown = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
+        names = [name for argument in unknown for name in self._similar(argument)]
+        hint = f"did you mean {', '.join(dict.fromkeys(names))}?" if names else "see --help"
+        raise UserError(f"{prefix + ' '.join(unknown) if unknown else message}; {hint}")
+
+    def _similar(self, argument: str) -> list[str]:
+        """The arguments that were probably meant by an unknown one."""
+        options, name = self._option_string_actions, argument.split("=")[0]
+        if "--set" not in options:
+            return similar(name, options)
+        if argument.endswith((".yaml", ".yml")):
+            return [f"--yaml_config {argument}"]
+        spaced = re.search(r"--set[ =]([\w.]+)(?: *= +| +=? *)([^\s=-]\S*)", " ".join(self._arguments))
+        if spaced and argument.strip("=") in ("", spaced[2]):
+            return [f"--set {spaced[1]}={spaced[2]}"]
+        is_flag = argument.startswith(("-", "–", "—")) or "=" in argument  # dashes: of a word processor
+        keys = similar(name.lstrip("-–—"), flatten(Config())) if is_flag else []
+        return similar(name, options) or [f"--set {key}=VALUE" for key in keys]
 
     def print_help(self, file: Any = None) -> None:
         if launched_rank() == 0:
