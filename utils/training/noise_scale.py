@@ -74,5 +74,5 @@ class NoiseScale:
         saved = scale / (2 * (batch + scale))
         return (
             f"{advice}: twice the batch of {batch:g} would save {100 * saved:.0f} % of the steps. The noise in the "
-            f"gradient equals the gradient at a batch of {size} (its noise scale)"
+            f"gradient equals the gradient at a batch of {size} samples (its noise scale)"
         )
