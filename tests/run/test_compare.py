@@ -34,27 +34,40 @@ def make_run(run: Path, summary: dict[str, Any] | None = None, **values: Any) ->
     return run
 
 
-def compared(capsys: Any, *runs: Path) -> dict[str, list[str]]:
-    """The cells of each line by its first one."""
+def compared(capsys: Any, *runs: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """The cells of each column by its first one, and the lines after the table."""
     compare.main([str(run) for run in runs])
-    lines = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines() if line]
-    return {name: cells for name, *cells in lines}
+    lines = capsys.readouterr().out.splitlines()
+    cells = [re.split(" {2,}", line) for line in lines[: len(runs) + 1]]
+    return {name: values for name, *values in zip(*cells, strict=True)}, lines[len(runs) + 1 :]
 
 
-def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """The runs: one that stopped early, and one that is not finished."""
+    monkeypatch.setenv("COLUMNS", "1000")
     first = make_run(tmp_path / "first", {"steps": 20, "early_stop": "the loss …"}, seed=1, local_batch_size=3)
     second = make_run(tmp_path / "second", seed=2, channel_weights=[1.0, 2.0, 1.0, 1.0, 1.0])
-    cells = compared(capsys, first, second)
-    assert list(cells)[1:4] == ["seed", "channel_weights", "state"]
+    cells, (equal,) = compared(capsys, first, second)
+    assert list(cells) == ["run", "final loss", "best loss", "seed", "channel_weights", "state"]
     assert cells["seed"] == ["1", "2"]
     assert cells["channel_weights"] == ["null", "[1.0, 2.0, 1.0, 1.0, 1.0]"]
     assert cells["state"] == ["stopped early", "no summary"]
-    results = [cells[key] for key in ("steps", "final validation loss", "best validation loss", "best step", "time")]
-    assert results == [["20"] * 2, ["0.375000"] * 2, ["0.250000"] * 2, ["10"] * 2, ["0:40"] * 2]
-    provenance = [cells[key] for key in ("samples/s", "ranks", "device", "commit")]
-    assert provenance == [["128.0"] * 2, ["4"] * 2, ["-"] * 2, ["0123456789ab-dirty"] * 2]
-    assert compared(capsys, DEMO, second)["final validation loss"] == ["0.004177", "0.375000"]
+    assert [cells[key] for key in ("final loss", "best loss")] == [["0.375000"] * 2, ["0.250000"] * 2]
+    results = "steps 20, best step 10, samples/s 128.0, time 0:40, ranks 4, device -, torch -"
+    assert equal == f"equal: {results}, commit 0123456789ab-dirty"
+    assert compared(capsys, DEMO, second)[0]["final loss"] == ["0.004177", "0.375000"]
+
+
+def test_a_line_of_the_table_is_no_wider_than_the_terminal(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Fixed: it had a column for each run, which four runs already filled."""
+    runs = [make_run(tmp_path / str(n), seed=n, channel_weights=[1.0 + n] * 5, ema_decay=0.5) for n in range(9)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")
+    cells, (equal, omitted) = compared(capsys, *(Path(run.name) for run in runs))
+    assert list(cells) == ["run", "final loss", "best loss", "seed"]
+    assert cells["run"] == cells["seed"] == [*map(str, range(9))]
+    assert "best step 10, " in equal
+    assert omitted == "not shown: channel_weights; --csv has all columns"
 
 
 def test_losses_of_other_validation_data_get_a_warning(tmp_path: Path, capsys: Any) -> None:

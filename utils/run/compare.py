@@ -7,6 +7,7 @@ python -m utils.run.compare runs --sort best --csv runs.csv    # all runs below 
 import csv
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -28,7 +29,7 @@ OF_THE_LOSS = ("val_path", "dataset", "data_size", "Nsamples_val", "loss", "lamb
 RUN, FINAL, BEST = "run", "final validation loss", "best validation loss"
 ORDERS = {"final": FINAL, "best": BEST}
 # Names and values whose text in a table differs from that in a CSV file.
-LABELS = {RUN: "", "seconds": "time"}
+LABELS = {FINAL: "final loss", BEST: "best loss", "seconds": "time"}
 FORMATS: dict[str, Callable[[Any], str]] = {
     FINAL: "{:.6f}".format,
     BEST: "{:.6f}".format,
@@ -46,6 +47,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         config = RunDirectory(path).config
         folders = [RunDirectory(file.parent) for file in sorted(path.rglob(config.name))]
         below = [run.path for run in folders if run.provenance.exists()]
+        below = [run for run in below if run.parent not in below]  # a run's own folders hold none
         if not config.is_file() and not below:
             raise UserError(
                 f"{path} is not a run's directory and has none in it: there is no {config.name}; give one such as "
@@ -69,12 +71,22 @@ def compare(runs: Sequence[Path], order: str) -> list[Row]:
     return rows if key is None else sorted(rows, key=lambda row: math.inf if row[key] is None else row[key])
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Lines with a column for each run."""
-    lines = [[LABELS.get(name, name), *(_text(name, row[name]) for row in rows)] for name in rows[0]]
-    lines.insert([*rows[0]].index("state"), [""] * (len(rows) + 1))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+def table(rows: Sequence[Row], width: int) -> list[str]:
+    """A line for each run, of the columns that fit into the width, and lines about the other columns."""
+    columns = {name: [LABELS.get(name, name), *(_text(name, row[name]) for row in rows)] for name in rows[0]}
+    differing = [name for name, (_, first, *rest) in columns.items() if not rest or {*rest} != {first}]
+    lines, omitted, shown = [""] * (len(rows) + 1), [], dict.fromkeys((RUN, FINAL, BEST, *differing))
+    for name in shown:
+        longest = max(map(len, columns[name]))
+        longer = [f"{line}{cell:{longest}}  " for line, cell in zip(lines, columns[name], strict=True)]
+        if name == RUN or len(longer[0]) - 2 <= width:
+            lines = longer
+        else:
+            omitted.append(columns[name][0])
+    lines = [line.rstrip() for line in lines]
+    if equal := [" ".join(cells[:2]) for name, cells in columns.items() if name not in shown]:
+        lines.append(f"equal: {', '.join(equal)}")
+    return [*lines, f"not shown: {', '.join(omitted)}; --csv has all columns"] if omitted else lines
 
 
 def remark(rows: Sequence[Row]) -> str:
@@ -146,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if line := remark(rows):
             sys.stderr.write(f"{line}\n")
         if options.csv is None:
-            print("\n".join(table(rows)))
+            print("\n".join(table(rows, shutil.get_terminal_size((10**6, 0)).columns)))
         elif options.csv == "-":
             write_csv(rows, sys.stdout)
         else:
