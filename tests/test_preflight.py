@@ -56,7 +56,7 @@ def report(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
 def test_the_report_follows_the_flags(report: Report, tmp_path: Path, volume_file: Any, monkeypatch: Any) -> None:
     """It contains ranks, batches, learning rate, network, loader and data; only the first rank prints it."""
     chunked = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
-    other = volume_file(tmp_path / "other.h5", box=(8, 24, 12))
+    longer = volume_file(tmp_path / "other.h5", box=(8, 24, 12))
     schedule = "--set=lr_schedule={scaling: linear, start_lr: 1e-3, end_lr: 1e-5, warmup_steps: 4}"
     # 4 -> 4 -> 8 channels down, 8 -> 4 and 8 -> 5 up, kernels of 4³
     parameters = 64 * (4 * 4 + 4 * 8 + 8 * 4 + 8 * 5) + 4 + 8 + 4 + 5
@@ -64,12 +64,12 @@ def test_the_report_follows_the_flags(report: Report, tmp_path: Path, volume_fil
     plain += ["peak 2.000e-03; step 0: 1.981e-03", "16³ cells, 0.00 GiB, all finite, mapped", "memory per rank: about "]
     batches = ["ranks 4 × local batch 8 = global batch 32\n", "steps: 2 per epoch", "/4ranks/00 is new"]
     peak = ["scaling linear, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04", "step 7: 1.005e-03"]
-    files = [f"train data: {chunked}, 16³ ", f"train data: {other}, 8 × 24 × 12 cells, ", "rewrite it contiguously"]
+    files = [f"train data: {chunked}, 16³ ", f"train data: {longer}, 8 × 24 × 12 cells, ", "rewrite it contiguously"]
     for flags, parts in (
         ([], [*plain, "all checks passed\n"]),
         (["4", "--local_batch_size=8", "--set=accumulation_steps=2"], batches),
         ([schedule, "--set=global_batch_size=16"], peak),
-        ([f"--set=train_path=[{chunked},{other}]"], files),
+        ([f"--set=train_path=[{chunked},{longer}]"], files),
         (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], []),
         (["--enable_benchy"], []),
     ):
@@ -167,9 +167,9 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
             for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
                 assert part in printed
     assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
-    own = ["--set=device=cuda", "--set=convolutions=own", "--set=network.width=64", "--set=channels_last=true"]
-    assert report(*own, "--set=enable_amp=true")[::2] == (0, ""), "nothing is known of the GPU"
-    assert "own kernels cannot compute down1: enable_amp is false; set" in report(*own)[2]
+    flags = ["--set=device=cuda", "--set=convolutions=own", "--set=network.width=64", "--set=channels_last=true"]
+    assert report(*flags, "--set=enable_amp=true")[::2] == (0, ""), "nothing is known of the GPU"
+    assert "own kernels cannot compute down1: enable_amp is false; set" in report(*flags)[2]
 
 
 class WrongSize(UNet):

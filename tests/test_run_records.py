@@ -53,16 +53,16 @@ def test_training_records_the_curves_of_the_tutorial(trained: Any) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     flags, directory = trained
-    found = {tag: dict(points) for tag, points in curves(directory).items()}
+    points = {tag: dict(points) for tag, points in curves(directory).items()}
     schedule = build_schedule(load(YAML, "test", cli.parse(flags).overrides).for_world(1))
-    assert list(found["Loss/train"]) == list(found["Loss/valid"]) == [0, 8, 16]
-    assert found["Learning Rate"] == pytest.approx({step: schedule(max(step - 1, 0)) for step in (0, 8, 16)})
-    assert list(found["Avg iters per sec"]) == [8, 16]
+    assert list(points["Loss/train"]) == list(points["Loss/valid"]) == [0, 8, 16]
+    assert points["Learning Rate"] == pytest.approx({step: schedule(max(step - 1, 0)) for step in (0, 8, 16)})
+    assert list(points["Avg iters per sec"]) == [8, 16]
     log = (directory / "out.log").read_text()
     for name, word in (("Loss/train", "train"), ("Loss/valid", "val")):
         logged = [float(value) for value in re.findall(rf"  Avg {word} loss=(\S+)", log)]
-        assert list(found[name].values())[-len(logged) :] == pytest.approx(logged, abs=1e-6)
-    assert list(found["hparam/final loss"].values()) == pytest.approx([found["Loss/valid"][16]])
+        assert list(points[name].values())[-len(logged) :] == pytest.approx(logged, abs=1e-6)
+    assert list(points["hparam/final loss"].values()) == pytest.approx([points["Loss/valid"][16]])
     events = EventAccumulator(str(directory / "logs")).Reload()
     assert events.Tags()["images"] == ["Slices", "Slices, largest error"]
     content = events.PluginTagToContent("hparams")["_hparams_/experiment"]

@@ -275,10 +275,10 @@ def test_rank_0_reads_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "1").mkdir()
     monkeypatch.chdir(tmp_path / "0")
     saved = newest(Path("checkpoints"))
-    one, two = run_ranks(only_rank_0_reads, 2, str(tmp_path))
-    assert one == two
+    first, second = run_ranks(only_rank_0_reads, 2, str(tmp_path))
+    assert first == second
     content = [saved.weights, saved.training, saved.state]
-    assert one[:3] == [str(saved.path), repr(content), repr((saved.weights["network"],))]
+    assert first[:3] == [str(saved.path), repr(content), repr((saved.weights["network"],))]
 
 
 def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from log_lines import refusal
 from trainings import TOP
 

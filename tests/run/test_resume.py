@@ -92,8 +92,8 @@ class HookedStep(EagerStep):
         return loss
 
     def evaluate(self, batch: Any) -> torch.Tensor:
-        found = super().evaluate(batch)
-        return torch.full_like(found, self.valid[self.calls]) if self.valid else found
+        losses = super().evaluate(batch)
+        return torch.full_like(losses, self.valid[self.calls]) if self.valid else losses
 
     @classmethod
     def hook(cls, after: Callable[[int], None] = lambda step: None, valid: dict[int, float] | None = None) -> None:
@@ -211,12 +211,12 @@ def parameters(path: Path) -> torch.Tensor:
 def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flags: list[str], whole: Path) -> None:
     """Stopped in the second epoch: the parameters are equal within rounding; with other samples they would not be."""
     flags = [*data_flags, f"--set=expdir={tmp_path}"]
-    one, two = directory(tmp_path, 1, "one"), directory(tmp_path, 2, "two")
+    stopped, resumable = directory(tmp_path, 1, "one"), directory(tmp_path, 2, "two")
     assert not run(ALONE, [*flags, "--run_num=one"], 11)
-    assert run_ranks(two_ranks_between, 2, flags, str(one)) == [[False, True]] * 2
-    assert run(ALONE, [*flags, "--run_num=two-one", f"--resume={two}"])
+    assert run_ranks(two_ranks_between, 2, flags, str(stopped)) == [[False, True]] * 2
+    assert run(ALONE, [*flags, "--run_num=two-one", f"--resume={resumable}"])
     expected = parameters(whole)
-    for source, end in ((one, directory(tmp_path, 2, "one-two")), (two, directory(tmp_path, 1, "two-one"))):
+    for source, end in ((stopped, directory(tmp_path, 2, "one-two")), (resumable, directory(tmp_path, 1, "two-one"))):
         assert last(source).state.step in (11, 12)
         assert last(end).state.step == STEPS
         moved, error = ((parameters(path) - expected).norm() / expected.norm() for path in (source, end))
@@ -342,19 +342,19 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(
     tmp_path: Path, command: Any, whole: Path, given: str
 ) -> None:
     """A fixed bug: --resume=<run>/checkpoints/step_00000012 reported that it holds no checkpoint."""
-    run, other = directory(tmp_path), shutil.copytree(whole, directory(tmp_path, run_num="other"), symlinks=True)
-    shutil.rmtree(step_directory(other / "checkpoints", 16))
-    shutil.rmtree(step_directory(other / "checkpoints", 15))
-    before = contents(other)
-    flags = [f"--resume={other}{given}", "--set=checkpoint.every_steps=1"]
+    run, source = directory(tmp_path), shutil.copytree(whole, directory(tmp_path, run_num="other"), symlinks=True)
+    shutil.rmtree(step_directory(source / "checkpoints", 16))
+    shutil.rmtree(step_directory(source / "checkpoints", 15))
+    before = contents(source)
+    flags = [f"--resume={source}{given}", "--set=checkpoint.every_steps=1"]
     code, stderr = command(*flags, after=lambda step: sys.exit(143) if step == 3 else None)
     assert code == 143, stderr
-    assert f"Resuming from {other}/checkpoints/step_00000012, after step 12" in messages(stderr, "INFO")
+    assert f"Resuming from {source}/checkpoints/step_00000012, after step 12" in messages(stderr, "INFO")
     code, stderr = command(*flags)
     assert code == 0, stderr
     assert f"Resuming from {run}/checkpoints" in stderr, "its own checkpoint comes first"
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
-    assert contents(other) == before
+    assert contents(source) == before
 
 
 def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
@@ -504,10 +504,10 @@ def test_more_epochs_replace_the_summary_and_continue_the_records(start: Any) ->
     assert messages((run / "out.log").read_text()) == messages(first) + messages(second)
     assert "num_epochs 2 -> 3" in second
     assert metrics(run)[: len(records)] == records
-    found = scalars(run)
-    assert [step for step, _ in found["Loss/valid"]] == [0, 8, 16, 24]
+    curves = scalars(run)
+    assert [step for step, _ in curves["Loss/valid"]] == [0, 8, 16, 24]
     assert summary(run)["steps"] == 24
-    assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer run alone"
+    assert curves["hparam/final loss"] == [(25, curves["Loss/valid"][-1][1])], "of the longer run alone"
     content = EventAccumulator(str(run / "logs")).Reload().PluginTagToContent("hparams")
     shown = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
     assert shown["num_epochs"].number_value == 3, "those of the shorter run were shown with the new loss"

@@ -272,12 +272,12 @@ def test_a_run_that_is_being_trained_is_refused_and_not_touched(
 
 def test_runs_that_start_at_once_use_different_directories(first: Path) -> None:
     """Before the first one has begun, and while it is trained; directories that were not used are removed."""
-    with opened(first) as one, opened(first) as two:
-        assert [run.directory.path.name for run in (one, two)] == ["00", "00-2"]
-        assert ALONE.heartbeat.folder == two.directory.path, "for the files after a hang"
+    with opened(first) as first_run, opened(first) as second_run:
+        assert [run.directory.path.name for run in (first_run, second_run)] == ["00", "00-2"]
+        assert ALONE.heartbeat.folder == second_run.directory.path, "for the files after a hang"
         with pytest.raises(UserError, match=r"^another run is writing to "):  # A fixed bug: it tried again and again.
             opened(first, resume="no").__enter__()
-        one.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
+        first_run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
         with opened(first) as three:
             assert three.directory.path.name == "00-3"
     assert names(first.parent) == ["00"]
@@ -360,13 +360,13 @@ def test_a_run_that_resumes_another_one_compares_its_kernels_and_data(first: Pat
     """And keeps its own origin."""
     begin(first)
     save(first, TEST, 8)
-    path, other = first / "provenance.json", first.parent / "other" / "00"
+    path, elsewhere = first / "provenance.json", first.parent / "other" / "00"
     record = json.loads(path.read_text())
     record["convolutions"]["last"], record["origin"] = "cuDNN", "weights"
     path.write_text(json.dumps(record))
-    begin(other, resume=str(first))
+    begin(elsewhere, resume=str(first))
     assert any("last by cuDNN before, by PyTorch now" in line for line in caplog.messages)
-    written = json.loads((other / "provenance.json").read_text())
+    written = json.loads((elsewhere / "provenance.json").read_text())
     assert "earlier" not in written
     assert written["origin"] != "weights"
 

@@ -225,7 +225,7 @@ def measure_all(world: World) -> dict[str, tuple[float, float, float]]:
 def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale_with_any_buckets() -> None:
     """A fixed bug: DistributedDataParallel changes them early in each process; a resumed run had other last digits."""
     for rank in run_ranks(measure_all, 2):
-        assert [[*found] for found in rank.values()] == [TRUE] * 5
+        assert [[*estimates] for estimates in rank.values()] == [TRUE] * 5
         assert rank["buckets"] == rank["one bucket"] == rank["manual"]
 
 

@@ -32,8 +32,8 @@ def test_a_training_on_two_volumes_resumes_with_moved_files_but_not_with_others(
     train.main(command(*moved))
     assert "differs from the data" not in (run / "out.log").read_text()
     capsys.readouterr()
-    other = write_volume(tmp_path / "other.h5", (8, 20, 10))
-    for volumes in (moved[::-1], moved[:1], [moved[0], other], [*moved, other]):
+    longer = write_volume(tmp_path / "other.h5", (8, 20, 10))
+    for volumes in (moved[::-1], moved[:1], [moved[0], longer], [*moved, longer]):
         line = refusal(train.main, command(*volumes, epochs=3), capsys)
         assert f"was written by a run with box_size [[{shapes['a']}, {shapes['b']}], " in line
     assert last(run).state.epoch == 2
@@ -56,10 +56,10 @@ def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(t
     alone = {name: metrics(trained(name, samples=11)) for name in ("a", "b")}
     for record, *of_one in zip(metrics(several[0]), *alone.values(), strict=True):
         if "Loss/valid" in record:
-            losses = [one["Loss/valid"] for one in of_one]
+            losses = [single["Loss/valid"] for single in of_one]
             assert [record["Loss/valid/a"], record["Loss/valid/b"]] == losses
             assert record["Loss/valid"] == pytest.approx(sum(losses) / 2, rel=1e-12)
-            assert not any(name.startswith("Loss/valid/") for one in of_one for name in one)
+            assert not any(name.startswith("Loss/valid/") for single in of_one for name in single)
     untrained = [metrics(run)[0] for run in several]
     assert untrained[1] == pytest.approx(untrained[0], rel=1e-5)
     assert last(several[1]).weights["config"]["box_size"] == [16, [list(BOXES["a"]), list(BOXES["b"])]]

@@ -111,9 +111,9 @@ class Recorded(Logger, CheckpointWriter):
         self.flushed = len(self.points)
 
     def curve(self, name: str) -> dict[int, float]:
-        found = [(step, values[name]) for step, values in self.points if name in values]
-        assert len(dict(found)) == len(found), f"{name}: a point twice"
-        return dict(found)
+        points = [(step, values[name]) for step, values in self.points if name in values]
+        assert len(dict(points)) == len(points), f"{name}: a point twice"
+        return dict(points)
 
     def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
         assert self.flushed == len(self.points), "points reach the disk before the next checkpoint"
@@ -409,13 +409,13 @@ def test_all_ranks_stop_after_the_same_step_whichever_gets_the_signal(ranks: int
     """A fixed bug: a job that could not save at the stop, on a full disk, ended with 75 and was requeued forever."""
     cases = [*((rank, event) for rank in (0, ranks - 1) for event in range(3, 21)), (ranks - 1, TOO_LATE)]
     ends = {DISK_IS_FULL: "rank 0: no space left", TOO_LATE: "complete"}
-    for case, *found in zip(cases, *run_ranks(stop, ranks, cases), strict=True):
-        assert all(answer[:3] == found[0][:3] for answer in found), f"{case}: {found}"
-        how, made, saved, _ = found[0]
+    for case, *ends_of_ranks in zip(cases, *run_ranks(stop, ranks, cases), strict=True):
+        assert all(answer[:3] == ends_of_ranks[0][:3] for answer in ends_of_ranks), f"{case}: {ends_of_ranks}"
+        how, made, saved, _ = ends_of_ranks[0]
         assert how == ends.get(case[1], "stopped"), case
         assert made == (saved[-1] if saved else 0), "the last save is of the last step"
         assert saved.count(made) <= 1 or made % STEPS == 0
-        for rank, answer in enumerate(found if how != "complete" else []):
+        for rank, answer in enumerate(ends_of_ranks if how != "complete" else []):
             why = "SIGTERM" if rank == case[0] else "a signal to another rank"
             assert answer[3] == f"Stopping after step {made}: {why}", case
 
