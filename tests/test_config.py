@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from utils import cli
-from utils.config import Config, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.config import Config, default_name, flatten, load, parse_value, read_file, to_yaml, validate
 from utils.config.messages import keys_of, similar
 from utils.config.sections import LrScheduleConfig, OptimizerConfig
 from utils.config.yaml_files import SHIPPED
@@ -153,6 +153,11 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path) -> None:
         "extends: b.yaml\na: {}": f"the files {path} -> {tmp_path}/b.yaml -> {path} extend",
         "base: {}\na: {extends: bsae}": "config a extends bsae, which is no earlier config; did you mean base?",
         "a: {<<: *base}": "undefined alias 'base'; << finds anchors above it in the same file",
+        # Fixed: a name that is no text was a traceback.
+        "64: {}": f"{path}: the name of a config must be a text, got 64; write it in quotes",
+        "a: {}\ntrue: {}": f"{path}: the name of a config must be a text, got True; write it in quotes",
+        "extend: UNet.yaml\na: {}": "but extend is 'UNet.yaml'; did you mean extends?",
+        "a: {extend: base}": "config 'a': unknown key extend; did you mean extends?",
         "a: {<<: base}": f"{path}: << takes an alias such as *base, got 'base'; to name a config, write extends",
     }.items():
         write(tmp_path, text)
@@ -160,6 +165,35 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path) -> None:
             load(path, "a")
         assert says in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """Fixed: a path in Latin-1 was read with other characters, so that the run went to another directory."""
+    path = Path(write(tmp_path, ""))
+    for content, line in (("a: {}\nb: {expdir: läufe}".encode("latin-1"), 2), ("a: {}".encode("utf-16"), 1)):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"^cannot read {path}: line {line} is not UTF-8; save the file as UTF-8$"):
+            load(str(path), "a")
+
+
+def test_without_a_name_a_file_of_several_configs_is_no_choice(tmp_path: Path) -> None:
+    """Fixed: the shipped `base` was trained, if the file extended UNet.yaml or stood next to it."""
+    path = write(tmp_path, "extends: UNet.yaml\na: {}\nb: {}")
+    with pytest.raises(UserError, match=f"^{path} has several configs; choose one with --config: a, b$"):
+        default_name(path)
+    assert default_name(write(tmp_path, "extends: UNet.yaml\na: {}")) == "a"
+    assert default_name(write(tmp_path, "a: {}\nbase: {}")) == "base"
+
+
+def test_from_another_directory_the_error_names_the_repository(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = SHIPPED / "UNet.yaml"
+    for path, remedy in (
+        ("./config/UNet.yaml", f"run the command in {SHIPPED.parent}, or give --yaml_config {shipped}"),
+        ("./config/mine.yaml", "correct --yaml_config"),
+    ):
+        with pytest.raises(UserError, match=f"^cannot read {path}: No such file or directory; {remedy}$"):
+            load(path, "a")
 
 
 def test_home_and_variables_are_expanded_in_all_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

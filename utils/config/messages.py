@@ -14,10 +14,11 @@ MOST_SUGGESTED = 3
 # Rules that say more than pydantic's, by the type of its error.
 RULES = {
     "bool_type": "must be true or false",
+    "invalid_key": "is no name of a key",
     "list_type": "must be a list such as [a, b]",
     "model_type": "must be a section with keys",
 }
-SYNONYMS = {"learning_rate": "start_lr"}
+SYNONYMS = {"learning_rate": "start_lr", "l2": "mse", "mae": "l1"}
 SIMILAR = 0.75  # difflib's ratio; below it, unrelated names that share a word, such as patch_size and data_size
 
 
@@ -31,8 +32,9 @@ def _fault(section: type[Section], fault: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in fault["loc"] if part not in (ONE, LIST))
     if fault["type"] == "extra_forbidden":
         known = list(keys_of(section))
-        print_config = "; --print_config prints all keys" if "num_epochs" in known else f"; known: {', '.join(known)}"
-        return f"unknown key {key}{did_you_mean(key, known) or print_config}"
+        is_config = "num_epochs" in known
+        print_config = "; --print_config prints all keys" if is_config else f"; known: {', '.join(known)}"
+        return f"unknown key {key}{did_you_mean(key, [*known, *['extends'] * is_config]) or print_config}"
     if fault["type"] == "value_error":  # raised by the schema's own checks
         return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
     rule = re.sub(r"^\w+ should ", "must ", fault["msg"].partition(" after validation")[0])

@@ -125,9 +125,14 @@ def read_file(path: str) -> dict[str, dict[str, Any]]:
 
 
 def default_name(path: str) -> str:
-    """The config used if none is named: the only one in the file, as in a run's config.yaml, otherwise base."""
-    configs = read_file(path)
-    return next(iter(configs)) if len(configs) == 1 else "base"
+    """The config used if none is named: the only one in the file, as in a run's config.yaml, otherwise base.
+
+    Raises UserError for a file with several configs, but no base: one of another file would be a surprise.
+    """
+    names = [*read_file(path)]
+    if len(names) > 1 and "base" not in names:
+        raise UserError(f"{path} has several configs; choose one with --config: {', '.join(names)}")
+    return names[0] if len(names) == 1 else "base"
 
 
 def find(path: str, name: str) -> NamedConfig:
@@ -160,10 +165,17 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
     if os.path.realpath(path) in map(os.path.realpath, extended_by):
         raise UserError(f"the files {' -> '.join((*extended_by, path))} extend each other; remove one of the extends")
     try:
-        configs = _parse(Path(path).read_text(encoding="utf-8", errors="replace"), path)
+        configs = _parse(Path(path).read_text(encoding="utf-8"), path)
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"cannot read {path}: line {line} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
-        source = f"{EXTENDS} in {extended_by[-1]}" if extended_by else "--yaml_config"
-        (remedy,) = os_remedy(error) or [f"correct {source}"]
+        shipped, remedy = SHIPPED / Path(path).name, "correct --yaml_config"
+        if extended_by:
+            remedy = f"correct {EXTENDS} in {extended_by[-1]}"
+        elif shipped.exists():
+            remedy = f"run the command in {SHIPPED.parent}, or give --yaml_config {shipped}"
+        (remedy,) = os_remedy(error) or [remedy]
         raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from None
     if isinstance(configs, dict) and MERGE in configs:  # whole configs
         _apply_merge_keys(configs, path, set())
@@ -171,8 +183,13 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
         raise UserError(f"{path} is empty; write named configs, such as base: {{seed: 1}}")
     entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]
     for name, values in entries:
+        if not isinstance(name, str):
+            raise UserError(f"{path}: the name of a config must be a text, got {name!r}; write it in quotes")
         if not isinstance(values, dict) and name != EXTENDS:
-            raise UserError(f"{path} must hold named configs, such as base: {{seed: 1}}, but {name} is {values!r:.100}")
+            raise UserError(
+                f"{path} must hold named configs, such as base: {{seed: 1}}, but {name} is {values!r:.100}"
+                f"{did_you_mean(name, [EXTENDS])}"
+            )
     file, inherited = configs.pop(EXTENDS, None), Configs()
     if file is not None:
         extended, further = _read(_extended_file(path, str(file)), (*extended_by, path))
