@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from networks.layers import convolve_to_float32, with_bias
-from networks.unet import UNet
+from networks.unet import Layer, UNet
 
 
 class SubPixelConv3d(nn.Conv3d):
@@ -37,12 +37,18 @@ class InterpolatedConv3d(nn.Conv3d):
 class SubPixelUNet(UNet):
     """`last` is a `SubPixelConv3d`: 3³ cells determine each cell, instead of 2³."""
 
-    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
-        return SubPixelConv3d(before, 8 * after, 3, padding=1)
+    def _add_layer(self, name: str, kind: type[Layer], before: int, after: int) -> None:
+        if name == "last":
+            self.last = SubPixelConv3d(before, 8 * after, 3, padding=1)
+        else:
+            super()._add_layer(name, kind, before, after)
 
 
 class InterpolatedUNet(UNet):
     """`last` is an `InterpolatedConv3d`, which computes on the grid of half the size."""
 
-    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
-        return InterpolatedConv3d(before, after, 3, padding=1)
+    def _add_layer(self, name: str, kind: type[Layer], before: int, after: int) -> None:
+        if name == "last":
+            self.last = InterpolatedConv3d(before, after, 3, padding=1)
+        else:
+            super()._add_layer(name, kind, before, after)

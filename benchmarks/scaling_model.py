@@ -155,7 +155,7 @@ def fit(start: Model) -> Model:
 def tutorial_base() -> Model:
     """The tutorial's fastest run of config 'base'; its values are the start of a fit."""
     with torch.device("meta"):
-        layers = examine(build_network("unet", 64), torch.empty(1, 4, 64, 64, 64))
+        layers = examine(build_network("unet", crop=64), torch.empty(1, 4, 64, 64, 64))
     speed = 800 * sum(layer.forward + layer.backward for layer in layers)
     return Model(layers, 64, speed, fixed_seconds=0.01, input_seconds=3e-4, jitter=JITTER)
 

@@ -46,14 +46,11 @@ METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5_accuracy": top5_accura
 __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "build_network", "initialize"]
 
 
-def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.Module:
+def build_network(name: str, /, **options: Any) -> nn.Module:
     """The network `name` of NETWORKS; ValueError for options that it does not have or that contradict each other.
 
-    `crop`, the cells per side of a volume, may be given by position or by name. `conditions` are the ranges of the
-    conditions that the network also takes, as in `UNet.condition_on`.
+    `conditions` are the ranges of the conditions that the network also takes, as in `UNet.condition_on`.
     """
-    if crop is not None:
-        options["crop"] = crop
     conditions = options.pop("conditions", ())
     samples = [option for option in SAMPLES if option in options]
     suitable = [known for known in NETWORKS if _options(NETWORKS[known]).issuperset(samples)]

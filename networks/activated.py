@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from networks import blocks, fused, strided
-from networks.blocks import StridedLayer
+from networks.layers import StridedLayer
 from networks.space_to_depth import space_to_depth
 
 

@@ -12,13 +12,12 @@ All sums are float32, in an order that depends on the shapes alone, so results r
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.library import custom_op
 
-from networks import fused, padded, strided
+from networks import fused, padded
 from networks.strided import BLOCK, PROCESSORS
 
 MOST_CHANNELS = 8
@@ -35,51 +34,6 @@ def obstacle(small: int, few: int, side: int) -> str:
     if small % BLOCK:
         return f"{small} channels are not a multiple of {BLOCK}"
     return "" if 8 * side**3 * few < MOST_ELEMENTS else f"a grid of {2 * side}³ cells is too large"
-
-
-class StridedLayer:
-    """A convolution that own kernels can compute, those here or those of strided.py.
-
-    convolutions: "auto", by the kernels if they can; "own", or an error; "cudnn".
-    """
-
-    convolutions = "auto"
-    weight: torch.Tensor
-    bias: Any
-    transposed: bool
-
-    def obstacle(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> str:
-        """Why the kernels cannot compute the layer for an input [N, C, D, D, D] in dtype; empty if they can."""
-        layer: Any = self
-        if dtype not in (torch.float16, torch.bfloat16):
-            return "the precision is not float16 or bfloat16"
-        if len(set(shape[2:])) > 1 or (shape[2] % 2 and not self.transposed):
-            return f"a grid of {' × '.join(map(str, shape[2:]))} cells is not a cube of an even side"
-        form = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding, layer.groups
-        if form != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3, 1):
-            return "it is no convolution with kernel 4, stride 2 and padding 1"
-        limits = obstacle if self.has_few_channels() else strided.obstacle
-        side = shape[2] if self.transposed else shape[2] // 2
-        return strided.unavailable(device) or limits(len(self.weight), self.weight.shape[1], side)
-
-    def plans_own(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> bool:
-        """True if the kernels compute the layer for a channels-last input of this shape."""
-        return self.convolutions != "cudnn" and not self.obstacle(shape, dtype, device)
-
-    def own(self, x: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        """True if the kernels compute the layer for this input."""
-        if self.convolutions == "cudnn":
-            return False
-        reason = self.obstacle(x.shape, dtype, x.device)
-        if not reason and not (x.is_contiguous(memory_format=torch.channels_last_3d) or padded.is_padded(x)):
-            reason = "the input is not channels-last"
-        if reason and self.convolutions == "own":
-            raise RuntimeError(f"convolutions are to be computed by own kernels, but {reason}")
-        return not reason
-
-    def has_few_channels(self) -> bool:
-        """True for a layer of the kernels here."""
-        return self.weight.shape[1] <= MOST_CHANNELS
 
 
 def kernels() -> Any:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from networks.layers import autocast_dtype, without_autocast
+from networks.layers import without_autocast
 
 EMBEDDING = 64  # features of the conditions, shared by all layers; whole vectors, because SiLU rounds others by place
 
@@ -39,18 +39,15 @@ class Film(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, conditions: torch.Tensor) -> dict[str, Modulation]:
-        if autocast_dtype(conditions) is not None:  # half precision would round the conditions
-            with without_autocast(conditions):
-                return self._modulations(conditions)
-        return self._modulations(conditions)
-
-    def _modulations(self, conditions: torch.Tensor) -> dict[str, Modulation]:
-        columns = zip(conditions.unbind(1), self.ranges, strict=True)
-        scaled = [2 * (x - low) / (high - low) - 1 if high > low else torch.zeros_like(x) for x, (low, high) in columns]
-        # Optimizers like Adam change each weight of `layers` by about the learning rate. The sum over all features must
-        # not change faster than other layers' outputs do.
-        embedded = self.embedding(torch.stack(scaled, dim=1)) / math.sqrt(EMBEDDING)
-        return {name: Modulation(*layer(embedded).chunk(2, dim=1)) for name, layer in self.layers.items()}
+        with without_autocast(conditions):  # half precision would round the conditions
+            scaled = [
+                2 * (x - low) / (high - low) - 1 if high > low else torch.zeros_like(x)
+                for x, (low, high) in zip(conditions.unbind(1), self.ranges, strict=True)
+            ]
+            # Optimizers like Adam change each weight of `layers` by about the learning rate. The sum over all features
+            # must not change faster than other layers' outputs do.
+            embedded = self.embedding(torch.stack(scaled, dim=1)) / math.sqrt(EMBEDDING)
+            return {name: Modulation(*layer(embedded).chunk(2, dim=1)) for name, layer in self.layers.items()}
 
 
 def modulate(x: torch.Tensor, modulation: Modulation | None, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -117,23 +117,10 @@ class _BiasActivation(torch.autograd.Function):
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
         cells, width = x.numel() // channels, max(channels, skip_channels)
         tile = _Tile.of(width)
-        launch(
-            kernels().bias_activation,
-            tile.count(cells),
-            y,
-            x,
-            bias,
-            x if skip is None else skip,
-            cells,
-            channels + skip_channels,
-            ACTIVATION=activation,
-            NEGATIVE_SLOPE=NEGATIVE_SLOPE,
-            CHANNELS=channels,
-            SKIP_CHANNELS=skip_channels,
-            WIDTH=width,
-            LANES=tile.lanes,
-            ROWS=tile.rows,
-        )
+        arguments = (y, x, bias, x if skip is None else skip, cells, channels + skip_channels)
+        sizes = {"CHANNELS": channels, "SKIP_CHANNELS": skip_channels, "WIDTH": width, **tile.sizes()}
+        slopes: dict[str, Any] = {"ACTIVATION": activation, "NEGATIVE_SLOPE": NEGATIVE_SLOPE}
+        launch(kernels().bias_activation, tile.count(cells), *arguments, **sizes, **slopes)
         ctx.save_for_backward(y)
         ctx.channels, ctx.activation, ctx.bias_dtype = channels, activation, bias.dtype
         # A result that the loss does not depend on gets None as its gradient instead of zeros.
@@ -172,22 +159,10 @@ def activation_gradient(
     tile = _Tile.of(channels)
     programs = min(tile.count(cells), PROGRAMS)
     partial = torch.empty((programs * tile.packed, channels), dtype=torch.float32, device=y.device)
-    launch(
-        kernels().activation_backward,
-        programs,
-        x_gradient,
-        partial,
-        *(value for operand in operands for value in operand),
-        cells,
-        TWICE=len(given) == 2,
-        ACTIVATION=activation,
-        NEGATIVE_SLOPE=NEGATIVE_SLOPE,
-        CHANNELS=channels,
-        LANES=tile.lanes,
-        ROWS=tile.rows,
-        SIDE=side,
-        PITCH=pitch,
-    )
+    arguments = (x_gradient, partial, *(value for operand in operands for value in operand), cells)
+    sizes = {"CHANNELS": channels, "SIDE": side, "PITCH": pitch, **tile.sizes()}
+    slopes: dict[str, Any] = {"ACTIVATION": activation, "NEGATIVE_SLOPE": NEGATIVE_SLOPE}
+    launch(kernels().activation_backward, programs, *arguments, TWICE=len(given) == 2, **sizes, **slopes)
     return x_gradient, partial.sum(0)
 
 
@@ -209,16 +184,9 @@ class _L1(torch.autograd.Function):
         outputs, targets = ctx.saved_tensors
         count = outputs.numel()
         outputs_gradient = torch.empty_like(outputs)
-        launch(
-            kernels().l1_backward,
-            -(-count // TILE),
-            outputs_gradient,
-            outputs,
-            targets,
-            gradient,  # stays on the device: the host must not wait for it, and a CUDA graph could not
-            count,
-            TILE=TILE,
-        )
+        # `gradient` stays on the device: the host must not wait for it, and a CUDA graph could not.
+        arguments = (outputs_gradient, outputs, targets, gradient, count)
+        launch(kernels().l1_backward, -(-count // TILE), *arguments, TILE=TILE)
         return outputs_gradient, None
 
 
@@ -248,6 +216,10 @@ class _Tile(NamedTuple):
         # Where rows have idle lanes, a load is one element, and 16 addresses per thread would need 230 registers.
         tile = TILE // 4 if lanes % channels else TILE
         return cls(lanes, max(tile // lanes, 1), lanes // channels)
+
+    def sizes(self) -> dict[str, int]:
+        """The kernels' constants."""
+        return {"LANES": self.lanes, "ROWS": self.rows}
 
     def count(self, cells: int) -> int:
         """The number of tiles that hold `cells`."""

@@ -1,6 +1,7 @@
 """Convolutions whose bias can be added later, and a convolution with a float32 result under bfloat16 autocast."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +9,7 @@ from torch import nn
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from networks import fused, strided
-from networks.blocks import StridedLayer, convolve, convolve_transpose
+from networks import blocks, fused, padded, strided
 from networks.fused import passes_as
 
 # Stride, padding, dilation, transposed, output padding and groups of the convolutions here, as aten takes them.
@@ -20,52 +20,88 @@ UP = [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, 1
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Layer(StridedLayer):
-    """A convolution by own kernels where they can compute it. With biased=False the caller adds the bias."""
+class StridedLayer:
+    """A convolution by own kernels, those of blocks.py or of strided.py, where they can compute it.
 
-    _without_kernels: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of input and bias
+    convolutions: "auto", by the kernels if they can; "own", or an error; "cudnn".
+    """
+
+    convolutions = "auto"
+    to_float32 = False  # True if the result is that of `convolve_to_float32`
+    without_kernels: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of input and bias
+    weight: torch.Tensor
+    bias: Any
+    transposed: bool
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
+        """With biased=False the caller adds the bias."""
         bias, dtype = self.bias if biased else None, autocast_dtype(input) or input.dtype
         if not self.own(input, dtype):
-            return self._without_kernels(input, bias)
+            return self.without_kernels(input, bias)
         if not self.has_few_channels():
             result = _strided(input.to(dtype), self.weight, self.transposed)
         elif self.transposed:
-            result = convolve_transpose(input.to(dtype), self.weight, dtype)
+            result_dtype = torch.float32 if self.to_float32 and precise_dtype(input) is not None else dtype
+            result = blocks.convolve_transpose(input.to(dtype), self.weight, result_dtype)
         else:
-            result = convolve(input, self.weight, dtype)
+            result = blocks.convolve(input, self.weight, dtype)
         return with_bias(result, bias)
 
+    def obstacle(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> str:
+        """Why the kernels cannot compute the layer for an input [N, C, D, D, D] in dtype; empty if they can."""
+        layer: Any = self
+        if dtype not in (torch.float16, torch.bfloat16):
+            return "the precision is not float16 or bfloat16"
+        if len(set(shape[2:])) > 1 or (shape[2] % 2 and not self.transposed):
+            return f"a grid of {' × '.join(map(str, shape[2:]))} cells is not a cube of an even side"
+        form = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding, layer.groups
+        if form != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3, 1):
+            return "it is no convolution with kernel 4, stride 2 and padding 1"
+        limits = blocks.obstacle if self.has_few_channels() else strided.obstacle
+        side = shape[2] if self.transposed else shape[2] // 2
+        return strided.unavailable(device) or limits(len(self.weight), self.weight.shape[1], side)
 
-class Conv3d(_Layer, nn.Conv3d):
-    """`nn.Conv3d`, by own kernels where they can compute it. With biased=False the caller adds the bias."""
+    def plans_own(self, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device) -> bool:
+        """True if the kernels compute the layer for a channels-last input of this shape."""
+        return self.convolutions != "cudnn" and not self.obstacle(shape, dtype, device)
 
-    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def own(self, x: torch.Tensor, dtype: torch.dtype | None) -> bool:
+        """True if the kernels compute the layer for this input."""
+        if self.convolutions == "cudnn":
+            return False
+        reason = self.obstacle(x.shape, dtype, x.device)
+        if not reason and not (x.is_contiguous(memory_format=torch.channels_last_3d) or padded.is_padded(x)):
+            reason = "the input is not channels-last"
+        if reason and self.convolutions == "own":
+            raise RuntimeError(f"convolutions are to be computed by own kernels, but {reason}")
+        return not reason
+
+    def has_few_channels(self) -> bool:
+        """True for a layer of the kernels of blocks.py."""
+        return self.weight.shape[1] <= blocks.MOST_CHANNELS
+
+
+class Conv3d(StridedLayer, nn.Conv3d):
+    """`nn.Conv3d`, by own kernels where they can compute it."""
+
+    def without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._conv_forward(input, self.weight, bias)
 
 
-class ConvTranspose3d(_Layer, nn.ConvTranspose3d):  # type: ignore[misc] # no output_size
+class ConvTranspose3d(StridedLayer, nn.ConvTranspose3d):  # type: ignore[misc] # no output_size
     """`nn.ConvTranspose3d` with stride 2 and padding 1, by own kernels where they can compute it."""
 
-    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.conv_transpose3d(input, self.weight, bias, 2, 1)
 
 
-class OutputConvTranspose3d(StridedLayer, nn.ConvTranspose3d):
-    """The last layer of a network, with stride 2 and padding 1. Its result is that of `convolve_to_float32`."""
+class OutputConvTranspose3d(ConvTranspose3d):
+    """The last layer of a network, with stride 2 and padding 1."""
 
-    def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:  # type: ignore[override]
-        dtype = autocast_dtype(input) or input.dtype
-        if self.own(input, dtype):
-            result_dtype = dtype if precise_dtype(input) is None else torch.float32
-            result = convolve_transpose(input.to(dtype), self.weight, result_dtype)
-        else:
-            result = self._without_kernels(input)
-        return with_bias(result, self.bias if biased else None)
+    to_float32 = True
 
-    def _without_kernels(self, input: torch.Tensor) -> torch.Tensor:
-        return convolve_to_float32(input, self.weight, True)
+    def without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return with_bias(convolve_to_float32(input, self.weight, True), bias)
 
 
 def with_bias(result: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -95,6 +131,8 @@ def coarse_and_precise(*operands: torch.Tensor) -> list[torch.Tensor]:
 
 def without_autocast(x: torch.Tensor) -> Any:
     """Context in which autocast leaves operations on x's device as they are."""
+    if autocast_dtype(x) is None:
+        return contextlib.nullcontext()
     return torch.autocast("cuda" if passes_as(x) else x.device.type, enabled=False)
 
 

@@ -34,6 +34,7 @@ from networks.layers import (
     is_channels_last,
     operator,
     precise_dtype,
+    with_bias,
     without_autocast,
 )
 
@@ -41,7 +42,7 @@ from networks.layers import (
 class SpaceToDepthConv3d(Conv3d):
     """`Conv3d` for few input channels."""
 
-    def _without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         blocks = space_to_depth(input, autocast_dtype(input))  # autocast would convert them after the copy
         return F.conv3d(blocks, _move_to_channels(self.weight), bias)
 
@@ -49,12 +50,13 @@ class SpaceToDepthConv3d(Conv3d):
 class DepthToSpaceConvTranspose3d(OutputConvTranspose3d):
     """`OutputConvTranspose3d` for few output channels."""
 
-    def _without_kernels(self, input: torch.Tensor) -> torch.Tensor:
+    def without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight = dense_weight(self.weight)
         if precise_dtype(input) is None:
-            return depth_to_space(F.conv3d(input, weight, padding=1))
+            return with_bias(depth_to_space(F.conv3d(input, weight, padding=1)), bias)
         with without_autocast(input):
-            return _last(*coarse_and_precise(input, weight))
+            result = _last(*coarse_and_precise(input, weight))
+        return with_bias(result, bias)
 
 
 # --- shuffles --------------------------------------------------------------------------------------------------------

@@ -179,19 +179,8 @@ def weight_gradient(s: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: 
     parts = _float32(s, splits * gradient.numel()) if splits > 1 else gradient
     programs = (small // tile.rows) * (64 * large // tile.columns) * splits
     sizes = {"D": side, "RUNS": runs, "BB": boxes, "BD": depth, "BH": rows}
-    fused.launch(
-        kernels().weight_gradient,
-        programs,
-        view,
-        *views,
-        parts,
-        chunks,
-        per_split,
-        small,
-        large,
-        **sizes,
-        **_constants(tile),
-    )
+    arguments = (view, *views, parts, chunks, per_split, small, large)
+    fused.launch(kernels().weight_gradient, programs, *arguments, **sizes, **_constants(tile))
     if splits > 1:
         _sum(parts, gradient, _float32(s, 0), 1.0, 0, splits)
     return gradient.view(small, 4, 4, 4, large).permute(0, 4, 1, 2, 3)

@@ -47,8 +47,8 @@ class NetworkWithFusedTail(NetworkWithLoss):
         dtype = precise_dtype(x)
         if dtype is not None and fused.fusible(targets):
             with without_autocast(x):
-                half, own = x.to(torch.bfloat16), last.own(x, torch.bfloat16)
-                if own:
+                half, by_kernels = x.to(torch.bfloat16), last.own(x, torch.bfloat16)
+                if by_kernels:
                     return _Tail.apply(half, None, last.weight, last.bias, targets)
                 if isinstance(last, DepthToSpaceConvTranspose3d) and fused.fusible(x):
                     return _Tail.apply(half, x.detach().to(dtype), dense_weight(last.weight), last.bias, targets)
@@ -107,21 +107,8 @@ def _l1(
     gradient = torch.empty_like(blocks, dtype=dtype)
     partial = torch.empty(groups * tiles, dtype=torch.float32, device=blocks.device)
     bias_partial = torch.empty((groups, tiles * TILE), dtype=torch.float32, device=blocks.device)
-    fused.launch(
-        fused.kernels().tail_l1,
-        groups * tiles,
-        gradient,
-        partial,
-        bias_partial,
-        blocks,
-        bias,
-        targets,
-        planes,
-        DEPTH=depth,
-        ROWS=rows,
-        COLUMNS=columns,
-        CHANNELS=channels,
-        TILE=TILE,
-    )
+    arguments = (gradient, partial, bias_partial, blocks, bias, targets, planes)
+    sizes = {"DEPTH": depth, "ROWS": rows, "COLUMNS": columns, "CHANNELS": channels, "TILE": TILE}
+    fused.launch(fused.kernels().tail_l1, groups * tiles, *arguments, **sizes)
     bias_gradient = bias_partial[:, :plane].sum(0).view(-1, channels).sum(0)
     return partial.sum(), gradient, bias_gradient.to(bias.dtype)

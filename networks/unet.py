@@ -7,10 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from networks import activated, fused
-from networks.blocks import StridedLayer
 from networks.film import Film, Modulation, modulate
 from networks.fused import NEGATIVE_SLOPE, bias_activation, bias_activation_twice, bias_relu_cat
-from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, autocast_dtype
+from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, StridedLayer, autocast_dtype
 from networks.norms import build_norm
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
@@ -31,6 +30,8 @@ class UNet(nn.Module):
     but not parameters, their names or the results. A `norm`, see norms.py, follows each convolution except the last,
     before the activation. `crop` is the side D, if known. After `condition_on`, the network also takes conditions.
     """
+
+    last: Layer
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class UNet(nn.Module):
         inputs = [count * (1 if scale == scales else 2) for scale, count in enumerate(channels)]
         for scale in range(scales, 1, -1):
             self._add_layer(f"up{scale}", ConvTranspose3d, inputs[scale], channels[scale - 1])
-        self.last = self._output_layer(inputs[1], out_channels, "last" in space_to_depth)
+        self._add_layer("last", OutputConvTranspose3d, inputs[1], out_channels)
 
     def condition_on(self, ranges: Sequence[Sequence[float]]) -> None:
         """Adds conditions [N, K], with these ranges in training, that scale and shift all layers except the last.
@@ -78,12 +79,8 @@ class UNet(nn.Module):
     def _add_layer(self, name: str, kind: type[Layer], before: int, after: int) -> None:
         kind = SPACE_TO_DEPTH[name] if name in self.space_to_depth else kind
         self.add_module(name, kind(before, after, 4, stride=2, padding=1))
-        if self.norm != "none":
+        if self.norm != "none" and name != "last":
             self.add_module(f"{name}_norm", build_norm(self.norm, after))
-
-    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> Layer:
-        kind = SPACE_TO_DEPTH["last"] if space_to_depth else OutputConvTranspose3d
-        return kind(before, after, 4, stride=2, padding=1)
 
     def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
         return self.output(self.before_last(fields, conditions))

@@ -154,8 +154,8 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strided, "unavailable", lambda device: "")
     assert layer.obstacle(shape, half, cpu) == ""
     assert "precision" in layer.obstacle(shape, None, cpu)
-    for other in ((2, 4, 6, 6, 8), (2, 4, 5, 5, 5)):
-        assert "cube" in layer.obstacle(other, half, cpu)
+    for grid in ((2, 4, 6, 6, 8), (2, 4, 5, 5, 5)):
+        assert "cube" in layer.obstacle(grid, half, cpu)
     assert "too large" in layer.obstacle((2, 4, *[1024] * 3), half, cpu)
     for channels, reason in (((4, 96), "96 channels are not"), ((9, 64), "64 and 9 channels are not both multiples")):
         layer = SpaceToDepthConv3d(*channels, 4, stride=2, padding=1)

@@ -19,7 +19,7 @@ def test_at_the_start_a_conditioned_network_equals_the_unconditioned_one(kind: s
     networks = []
     for options in ({}, {"conditions": RANGES}):
         torch.manual_seed(1)
-        network = build_network("unet", 8, width=4, scales=3, fused=fused, **options)
+        network = build_network("unet", crop=8, width=4, scales=3, fused=fused, **options)
         initialize(network, torch.Generator().manual_seed(0), conv_init=kind, bias=0.1)
         networks.append(network)
     plain, conditioned = (network.state_dict() for network in networks)
@@ -33,7 +33,7 @@ def test_at_the_start_a_conditioned_network_equals_the_unconditioned_one(kind: s
 @pytest.mark.parametrize("norm", ["none", "batch", "group"])
 def test_two_scales_equal_separate_operations(norm: str) -> None:
     """The modulation is after the norm, and the last layer has none. The fused tail gets the conditions, too."""
-    network = build_network("unet", 8, width=4, scales=2, norm=norm, space_to_depth=["last"])
+    network = build_network("unet", crop=8, width=4, scales=2, norm=norm, space_to_depth=["last"])
     initialize(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
     film, layer = modulated(network).get_submodule("film"), dict(network.named_children())
     scaled = torch.tensor([[-1.0, 1.0, 0.0], [0.5, -0.5, 0.0]])
@@ -61,10 +61,10 @@ def test_modulations_are_computed_in_float32_under_autocast() -> None:
     close = torch.tensor([[3.0], [3.001]])
     expected = film(close)["one"]
     with torch.autocast("cpu", torch.bfloat16):
-        found = film(close)["one"]
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert not torch.equal(found.scale[0], found.scale[1])
-    assert modulate(torch.ones(2, 3, 1, 1, 1, dtype=torch.bfloat16), found).dtype == torch.bfloat16
+        modulation = film(close)["one"]
+    assert all(torch.equal(*pair) for pair in zip(modulation, expected, strict=True))
+    assert not torch.equal(modulation.scale[0], modulation.scale[1])
+    assert modulate(torch.ones(2, 3, 1, 1, 1, dtype=torch.bfloat16), modulation).dtype == torch.bfloat16
 
 
 def test_networks_without_conditions_refuse_them() -> None:

@@ -54,18 +54,18 @@ def test_embeddings_have_their_own_bounds_and_norms_keep_their_parameters() -> N
 def test_weights_depend_on_the_given_generator_only(kind: str) -> None:
     networks = [build_network("reuters_cnn", shape=(300,), classes=46, vocabulary=100) for _ in range(3)]
     before = torch.get_rng_state()
-    first, second, other = (
+    first, second, reseeded = (
         drawn(network, kind, seed=seed).state_dict() for network, seed in zip(networks, (0, 0, 5), strict=True)
     )
     assert torch.equal(torch.get_rng_state(), before)
     for name, value in first.items():
         assert torch.equal(value, second[name])
-        assert not torch.equal(value, other[name]) or (name.endswith("bias") and kind != "default")
+        assert not torch.equal(value, reseeded[name]) or (name.endswith("bias") and kind != "default")
 
 
 def test_the_u_nets_weights_are_drawn_in_the_order_of_its_layers() -> None:
     """Layer by layer, weights before biases, so that a seed always gives the same weights."""
-    network = drawn(build_network("unet", 8, width=4, scales=2), "default", seed=3)
+    network = drawn(build_network("unet", crop=8, width=4, scales=2), "default", seed=3)
     generator = torch.Generator().manual_seed(3)
     for name in ("down1", "down2", "up2", "last"):
         layer = network.get_submodule(name)

@@ -27,7 +27,7 @@ def pair(kind: Kind, channels: tuple[int, int] = (4, 6), bias: bool = True) -> t
     """torch's layer, and one of this kind with the same weights."""
     torch.manual_seed(1)
     plain = nn.ConvTranspose3d if issubclass(kind, nn.ConvTranspose3d) else nn.Conv3d
-    layers = [each(*channels, 4, stride=2, padding=1, bias=bias) for each in (plain, kind)]
+    layers = [layer_kind(*channels, 4, stride=2, padding=1, bias=bias) for layer_kind in (plain, kind)]
     layers[1].load_state_dict(layers[0].state_dict())
     return layers[0], layers[1]
 

@@ -144,12 +144,12 @@ def test_a_dry_run_finds_the_kernels_of_a_step(small_blocks: list[str], monkeypa
     module, parts = with_loss(True, width=16, scales=2), batch(size=4)
     with torch.device("meta"):
         empty = with_loss(True, device="meta", width=16, scales=2)
-    with fused.dry_run(torch.device("cpu"), torch.float16) as found:
+    with fused.dry_run(torch.device("cpu"), torch.float16) as launches:
         empty(*(torch.empty_like(part, device="meta") for part in parts)).backward()
-    assert not small_blocks[len(found) :]
+    assert not small_blocks[len(launches) :]
     monkeypatch.setattr(fused, "launch", note)
     trained(module, parts, torch.float16)
-    assert {fused.signature(each) for each in found} == set(made)
+    assert {fused.signature(planned) for planned in launches} == set(made)
 
 
 def test_the_operator_has_fakes(small_blocks: list[str]) -> None:
@@ -199,7 +199,7 @@ def test_compiled_kernels_fit_into_a_multiprocessor(
     strided.gather(x, w, torch.empty(small, device="meta"), 0.01)
     strided.scatter(s, w, torch.empty(large, device="meta"), 0.0, x, name == "up2")
     strided.weight_gradient(s, x)
-    assert {each for each, *_ in compiled} >= {"gather", "scatter", "weight_gradient"}
+    assert {kernel for kernel, *_ in compiled} >= {"gather", "scatter", "weight_gradient"}
     for kernel, programs, result in compiled:
         assert (result.stack, result.shared <= strided.SHARED_MEMORY) == (0, True), kernel
         assert programs >= 32, kernel

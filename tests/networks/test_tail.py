@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_the_plain_operations(
     """Own kernels compute the cases with a multiple of 64 input channels."""
     *given, targets = operands(grid, channels, batch, inputs)
     function, names = TAILS[inputs % 64 == 0]
-    fused, exact = (functools.partial(each, targets=targets) for each in (function, plain))
+    fused, exact = (functools.partial(tail_loss, targets=targets) for tail_loss in (function, plain))
     got, again = (results(fused, given, [torch.tensor(upstream)], torch.float32) for _ in range(2))
     assert interpreter == names * 2
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
@@ -146,8 +146,8 @@ def test_a_network_on_a_gpu(on_device: list[str], device: str, width: int) -> No
     options = {**NETWORK, "width": width}
     module, parts = with_loss(True, device, NetworkWithFusedTail, **options), batch(device, 4)
     last: Any = module.network.last
-    own = last.plans_own((2, 2 * width, 2, 2, 2), torch.bfloat16, torch.device(device))
+    by_kernels = last.plans_own((2, 2 * width, 2, 2, 2), torch.bfloat16, torch.device(device))
     with refusing_to_wait(device):
         got = trained(module, parts, torch.bfloat16)
-    assert on_device.count("rows_to_blocks" if own else "tail_l1") == 1
+    assert on_device.count("rows_to_blocks" if by_kernels else "tail_l1") == 1
     assert_trains_like(got, with_loss(False, device, **options), parts, torch.bfloat16)

@@ -30,12 +30,12 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_average(o
     assert plain.state().keys() == {"network", "optimizer", "scaler"}
     mean = copy.deepcopy(plain.network)
     for number in range(5):
-        losses = [one(batch(number), LR) for one in (plain, step)]
+        losses = [trainer(batch(number), LR) for trainer in (plain, step)]
         assert torch.equal(*losses)
         kept = min(0.3, (1 + number) / (10 + number))  # the first updates decay faster
         with torch.no_grad():
-            for own, trained in zip(mean.parameters(), plain.network.parameters(), strict=True):
-                own.mul_(kept).add_(trained, alpha=1 - kept)
+            for average, trained in zip(mean.parameters(), plain.network.parameters(), strict=True):
+                average.mul_(kept).add_(trained, alpha=1 - kept)
     # The running statistics are those of the last step.
     mean.load_state_dict({**plain.network.state_dict(), **dict(mean.named_parameters())})
     torch.testing.assert_close(step.network.state_dict(), mean.state_dict(), rtol=1e-5, atol=1e-7)
@@ -58,8 +58,8 @@ def test_a_warm_up_and_a_skipped_update_leave_the_average_unchanged() -> None:
         assert not step(bad_batch("nan in targets"), LR).isfinite()
         step.warm_up(batch())
         assert differing(weights(step), before) == []
-        for one in (step, undisturbed):
-            one(batch(number), LR)
+        for trainer in (step, undisturbed):
+            trainer(batch(number), LR)
     assert differing(weights(step), weights(undisturbed)) == []
     assert int(step.state()["average"]["updates"]) == 3
 
@@ -82,7 +82,8 @@ def test_an_average_starts_at_the_loaded_weights() -> None:
 
 def test_channel_weights_affect_the_training_loss_only() -> None:
     """The validation loss has no channel weights, before and after a training step."""
-    step, plain = (make_step("adam", loss=build_loss("l1", weights=one)) for one in ([5.0, 1.0, 1.0, 1.0, 1.0], None))
+    several = [5.0, 1.0, 1.0, 1.0, 1.0]
+    step, plain = (make_step("adam", loss=build_loss("l1", weights=values)) for values in (several, None))
     for _ in range(2):
         assert torch.equal(step.evaluate(batch())[0], plain.evaluate(batch())[0])
         assert not torch.isclose(step(batch(), 0.0), plain(batch(), 0.0), rtol=1e-3)

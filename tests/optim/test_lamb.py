@@ -72,6 +72,6 @@ def test_lamb_is_algorithm_2_of_the_paper(decay: float, device: str) -> None:
             parameters[name].grad = gradient.to(device)
         optimizer.step()
     for name, parameter in parameters.items():
-        found = parameter.detach().cpu()
-        np.testing.assert_allclose(found.numpy(), algorithm_2(name, decay), rtol=0, atol=1e-10)
-        assert torch.equal(found, start()[name]) is (name == "idle.weight" and decay == 0), name
+        updated = parameter.detach().cpu()
+        np.testing.assert_allclose(updated.numpy(), algorithm_2(name, decay), rtol=0, atol=1e-10)
+        assert torch.equal(updated, start()[name]) is (name == "idle.weight" and decay == 0), name

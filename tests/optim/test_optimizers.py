@@ -73,10 +73,10 @@ def take(optimizer: torch.optim.Optimizer, number: int, finite: torch.Tensor = Y
 def bits(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """The bits of parameters and state by name; also of NaN and of zeros of both signs."""
     parameters = parameters_of(optimizer)
-    found: dict[str, Any] = {f"parameter {number}": parameter for number, parameter in enumerate(parameters)}
+    tensors: dict[str, Any] = {f"parameter {number}": parameter for number, parameter in enumerate(parameters)}
     for number, parameter in enumerate(parameters):
-        found |= {f"{key} {number}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    copied = {name: value.detach().cpu().numpy().tobytes() for name, value in found.items()}
+        tensors |= {f"{key} {number}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    copied = {name: value.detach().cpu().numpy().tobytes() for name, value in tensors.items()}
     return {**copied, "steps in the group": optimizer.param_groups[0].get("step", 0)}
 
 
@@ -106,8 +106,8 @@ def test_skipped_updates_and_a_restart_leave_no_trace(kind: str, device: str, tm
             disturbed = KINDS[kind](copies)
             load_state(disturbed, saved)
             take(disturbed, 99, NO, float("nan"))
-            own = set(map(id, parameters_of(disturbed)))
-            assert set(map(id, disturbed.state)) <= own, "the state belongs to the trained parameters"
+            trained = set(map(id, parameters_of(disturbed)))
+            assert set(map(id, disturbed.state)) <= trained, "the state belongs to the trained parameters"
     originals = {tuple(parameter.shape): parameter for parameter in start(device)}
     for parameter in parameters_of(disturbed):
         shape = tuple(parameter.shape)
@@ -120,19 +120,19 @@ def test_skipped_updates_and_a_restart_leave_no_trace(kind: str, device: str, tm
 @DEVICES
 def test_adams_follow_torchs_plain_ones_over_fifty_gradients(name: str, kind: Any, device: str) -> None:
     """With skipped updates in between; NAdam bit for bit, others within a rounding of the parameter in each step."""
-    own = by_name(name, weight_decay=0.1)(start(device))
+    built = by_name(name, weight_decay=0.1)(start(device))
     settings = {} if name == "nadam" else {"foreach": False, "fused": False}
     plain = kind(start(device), lr=LR, weight_decay=0.1, **settings)
-    assert own.defaults.get("fused") or name == "nadam"
+    assert built.defaults.get("fused") or name == "nadam"
     for number in range(50):
         if number % 5 == 0:
-            take(own, 100 + number, NO, float("nan"))
-        for optimizer in (own, plain):
+            take(built, 100 + number, NO, float("nan"))
+        for optimizer in (built, plain):
             take(optimizer, number)
-    for one, other, first in zip(*map(parameters_of, (own, plain)), start(device), strict=True):
-        limit = 0.0 if name == "nadam" else 50 * torch.finfo(one.dtype).eps * float(other.detach().abs().max())
-        assert float((one - other).detach().abs().max()) <= limit
-        assert one.grad is None or float((one - first).detach().abs().max()) > 5 * LR
+    for parameter, expected, first in zip(*map(parameters_of, (built, plain)), start(device), strict=True):
+        limit = 0.0 if name == "nadam" else 50 * torch.finfo(parameter.dtype).eps * float(expected.detach().abs().max())
+        assert float((parameter - expected).detach().abs().max()) <= limit
+        assert parameter.grad is None or float((parameter - first).detach().abs().max()) > 5 * LR
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -149,7 +149,7 @@ def test_loading_keeps_the_settings_of_the_present_run(name: str, capturable: bo
     for group in new.param_groups:
         assert isinstance(group["lr"], torch.Tensor) is capturable
         assert float(group["lr"]) == 0.25
-    states = [{k: v for k, v in bits(one).items() if not k.startswith("param")} for one in (old, new)]
+    states = [{k: v for k, v in bits(optimizer).items() if not k.startswith("param")} for optimizer in (old, new)]
     assert states[0] == states[1]
     take(new, 1)
 
@@ -164,8 +164,8 @@ def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path: A
     for number in range(2):
         take(first, number)
     with torch.no_grad():
-        for one, other in zip(*map(parameters_of, (first, second)), strict=True):
-            other.copy_(one)
+        for source, target in zip(*map(parameters_of, (first, second)), strict=True):
+            target.copy_(source)
     load_state(second, through_a_file(first, tmp_path))
     parameter, _ = parameters_of(second)
     averages = [value for value in second.state[parameter].values() if value.shape == parameter.shape]

@@ -43,13 +43,13 @@ def bytes_by_phase(changes: Mapping[str, Any], name: str = "bs64_opt", trace: Tr
     return sums
 
 
-@pytest.mark.parametrize(("own", "most"), [(False, 12.3e9), (True, 16.1e9)], ids=["cuDNN", "own convolutions"])
+@pytest.mark.parametrize(("own_kernels", "most"), [(False, 12.3e9), (True, 16.1e9)], ids=["cuDNN", "own convolutions"])
 def test_a_step_moves_few_bytes_and_no_large_tensor_leaves_channels_last(
-    own: bool, most: float, monkeypatch: pytest.MonkeyPatch
+    own_kernels: bool, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The full-size network at batch 64; convolutions count if they are own. Averaging the weights adds 1.4 GB."""
     pytest.importorskip("triton")
-    if own:
+    if own_kernels:
         monkeypatch.setattr(strided, "unavailable", lambda device: "")
     usual, averaged = bytes_by_phase({}), bytes_by_phase({"ema_decay": 0.999})
     assert usual.keys() == {"forward", "backward", "optimizer"}
@@ -125,10 +125,10 @@ def test_all_kernels_and_the_arguments_that_they_write_are_known() -> None:
     sources = [path.read_text() for path in (REPOSITORY / "networks").glob("*.py")]
     launched = {name for source in sources for name in re.findall(r"kernels\(\)\.(\w+),", source)}
     assert launched == WRITTEN.keys()
-    found = {**vars(kernels), **vars(strided_kernels), **vars(block_kernels)}
+    defined = {**vars(kernels), **vars(strided_kernels), **vars(block_kernels)}
     for name, written in WRITTEN.items():
-        assert set(written) <= set(found[name].arg_names)
-        assert not re.search(rf"tl.load\(({'|'.join(written)})\b|\b({'|'.join(written)})\.load\(", found[name].src)
+        assert set(written) <= set(defined[name].arg_names)
+        assert not re.search(rf"tl.load\(({'|'.join(written)})\b|\b({'|'.join(written)})\.load\(", defined[name].src)
 
 
 def test_a_large_tensor_in_another_order_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tup
     torch._dynamo.reset()
     curves = []
     for compiled in (False, True):
-        network = build_network("unet", 16, width=8, scales=3, space_to_depth=space_to_depth)
+        network = build_network("unet", crop=16, width=8, scales=3, space_to_depth=space_to_depth)
         initialize(network, torch.Generator().manual_seed(0), scale=0.1)
         network.cuda().to(memory_format=torch.channels_last_3d)
         step = make_step("sgd", world=world_on("cuda"), network=network, enable_amp=True, enable_jit=compiled)

@@ -72,7 +72,7 @@ def train(world: World, name: str, **options) -> list[np.ndarray]:
 
 def train_all(world: World) -> dict[str, list]:
     with DETERMINISTIC():
-        return {name: [train(world, name, **each) for each in options] for name, options in CASES.items()}
+        return {name: [train(world, name, **settings) for settings in options] for name, options in CASES.items()}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -106,7 +106,7 @@ def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
         assert distance(alone[name][0], before) > 1e-2, f"{name}: training must have changed the parameters"
         for number, options in enumerate(several):
             for first, *others, expected in zip(*(rank[name][number] for rank in together), alone[name], strict=True):
-                assert all(np.array_equal(other, first) for other in others), (name, options)
+                assert all(np.array_equal(result, first) for result in others), (name, options)
                 tolerance = 1e-5 if "float32" in name else 1e-10 if first.ndim == 1 else 1e-9
                 assert distance(first, expected) <= tolerance, (name, options)
             if "log_noise_scale" in options:

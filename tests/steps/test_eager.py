@@ -152,9 +152,9 @@ def gradients_are_sent_in_buckets_which_the_log_describes(world: World) -> Any:
         for number in range(3):
             step(batch(10 * world.rank + number), LR)
         norms.append(float(flat_parameters(step).norm()))
-        found = re.fullmatch(rf"Dist.*: gradient buckets of ([\d., ]+) MB, sent as {dtype}", step.describe()[1])
-        assert found
-        sizes = [float(size) for size in found[1].split(", ")]
+        line = re.fullmatch(rf"Dist.*: gradient buckets of ([\d., ]+) MB, sent as {dtype}", step.describe()[1])
+        assert line
+        sizes = [float(size) for size in line[1].split(", ")]
         assert (len(sizes) > 1) == (dtype == "float32")
         assert sum(sizes) == pytest.approx(4e-6 * len(flat_parameters(step)), rel=0.01)
     assert norms[0] != norms[1] == pytest.approx(norms[0], rel=1e-3), "rounding to bfloat16 must change the result"

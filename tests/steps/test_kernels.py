@@ -46,12 +46,12 @@ def config(**changes: Any) -> Config:
 @pytest.mark.slow
 def test_all_kernels_of_a_step_are_compiled_once(hopper: Path) -> None:
     random = torch.get_rng_state()
-    found = kernels.launches(config(), torch.device("cpu"))
-    names = {kernel.__name__ for kernel, *_ in found}
+    launches = kernels.launches(config(), torch.device("cpu"))
+    names = {kernel.__name__ for kernel, *_ in launches}
     assert names >= {"gather", "scatter", "weight_gradient", "blocks_to_rows", "rows_to_blocks", "activation_backward"}
     assert "l1" not in names
     assert torch.equal(torch.get_rng_state(), random)
-    kernels.in_parallel(found)
+    kernels.in_parallel(launches)
     compiled = sorted(hopper.rglob("*.cubin"))
     assert {path.stem for path in compiled} == names
     before = [path.stat().st_mtime_ns for path in compiled]

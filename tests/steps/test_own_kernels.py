@@ -20,7 +20,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"ddp": "manual", "accumulation_steps": 2}]
 
 def train(world: World, convolutions: str, dtype: str = "float16", **options: Any) -> tuple[float, np.ndarray]:
     """The loss of one step, each rank on its part of the batch, and the change of the parameters."""
-    network = build_network("unet", 8, width=16, scales=2, fused=True, space_to_depth=["down1", "last"])
+    network = build_network("unet", crop=8, width=16, scales=2, fused=True, space_to_depth=["down1", "last"])
     initialize(network, torch.Generator().manual_seed(0), scale=0.1)
     select(network.to(memory_format=torch.channels_last_3d), convolutions)
     half = {"enable_amp": True, "channels_last": True, "precision": dtype} if dtype != "float32" else {}

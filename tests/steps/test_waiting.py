@@ -38,14 +38,14 @@ KEYS += ("fused_tail", "ddp")
 
 def shipped() -> dict[str, Config]:
     """The shipped configs, small, one of each set of equal steps."""
-    found = {}
+    shipped_configs = {}
     for path in sorted(FOLDER.glob("*.yaml")):
         for name in yaml_files.read_file(str(path)):
             labeled = configs.load(str(path), name, ALL_SIZES).is_classification
             config = configs.load(str(path), name, ALL_SIZES if labeled else {**ALL_SIZES, **SMALL})
             if config.optimizer.name in ON_DEVICE:
-                found.setdefault(repr([getattr(config, key) for key in KEYS]), (name, config))
-    return dict(found.values())
+                shipped_configs.setdefault(repr([getattr(config, key) for key in KEYS]), (name, config))
+    return dict(shipped_configs.values())
 
 
 AVERAGE = {"ema_decay": 0.999}

@@ -36,7 +36,8 @@ class Schedule:
 def build_schedule(config: Config) -> Schedule:
     """The schedule of a config returned by `Config.for_world`."""
     options = config.lr_schedule
-    peak = options.start_lr * lr_scale(options.scaling, config.global_batch_size, config.base_batch_size)
+    ratio = config.global_batch_size / config.base_batch_size
+    peak = options.start_lr * {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[options.scaling]
     return Schedule(peak, config.warmup_steps, SCHEDULES[options.shape](config, peak))
 
 
@@ -48,12 +49,6 @@ def warn_of_long_warmup(config: Config) -> None:
             f"the run of {total} steps ends within the warm-up of {steps} steps of the learning rate; lower "
             f"lr_schedule.warmup_steps or warmup_epochs, or raise num_epochs"
         )
-
-
-def lr_scale(scaling: str, batch: int, base_batch: int) -> float:
-    """Factor of the learning rate at `batch`, relative to `base_batch`; scaling is none, sqrt or linear."""
-    ratio = batch / base_batch
-    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
 
 def cosine(config: Config, peak: float) -> LearningRate:

@@ -224,7 +224,7 @@ class Soap(AdamByWeight):
     def _matrices(self, parameter: torch.Tensor, name: str, owner: int | None = None) -> dict[int, torch.Tensor]:
         """The parameter's matrices of this name by the number of their side; only those of `owner`, if given."""
         owners = self._owners.get(parameter, {}).items()
-        return {number: self.state[parameter][f"{name}_{number}"] for number, own in owners if owner in (None, own)}
+        return {number: self.state[parameter][f"{name}_{number}"] for number, rank in owners if owner in (None, rank)}
 
 
 # --- the steps of an update ------------------------------------------------------------------------------------------

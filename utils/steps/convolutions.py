@@ -32,11 +32,11 @@ def plan(config: Config, network: nn.Module, device: torch.device) -> Plan:
     layers, kinds = _strided(network), dict[str, str]()
     shapes = _shapes(config, network, layers) if layers else {}
     select(network, config.convolutions)
-    other, dtype = "cuDNN" if device.type == "cuda" else "PyTorch", getattr(torch, config.precision)
+    library, dtype = "cuDNN" if device.type == "cuda" else "PyTorch", getattr(torch, config.precision)
     general = strided.unavailable(device) or _switch(config)
     for name, shape in shapes.items():
         reason = general or layers[name].obstacle(shape, dtype, device)
-        kinds[name] = f"{other} ({reason})" if reason else OWN
+        kinds[name] = f"{library} ({reason})" if reason else OWN
     return kinds
 
 

@@ -107,10 +107,10 @@ def data_parallel(
     compressed = config.gradient_compression == "bfloat16"
     send = default_hooks.bf16_compress_hook if compressed else default_hooks.allreduce_hook
 
-    # PyTorch checks a hook's annotations and does not accept strings, which all annotations in this file are.
-    def all_reduce(group, bucket):  # type: ignore[no-untyped-def]
+    def all_reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if probe is not None:
-            probe.add(dict(zip(bucket.parameters(), bucket.gradients(), strict=True)))
+            parameters: Any = bucket.parameters()
+            probe.add(dict(zip(parameters, bucket.gradients(), strict=True)))
         return send(group, bucket)
 
     if compressed or probe is not None:
