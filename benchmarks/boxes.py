@@ -87,20 +87,20 @@ class Boxes:
         specialists: by volume, the condition that trains on a box like it alone. Except for the first condition, its
         networks are evaluated on that volume only.
         """
-        found: dict[str, dict[str, Any]] = {}
+        evaluated: dict[str, dict[str, Any]] = {}
         first = next(iter(checkpoints))
-        general = [one for one in checkpoints if one == first or one not in specialists.values()]
+        general = [name for name in checkpoints if name == first or name not in specialists.values()]
         for name in self.volumes:
             files, used = self.held_out(name), dict(zip(general, general, strict=True))
             if specialists.get(name) in checkpoints:
                 used[SPECIALIST] = specialists[name]
-            found[name] = {}
+            evaluated[name] = {}
             for shown, condition in used.items():
                 pairs = [(checkpoint, file) for checkpoint in checkpoints[condition] for file in files]
                 spread = spreads([measures(evaluation(*pair, self.runs)) for pair in pairs])
-                found[name][shown] = {key: spread[key] for key in SHOWN if key in spread}
-            found[name][COPYING] = spreads([{"L1": copying_error(checkpoints[first][0], file)} for file in files])
-        return found
+                evaluated[name][shown] = {key: spread[key] for key in SHOWN if key in spread}
+            evaluated[name][COPYING] = spreads([{"L1": copying_error(checkpoints[first][0], file)} for file in files])
+        return evaluated
 
 
 def evaluate(
@@ -129,9 +129,9 @@ def evaluation(checkpoint: Path, file: str, runs: Path, smoothing: float | None 
     path = runs / "evaluations" / checkpoint.parents[1].name / f"{stem}.npz"
     if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
         return results.load(path)
-    found = evaluate(checkpoint, file, **settings)
-    results.save(found, path)
-    return found
+    result = evaluate(checkpoint, file, **settings)
+    results.save(result, path)
+    return result
 
 
 def copying_error(checkpoint: Path, file: str) -> float:
@@ -145,64 +145,66 @@ def copying_error(checkpoint: Path, file: str) -> float:
         return volume_losses(loader, build.loss(config), world)[COPYING]
 
 
-def measures(found: results.Results) -> dict[str, float]:
+def measures(result: results.Results) -> dict[str, float]:
     """Errors, and spectra at wavenumbers that the box has."""
-    kept = {"L1": float(found.l1.mean())}
-    for tag, value in found.scalars().items():
+    kept = {"L1": float(result.l1.mean())}
+    for tag, value in result.scalars().items():
         if " at k = " not in tag:
             kept[tag.removeprefix("Evaluation ").replace("/", " ")] = value
     for field in FIELDS:
-        spectrum = found.spectra[field]
+        spectrum = result.spectra[field]
         for k in (k for k in WAVENUMBERS if k <= spectrum.k[-1]):
             for name, values in (("r", spectrum.correlation), ("P ratio", spectrum.ratio)):
                 kept[f"{name} of {field}, k = {k:g} h/Mpc"] = float(np.interp(k, spectrum.k, values))
-    if found.flux:
-        for largest in (k for k in FLUX_LARGEST_K if k <= found.flux.k[-1]):
-            used = found.flux.k <= largest
-            for name, ratio in found.flux.ratios.items():
+    if result.flux:
+        for largest in (k for k in FLUX_LARGEST_K if k <= result.flux.k[-1]):
+            used = result.flux.k <= largest
+            for name, ratio in result.flux.ratios.items():
                 kept[FLUX_ERROR.format(largest, name)] = float(np.abs(ratio[used] - 1).mean())
     return kept
 
 
-def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def spreads(values: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Mean, standard deviation and values of each measure that all have: not every network reaches a scale."""
-    shared = [name for name in found[0] if all(name in one for one in found)]
-    return {name: common.over_seeds([one[name] for one in found]) for name in shared}
+    shared = [name for name in values[0] if all(name in by_name for by_name in values)]
+    return {name: common.over_seeds([by_name[name] for by_name in values]) for name in shared}
 
 
-def draw(found: Evaluations, path: Path) -> None:
+def draw(evaluations: Evaluations, path: Path) -> None:
     """L1 of the networks of each condition on each volume, with standard deviations."""
     with common.plot(path, (9, 4.6)) as (panel,):
-        for number, name in enumerate(_conditions(found)):
-            errors = {place: one[name]["L1"] for place, one in enumerate(found.values()) if name in one}
+        for number, name in enumerate(_conditions(evaluations)):
+            volumes = enumerate(evaluations.values())
+            errors = {place: by_condition[name]["L1"] for place, by_condition in volumes if name in by_condition}
             means, deviations = ([error[key] for error in errors.values()] for key in ("mean", "stdev"))
             places = [place + 0.12 * number - 0.24 for place in errors]
             panel.errorbar(places, means, deviations, fmt="o", markersize=4, label=name)
-        panel.set(yscale="log", ylabel="L1", xticks=range(len(found)))
-        panel.set_xticklabels(found, rotation=20, ha="right")
+        panel.set(yscale="log", ylabel="L1", xticks=range(len(evaluations)))
+        panel.set_xticklabels(evaluations, rotation=20, ha="right")
         panel.grid(alpha=0.3, which="both")
 
 
-def _conditions(found: Evaluations) -> list[str]:
+def _conditions(evaluations: Evaluations) -> list[str]:
     """The names of all conditions; not every volume has all of them."""
-    return list(dict.fromkeys(name for by_condition in found.values() for name in by_condition))
+    return list(dict.fromkeys(name for by_condition in evaluations.values() for name in by_condition))
 
 
-def markdown(found: Evaluations) -> str:
+def markdown(evaluations: Evaluations) -> str:
     """A row per volume and condition, without measures that no volume has; first the L1 of several volumes alone."""
-    every = [(volume, condition, one) for volume, ones in found.items() for condition, one in ones.items()]
-    shown = [name for name in SHOWN if any(name in one for *_, one in every)]
-    rows = [[*names, *(common.plus_minus(one.get(name), ".3g") for name in shown)] for *names, one in every]
+    every = [(volume, *pair) for volume, by_condition in evaluations.items() for pair in by_condition.items()]
+    shown = [name for name in SHOWN if any(name in values for *_, values in every)]
+    rows = [[*names, *(common.plus_minus(values.get(name), ".3g") for name in shown)] for *names, values in every]
     tables = [common.table(["volume", "condition", *shown], rows, left=2)]
-    if len(found) > 1:
-        conditions, nothing = _conditions(found), {"L1": None}
+    if len(evaluations) > 1:
+        conditions, nothing = _conditions(evaluations), {"L1": None}
         general = [name for name in conditions if name not in (SPECIALIST, COPYING)]
         errors, ratios = [], []
-        for volume, one in found.items():
-            errors.append([volume, *(common.plus_minus(one.get(name, nothing)["L1"], ".5f") for name in conditions)])
-            if SPECIALIST in one:
-                alone = one[SPECIALIST]["L1"]["mean"]
-                ratios.append([volume, *(f"{one[name]['L1']['mean'] / alone:.2f}" for name in general)])
+        for volume, measured in evaluations.items():
+            means = (common.plus_minus(measured.get(name, nothing)["L1"], ".5f") for name in conditions)
+            errors.append([volume, *means])
+            if SPECIALIST in measured:
+                alone = measured[SPECIALIST]["L1"]["mean"]
+                ratios.append([volume, *(f"{measured[name]['L1']['mean'] / alone:.2f}" for name in general)])
         heads = ["L1", *conditions], [f"L1 / {SPECIALIST}", *general]
         tables[:0] = [common.table(*pair) for pair in zip(heads, (errors, ratios), strict=True)]
     return "\n\n".join(tables)

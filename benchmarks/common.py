@@ -268,7 +268,8 @@ def plot(path: Path, size: tuple[float, float], columns: int = 1, **options: Any
 def band(axes: Any, places: Any, means: Any, deviations: Any, **options: Any) -> None:
     """A curve with standard deviations."""
     (line,) = axes.plot(places, means, markersize=3, **options)
-    low, high = ([mean + sign * one for mean, one in zip(means, deviations, strict=True)] for sign in (-1, 1))
+    pairs = list(zip(means, deviations, strict=True))
+    low, high = ([mean + sign * deviation for mean, deviation in pairs] for sign in (-1, 1))
     axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 

@@ -43,25 +43,25 @@ def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float
     return float(10**level), float(1 + slope)
 
 
-def measures(found: Results) -> dict[str, float]:
+def measures(result: Results) -> dict[str, float]:
     """The values that are compared, of one network on one box."""
-    assert found.flux is not None
-    assert found.phase_diagram is not None
+    assert result.flux is not None
+    assert result.phase_diagram is not None
     values: dict[str, float] = {}
-    fields = found.flux.fields
+    fields = result.flux.fields
     for name in METHODS:
-        for quantity, errors in (("P1D", found.flux.band_errors(name)), ("P3D", found.flux.p3d_errors(name))):
+        for quantity, errors in (("P1D", result.flux.band_errors(name)), ("P3D", result.flux.p3d_errors(name))):
             values |= {f"{quantity} error, {band}, {name}": error for band, error in errors.items()}
         values[f"correlation of the flux, {name}"] = fields[name].correlation
-        values[f"PDF distance, {name}"] = found.flux.pdf_distance(name)
+        values[f"PDF distance, {name}"] = result.flux.pdf_distance(name)
         mean = fields[name].unscaled_mean / fields[TARGET].unscaled_mean
         values[f"mean flux / target's, before rescaling, {name}"] = mean
-    values["mean gas density / target's"] = found.mass_ratio
-    spectrum = found.spectra["log density"]
+    values["mean gas density / target's"] = result.mass_ratio
+    spectrum = result.spectra["log density"]
     for k in (2.0, 5.0, 10.0):
         correlation = float(np.interp(k, spectrum.k, spectrum.correlation))
         values[f"r of log density, k = {k:g} h/Mpc, {PREDICTION}"] = correlation
-    diagram = found.phase_diagram
+    diagram = result.phase_diagram
     for name, histogram in ((TARGET, diagram.target), (PREDICTION, diagram.predicted)):
         values[f"T0 (K), {name}"], values[f"gamma, {name}"] = relation(diagram, histogram)
     return values
@@ -86,9 +86,9 @@ def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, floa
     return {"rms": float(np.sqrt(total)), "bias": float(np.sqrt(bias)), "share of scatter": float(1 - bias / total)}
 
 
-def draw(found: Sequence[Flux], ratios: Mapping[str, Sequence[np.ndarray]], path: Path) -> None:
+def draw(fluxes: Sequence[Flux], ratios: Mapping[str, Sequence[np.ndarray]], path: Path) -> None:
     """Flux power relative to the target's, and PDFs: mean over boxes and networks, and standard deviation."""
-    k, edges = found[0].k, found[0].edges
+    k, edges = fluxes[0].k, fluxes[0].edges
     with common.plot(path, (9, 3.6), 2) as (power, pdf):
         for name, color in METHODS.items():
             every = np.stack(ratios[name])
@@ -96,7 +96,7 @@ def draw(found: Sequence[Flux], ratios: Mapping[str, Sequence[np.ndarray]], path
         power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
         power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.8, 1.2), xlabel="k (s/km)", ylabel="P1D / target's")
         for name, color in {TARGET: "black", **METHODS}.items():
-            mean = np.mean([one.fields[name].pdf for one in found], axis=0)
+            mean = np.mean([flux.fields[name].pdf for flux in fluxes], axis=0)
             pdf.plot((edges[1:] + edges[:-1]) / 2, mean, color=color, label=name)
         pdf.set(xlabel="flux F", ylabel="probability density", yscale="log")
 
@@ -112,11 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     (volume,) = made.volumes
     errors = errors_of_smoothing(made.training_keys([volume])["train_path"][0])
     smoothing, files = min(errors, key=lambda length: errors[length]), made.held_out(volume)
-    found = [boxes.evaluation(run.checkpoint, file, options.runs, smoothing) for run in training_runs for file in files]
-    flux = [one.flux for one in found if one.flux is not None]
-    ratios = {name: [one.ratios[name] for one in flux] for name in METHODS}
-    values = boxes.spreads([measures(one) for one in found])
-    shares = {name: decomposition(ratio, flux[0].k) for name, ratio in ratios.items()}
+    pairs = [(run.checkpoint, file) for run in training_runs for file in files]
+    evaluations = [boxes.evaluation(*pair, options.runs, smoothing) for pair in pairs]
+    fluxes = [evaluation.flux for evaluation in evaluations if evaluation.flux is not None]
+    ratios = {name: [flux.ratios[name] for flux in fluxes] for name in METHODS}
+    values = boxes.spreads([measures(evaluation) for evaluation in evaluations])
+    shares = {name: decomposition(ratio, fluxes[0].k) for name, ratio in ratios.items()}
     by_length = {f"{length:g}": error for length, error in errors.items()}
     result = {
         "smoothing (Mpc/h)": {"fitted": smoothing, "errors on the training box": by_length},
@@ -125,11 +126,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     rows = [(name, f"{value['mean']:.4g} ± {value['stdev']:.2g}") for name, value in values.items()]
     rows += [
-        (f"share of scatter between boxes, {name}", f"{one['share of scatter']:.0%}") for name, one in shares.items()
+        (f"share of scatter between boxes, {name}", f"{share['share of scatter']:.0%}")
+        for name, share in shares.items()
     ]
     text = f"n = {options.seeds} networks × {len(files)} boxes; FGPA smooths over {smoothing:g} Mpc/h.\n\n"
     text += common.table(("measure", "mean ± standard deviation"), rows)
-    common.publish(STUDY, options, result, text, lambda path: draw(flux, ratios, path))
+    common.publish(STUDY, options, result, text, lambda path: draw(fluxes, ratios, path))
 
 
 if __name__ == "__main__":

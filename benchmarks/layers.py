@@ -57,14 +57,14 @@ def calls_of(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tuple[Ca
     plain += [lambda: backward(s, l, w, None, *DOWN, weights)[1].float()]
     if w.shape[1] % strided.BLOCK == 0:
         large = padded.padded(l) if w.shape[1] == strided.BLOCK else l  # as in a step
-        own: list[Call] = [lambda: strided.gather(large, w), lambda: strided.scatter(s, w)]
-        return list(zip([*own, lambda: strided.weight_gradient(s, large)], plain, plain, strict=True))
+        kernels: list[Call] = [lambda: strided.gather(large, w), lambda: strided.scatter(s, w)]
+        return list(zip([*kernels, lambda: strided.weight_gradient(s, large)], plain, plain, strict=True))
     rows, b, dense = padded.padded(s), space_to_depth(l), strided.in_half(dense_weight(w), w.dtype)
     cudnn: list[Call] = [lambda: backward(b, s, dense, None, *DENSE, inputs)[0]]
     cudnn += [lambda: convolution(s, dense, None, *DENSE)]
     cudnn += [lambda: backward(b, s, dense, None, *DENSE, weights)[1].float()]
-    own = [lambda: blocks.blocks_to_rows(b, w), lambda: blocks.rows_to_cells(rows, w, s.dtype)]
-    return list(zip([*own, lambda: blocks.weight_gradient(rows, b)], cudnn, plain, strict=True))
+    kernels = [lambda: blocks.blocks_to_rows(b, w), lambda: blocks.rows_to_cells(rows, w, s.dtype)]
+    return list(zip([*kernels, lambda: blocks.weight_gradient(rows, b)], cudnn, plain, strict=True))
 
 
 def measure(name: str, layer: Any, batch: int, side: int, device: torch.device) -> list[dict[str, Any]]:
@@ -79,14 +79,14 @@ def measure(name: str, layer: Any, batch: int, side: int, device: torch.device) 
     reason = strided.unavailable(device) or layer.obstacle(*place)
     if not is_down:  # the gather is the input gradient, and the scatter the forward pass
         kinds[:2] = kinds[1::-1]
-    for kind, (own, cudnn, plain) in zip(kinds, calls_of(s, l, w), strict=True):
+    for kind, (kernel, cudnn, plain) in zip(kinds, calls_of(s, l, w), strict=True):
         row = {"layer": name, "pass": kind, "GFLOP": 2e-9 * 64 * s.numel() * large}
         row[f"{CUDNN} ms"] = 1e3 * statistics.median(timing.repeat(cudnn, device, 0.1))
         row |= {"skipped": reason} if reason else {}
         if not reason:
-            row[f"{OWN} ms"] = 1e3 * statistics.median(timing.repeat(own, device, 0.1))
-            expected, found = plain().float(), own().float()
-            row["error"] = float((found - expected).norm() / expected.norm())
+            row[f"{OWN} ms"] = 1e3 * statistics.median(timing.repeat(kernel, device, 0.1))
+            expected, actual = plain().float(), kernel().float()
+            row["error"] = float((actual - expected).norm() / expected.norm())
         rows.append(row)
     return rows
 

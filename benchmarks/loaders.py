@@ -206,7 +206,8 @@ def start_in_process(name: str, options: argparse.Namespace) -> dict[str, float]
 
 def draw(results: dict[str, Any], starts: dict[str, Any], path: Path) -> None:
     """Throughput with its range, and the seconds of start and epochs."""
-    seconds = {key: [common.spread([one[key] for one in way["trials"]]) for way in starts.values()] for key in SECONDS}
+    ways = [way["trials"] for way in starts.values()]
+    seconds = {key: [common.spread([trial[key] for trial in trials]) for trials in ways] for key in SECONDS}
     with common.plot(path, (12, 4.4), 2) as (left, right):
         common.bars(left, list(results), {"": list(results.values())}, xlabel="samples/s (median, range)")
         common.bars(right, list(starts), seconds, xlabel="seconds", title="from a cold page cache")
@@ -222,12 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rounds = [{name: start_in_process(name, options) for name in names} for _ in range(options.starts)]
     starts = {}
     for name in names if rounds else []:
-        trials = [one[name] for one in rounds]
-        starts[name] = {**{key: statistics.median(one[key] for one in trials) for key in STARTS}, "trials": trials}
+        trials = [by_name[name] for by_name in rounds]
+        starts[name] = {**{key: statistics.median(trial[key] for trial in trials) for key in STARTS}, "trials": trials}
     results = throughput(options, names, device)
-    text = common.table(("loader", "samples/s"), [(name, common.ranged(one)) for name, one in results.items()])
+    text = common.table(("loader", "samples/s"), [(name, common.ranged(values)) for name, values in results.items()])
     if starts:
-        cold = [(name, *(f"{one[key]:.2f}" for key in STARTS)) for name, one in starts.items()]
+        cold = [(name, *(f"{values[key]:.2f}" for key in STARTS)) for name, values in starts.items()]
         text += f"\n\n{common.table(('loader', *STARTS), cold)}"
     result = {"unit": "samples/s", "results": results, "starts": starts}
     draw_starts = functools.partial(draw, results, starts) if starts else None

@@ -169,25 +169,25 @@ def gather(plan: Plan) -> tuple[dict[Point, dict[str, Any]], list[str]]:
             missing.append(path.name)
     if not runs:
         raise UserError(f"no results in {plan.directory} yet; submit the study with --submit")
-    return {point: combined(point, found) for point, found in sorted(runs.items())}, missing
+    return {point: combined(point, measured) for point, measured in sorted(runs.items())}, missing
 
 
 def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A point's rounds: rates in samples/s, overheads as fractions, each computed from one run's rates."""
     values = {kind: [run[kind]["median"] for run in runs] for kind in KINDS}
-    for name, (one, other) in OVERHEADS.items():
-        values[name] = [1 - slow / fast for slow, fast in zip(values[one], values[other], strict=True)]
+    for name, (slower, faster) in OVERHEADS.items():
+        values[name] = [1 - slow / fast for slow, fast in zip(values[slower], values[faster], strict=True)]
     measured = {name: common.summary(trials) for name, trials in values.items()}
     return {**asdict(point), "device": runs[0]["provenance"]["device"], **measured}
 
 
 def efficiencies(series: Sequence[Point], points: Mapping[Point, Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     """Samples/s per rank relative to the fewest ranks that were measured, by kind and number of ranks."""
-    found: dict[str, dict[int, float]] = {}
+    relative: dict[str, dict[int, float]] = {}
     for kind in KINDS:
         rates = {point.ranks: points[point][kind]["median"] / point.ranks for point in series if point in points}
-        found[kind] = {ranks: rate / next(iter(rates.values())) for ranks, rate in rates.items()}
-    return found
+        relative[kind] = {ranks: rate / next(iter(rates.values())) for ranks, rate in rates.items()}
+    return relative
 
 
 def report(plan: Plan, options: argparse.Namespace) -> None:

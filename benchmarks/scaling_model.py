@@ -62,7 +62,7 @@ def examine(network: nn.Module, inputs: torch.Tensor) -> list[Layer]:
             module.register_forward_hook(lambda module, *_, name=name: order.update({name: module}))
     with FlopCounterMode(display=False) as counter:
         network(inputs)
-    counts = {name.partition(".")[2]: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    counts = {name.partition(".")[2]: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
     # Backward is twice forward, except in the first layer: the gradient of the data is not computed.
     return [
         Layer(counts[name], counts[name] * min(2, 1 + number), [p.nbytes for p in module.parameters()][::-1])
@@ -167,13 +167,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = fit(tutorial_base())
     predicted: dict[str, dict[str, float]] = {}
     for batch in PUBLISHED["goals"]:
-        one = replace(model, local_batch=batch)
-        lost = 1 - rate(one, 128, "SYNTHETIC") / rate(one, 128, "NO-COMM")
-        predicted[str(batch)] = {"efficiency": efficiency(one, 128), "communication overhead": lost}
+        variant = replace(model, local_batch=batch)
+        lost = 1 - rate(variant, 128, "SYNTHETIC") / rate(variant, 128, "NO-COMM")
+        predicted[str(batch)] = {"efficiency": efficiency(variant, 128), "communication overhead": lost}
     doubled = replace(model, local_batch=2 * model.local_batch)
     variants = {"as published": model, "gradients sent as bfloat16": replace(model, compressed=True)}
     variants |= {"local batch × 2": doubled, "both": replace(doubled, compressed=True)}
-    efficiencies = {name: {str(n): efficiency(one, n) for n in RANKS} for name, one in variants.items()}
+    efficiencies = {name: {str(n): efficiency(variant, n) for n in RANKS} for name, variant in variants.items()}
     result = {
         "figures": [{**figure, "fitted": modeled(figure, model)} for figure in PUBLISHED["figures"]],
         "fitted": {name: getattr(model, name) for name in UNKNOWN},
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             cells = f"{100 * value:.0f} %", f"{100 * predicted[str(batch)][name]:.1f} %"
             rows.append((f"{name}, local batch {batch}", *cells))
     text = table(("128 GPUs", "published", "predicted"), rows)
-    shares = [(name, *(f"{100 * value:.1f} %" for value in found.values())) for name, found in efficiencies.items()]
+    shares = [(name, *(f"{100 * value:.1f} %" for value in line.values())) for name, line in efficiencies.items()]
     text += "\n\n" + table(("efficiency at local batch 64 on ranks", *RANKS), shares)
     publish("scaling_model", options, result, text)
 

@@ -132,11 +132,11 @@ class Training:
         set_backends(self.config, world.device)
         build_loader = get_loader(self.config.data_loader_config).build
         opened = stack.enter_context(build_loader(open_volumes(self.config), world))
-        own = build.step(
+        step = build.step(
             self.config, world, build.network_with_loss(self.config), GraphStep if chosen.graph else EagerStep
         )
-        stack.callback(own.close)
-        self.step: Any = own if name != PEER else peer.Step(options.peer, own.network, world.device)
+        stack.callback(step.close)
+        self.step: Any = step if name != PEER else peer.Step(options.peer, step.network, world.device)
         self._batches = stack.enter_context(closing(common.endless(opened.train)))
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
@@ -181,22 +181,22 @@ def measure(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         built = {name: Training(options, name, world, stack) for name in options.sets}
         measures: dict[str, Callable[[], float]] = {}
-        for name, one in built.items():
-            measures[f"{name}, SYNTHETIC"] = functools.partial(one.rate, one.synthetic)
-            measures[f"{name}, FULL"] = functools.partial(one.rate, one.full)
+        for name, training in built.items():
+            measures[f"{name}, SYNTHETIC"] = functools.partial(training.rate, training.synthetic)
+            measures[f"{name}, FULL"] = functools.partial(training.rate, training.full)
         rates = common.interleaved(measures, options.trials, warmup=0)
-        entries = [entry_of(name, one, rates, options.sets[0]) for name, one in built.items()]
+        entries = [entry_of(name, training, rates, options.sets[0]) for name, training in built.items()]
         result = {"unit": "samples/s", layers.COLD: cold, "ladder": entries}
         common.save("step", options, result, markdown(entries, cold))
-        for entry, one in zip(entries, built.values(), strict=True):
+        for entry, training in zip(entries, built.values(), strict=True):
             if options.profile:
-                entry["profile"] = step_profile.measure(one.synthetic, world.device)
+                entry["profile"] = step_profile.measure(training.synthetic, world.device)
     common.publish("step", options, result, markdown(entries, cold))
 
 
-def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], first: str) -> dict[str, Any]:
+def entry_of(name: str, training: Training, rates: Mapping[str, Sequence[float]], first: str) -> dict[str, Any]:
     """The result of one set of options, and its ratio to the first one in each trial."""
-    config, device = one.config, one.step.gradient_norm.device
+    config, device = training.config, training.step.gradient_norm.device
     dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32
     synthetic, full = (common.summary(rates[f"{name}, {kind}"]) for kind in ("SYNTHETIC", "FULL"))
     pairs = zip(rates[f"{name}, SYNTHETIC"], rates[f"{first}, SYNTHETIC"], strict=True)
@@ -207,13 +207,13 @@ def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], fir
         "SYNTHETIC": synthetic,
         "FULL": full,
         "FULL / SYNTHETIC": full["median"] / synthetic["median"],
-        "ratio to the first": common.summary([own / other for own, other in pairs]),
-        "TFLOP/s": synthetic["median"] * one.flops / 1e12,
+        "ratio to the first": common.summary([rate / reference for rate, reference in pairs]),
+        "TFLOP/s": synthetic["median"] * training.flops / 1e12,
         "matmul TFLOP/s": layers.matmul_rate(device, dtype),
-        "first step s": one.first_seconds,
-        "steps per trial": one.steps,
-        "loss of the warm-up steps": one.losses,
-        "gradient norm of the warm-up steps": one.gradient_norms,
+        "first step s": training.first_seconds,
+        "steps per trial": training.steps,
+        "loss of the warm-up steps": training.losses,
+        "gradient norm of the warm-up steps": training.gradient_norms,
         "device GiB": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
     }
 
@@ -316,10 +316,10 @@ class Call:
             reason = common.failure_of([sys.executable, *part.words], log, limit=left, grace=GRACE)
         with self._lock:
             for path in self._directory.glob("part/*.json"):  # also of a process that failed later, in the profiler
-                found = read_json(path)
-                self.results["ladder"] += found.pop("ladder", [])
+                measured = read_json(path)
+                self.results["ladder"] += measured.pop("ladder", [])
                 self.results = {
-                    **{key: found[key] for key in (layers.COLD, layers.WARM, "layers") if key in found},
+                    **{key: measured[key] for key in (layers.COLD, layers.WARM, "layers") if key in measured},
                     **self.results,
                 }
                 path.unlink()

@@ -84,8 +84,8 @@ def read_studies(path: Path) -> dict[str, Study]:
     for name, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
         if not name.startswith("."):
             shared, listed = values.pop("changes", {}), values.pop("conditions")
-            conditions = [Condition(**{**one, "changes": {**shared, **one.get("changes", {})}}) for one in listed]
-            studies[name] = Study(conditions, **values)
+            conditions = [{**given, "changes": {**shared, **given.get("changes", {})}} for given in listed]
+            studies[name] = Study([Condition(**given) for given in conditions], **values)
     return studies
 
 
@@ -164,7 +164,7 @@ def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, An
 
 def run_missing(training_runs: Sequence[Training]) -> UserError | None:
     """Trains what is not finished yet; returns an error if some runs failed."""
-    missing, failures = [one for one in training_runs if not one.is_trained()], []
+    missing, failures = [training for training in training_runs if not training.is_trained()], []
     kept = len(training_runs) - len(missing)
     sys.stderr.write(f"{kept} of {len(training_runs)} training runs are finished, regardless of their commit\n")
     for number, training in enumerate(missing):
@@ -191,8 +191,8 @@ def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> d
         return next((point for point in curve if sign * point[study.measure] >= sign * goal), None)
 
     whole = {result["seed"]: result["curve"][-1] for result in reference}
-    found = {result["seed"]: first(result["curve"]) for result in results} if results is not reference else whole
-    reached = {seed: point for seed, point in found.items() if point is not None}
+    points = {result["seed"]: first(result["curve"]) for result in results} if results is not reference else whole
+    reached = {seed: point for seed, point in points.items() if point is not None}
     summary: dict[str, Any] = {"reached": len(reached)}
     if len(reached) == len(results) and reached.keys() <= whole.keys():
         for key in ("samples", "seconds"):
@@ -282,8 +282,8 @@ def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[di
     result: dict[str, Any] = {"study": name, "missing": missing, "conditions": summaries}
     if study.evaluate:
         checkpoints = {name: [training.checkpoint for training in trained] for name, trained in finished.items()}
-        alone = [one for one in study.conditions if len(one.boxes) == 1 and len(study.evaluate) > 1]
-        specialists = {one.boxes[0]: one.name for one in alone}
+        conditions = study.conditions if len(study.evaluate) > 1 else ()
+        specialists = {condition.boxes[0]: condition.name for condition in conditions if len(condition.boxes) == 1}
         result["evaluations"] = study.simulated(runs).evaluations(checkpoints, specialists)
         text += f"\n\n{boxes.markdown(result['evaluations'])}"
     return result, text + (f"\n\nMissing: {'; '.join(missing)}." if missing else "")

@@ -39,8 +39,8 @@ def measures(checkpoint: str, file: str, symmetries: int) -> dict[str, float]:
 
         return replace(predictor, predict=predict)
 
-    found = boxes.evaluate(checkpoint, file, symmetries=symmetries, change=timed)
-    return {**boxes.measures(found), SECONDS: seconds}
+    result = boxes.evaluate(checkpoint, file, symmetries=symmetries, change=timed)
+    return {**boxes.measures(result), SECONDS: seconds}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,21 +49,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--input", nargs="+", required=True, help="HDF5 files with Nbody and the true Hydro")
     options = parser.parse_args(argv)
     pairs = [(checkpoint, file) for checkpoint in options.checkpoint for file in options.input]
-    found = {str(count): [measures(*pair, count) for pair in pairs] for count in SYMMETRIES}
-    first, *others = found
+    measured = {str(count): [measures(*pair, count) for pair in pairs] for count in SYMMETRIES}
+    first, *others = measured
     results: dict[str, Any] = {}
-    for name in found[first][0]:
-        values = {count: [one[name] for one in ones] for count, ones in found.items()}
-        ratios = {count: [a / b for a, b in zip(each, values[first], strict=True)] for count, each in values.items()}
+    for name in measured[first][0]:
+        values = {count: [pair[name] for pair in trials] for count, trials in measured.items()}
+        ratios = {
+            count: [a / b for a, b in zip(trials, values[first], strict=True)] for count, trials in values.items()
+        }
         results[name] = {
-            count: {**common.over_seeds(each), "ratio": common.over_seeds(ratios[count])}
-            for count, each in values.items()
+            count: {**common.over_seeds(trials), "ratio": common.over_seeds(ratios[count])}
+            for count, trials in values.items()
         }
     rows = []
     for name in (name for name in SHOWN if name in results):
         ratio = [common.plus_minus(results[name][count]["ratio"], ".3f") for count in others]
-        rows.append([name, *(common.plus_minus(one, ".4g") for one in results[name].values()), *ratio])
-    heads = ["measure", *(f"--symmetries={count}" for count in found), *(f"{count} / 1" for count in others)]
+        rows.append([name, *(common.plus_minus(spread, ".4g") for spread in results[name].values()), *ratio])
+    heads = ["measure", *(f"--symmetries={count}" for count in measured), *(f"{count} / 1" for count in others)]
     text = f"n = {len(options.checkpoint)} networks × {len(options.input)} volumes; mean ± standard deviation.\n\n"
     common.publish("symmetries", options, {"measures": results}, text + common.table(heads, rows))
 

@@ -91,8 +91,8 @@ def run_rank(program: str, arguments: Sequence[str]) -> None:
 
 def number(path: str, name: str) -> int:
     """A number of /proc."""
-    (found,) = re.findall(rf"\b{name}:\s+(\d+)", Path(path).read_text())
-    return int(found)
+    (value,) = re.findall(rf"\b{name}:\s+(\d+)", Path(path).read_text())
+    return int(value)
 
 
 def measure(program: str, ranks: int, flags: Sequence[object], folder: Path, device: str) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def measure(program: str, ranks: int, flags: Sequence[object], folder: Path, dev
     environment |= {"VOLUMES_OUTPUT": str(output.resolve())}
     common.call(f"{program} on {ranks} ranks", words, folder / "log.txt", environment=environment)
     by_rank = [read_json(path) for path in sorted(output.iterdir())]
-    found = {name: max(one[name] for one in by_rank) / unit for name, unit in MEASURES.items()}
-    sys.stderr.write(f"{program}, {ranks} ranks: {found}\n")
-    return {"program": program, "ranks": ranks, "threads per rank": threads, **found, "by rank": by_rank}
+    largest = {name: max(values[name] for values in by_rank) / unit for name, unit in MEASURES.items()}
+    sys.stderr.write(f"{program}, {ranks} ranks: {largest}\n")
+    return {"program": program, "ranks": ranks, "threads per rank": threads, **largest, "by rank": by_rank}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for ranks in options.ranks:
         for program, flags in (("predict", prediction), ("evaluate", evaluation)):
             results.append(measure(program, ranks, flags, options.folder, options.device))
-    rows = [(one["program"], one["ranks"], *(f"{one[name]:.2f}" for name in MEASURES)) for one in results]
+    rows = [(row["program"], row["ranks"], *(f"{row[name]:.2f}" for name in MEASURES)) for row in results]
     text = f"{options.grid}³ cells, width {options.width}, windows of {options.crop}³, {options.device}; "
     text += "the largest rank, n = 1.\n\n"
     text += common.table(("program", "ranks", *MEASURES), rows)

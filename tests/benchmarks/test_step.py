@@ -23,8 +23,8 @@ from utils.steps.size import training_flops
 
 
 def test_sets_are_valid_configs_that_differ() -> None:
-    found = {str((one.graph, configs.load(common.YAML, "base", dict(one.changes)))) for one in SETS.values()}
-    assert len(found) == len(SETS)
+    result = {str((one.graph, configs.load(common.YAML, "base", dict(one.changes)))) for one in SETS.values()}
+    assert len(result) == len(SETS)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(step, name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     step.main([f"--output={tmp_path}", "--minutes=1"])
-    found = json.loads((tmp_path / "ladder.json").read_text())
-    assert [one["name"] for one in found["ladder"]] == ["B", "B"]
-    assert found["failed"]["fault"] == "ended by SIGSEGV"
-    assert found["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
-    assert found["failed"]["long"].startswith("no time left")
-    assert found["failed"]["hang"].startswith("stopped after ")
+    result = json.loads((tmp_path / "ladder.json").read_text())
+    assert [one["name"] for one in result["ladder"]] == ["B", "B"]
+    assert result["failed"]["fault"] == "ended by SIGSEGV"
+    assert result["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
+    assert result["failed"]["long"].startswith("no time left")
+    assert result["failed"]["hang"].startswith("stopped after ")
     assert "| B: text | 3 (2 – 4) | 1.000 | 3 (2 – 4) | 1.000 | 1 | 25.0 | 50.0 |" in capsys.readouterr().out
 
 
@@ -85,9 +85,9 @@ def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatc
     monkeypatch.setattr(step, "STARTED", time.perf_counter())
     call = step.Call(options)
     call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)])
-    found = json.loads((tmp_path / "call2.json").read_text())
-    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
-    assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
+    result = json.loads((tmp_path / "call2.json").read_text())
+    assert result["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
+    assert set(result["failed"]) == {"1.py", "3.py", "5.py"}
     assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
 
 

@@ -45,10 +45,10 @@ def result(accuracies: list[float], seed: int = 0, seconds: float = 1.0) -> dict
     return {"seed": seed, "commit": "abc", "curve": curve, "training accuracy": accuracies[-1] / 2}
 
 
-def summaries(chosen: Study, *found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summaries(chosen: Study, *written: list[dict[str, Any]]) -> list[dict[str, Any]]:
     config = configs.load(common.YAML, "digits_naive").for_world(1)
     runs = [SimpleNamespace(condition=condition, config=config) for condition in chosen.conditions]
-    return [study.summarize(chosen, [run], made, found[0]) for run, made in zip(runs, found, strict=True)]
+    return [study.summarize(chosen, [run], made, written[0]) for run, made in zip(runs, written, strict=True)]
 
 
 def test_mean_and_standard_deviation_are_over_seeds() -> None:
@@ -71,9 +71,9 @@ def test_shares_compare_with_the_whole_reference_of_the_same_seed() -> None:
     own = to_goal(losses, reference, reference)
     assert own["samples"]["values"] == [200, 200]
     assert own["share of seconds"]["values"] == [1, 1]
-    found = to_goal(losses, [result([0, 0.79, 0.8]), result([0, 0.8], seed=1)], reference)
-    assert (found["samples"]["values"], found["seconds"]["values"]) == ([200, 100], [2, 1])
-    assert found["share of seconds"]["values"] == pytest.approx([1, 1 / 4])
+    written = to_goal(losses, [result([0, 0.79, 0.8]), result([0, 0.8], seed=1)], reference)
+    assert (written["samples"]["values"], written["seconds"]["values"]) == ([200, 100], [2, 1])
+    assert written["share of seconds"]["values"] == pytest.approx([1, 1 / 4])
     assert to_goal(losses, [result([0, 0.9]), result([0, 0.7], seed=1)], reference) == {"reached": 1}
 
 
@@ -119,8 +119,8 @@ def test_trainings_run_once_and_are_compared(
     assert started == []
     kept = set(os.listdir(tmp_path / "logs/one"))
     assert {"config.yaml", "logs", "metrics.jsonl"} <= kept - {"checkpoints", "evaluation"} == kept
-    found = json.loads((tmp_path / "out/study_digits.json").read_text())
-    assert found["conditions"][0]["commits"] == ["another"]
+    written = json.loads((tmp_path / "out/study_digits.json").read_text())
+    assert written["conditions"][0]["commits"] == ["another"]
     with pytest.raises(UserError, match="no training run of one is finished"):
         study.main([*arguments, "--set=num_epochs=1"])
     assert started == ["one", "two"]
@@ -150,8 +150,8 @@ def test_a_diverged_training_does_not_end_the_study(
         study.main(["digits", "--seeds=2", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path}"])
     assert finished == [("one", 0), ("one", 1), ("two", 1)]
     assert "Missing: two, seed 0." in capsys.readouterr().out
-    found = json.loads((tmp_path / "study_digits.json").read_text())["conditions"]
-    assert [condition["seeds"] for condition in found] == [[0, 1], [1]]
+    written = json.loads((tmp_path / "study_digits.json").read_text())["conditions"]
+    assert [condition["seeds"] for condition in written] == [[0, 1], [1]]
 
 
 def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
@@ -187,16 +187,16 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     arguments = ["generalization", "--seeds=1", f"--runs={tmp_path}", f"--output={tmp_path}", "--set=device=cpu"]
     study.main(arguments)
     path = tmp_path / "study_generalization.json"
-    found = json.loads(path.read_text())["evaluations"]
+    written = json.loads(path.read_text())["evaluations"]
     kept = list((tmp_path / "evaluations/generalization-1-seed0").glob("*redshift=4.0*.npz"))
     errors = [float(results.load(one).l1.mean()) for one in kept]
-    assert found["b"]["both"]["L1"]["mean"] == pytest.approx(statistics.fmean(errors))
-    assert found["b"]["both"]["L1"]["n"] == 2
-    assert found["a"].keys() == found["b"].keys() == {"near", "both", boxes.SPECIALIST, boxes.COPYING}
-    assert found["a"][boxes.SPECIALIST] == found["a"]["near"]
+    assert written["b"]["both"]["L1"]["mean"] == pytest.approx(statistics.fmean(errors))
+    assert written["b"]["both"]["L1"]["n"] == 2
+    assert written["a"].keys() == written["b"].keys() == {"near", "both", boxes.SPECIALIST, boxes.COPYING}
+    assert written["a"][boxes.SPECIALIST] == written["a"]["near"]
     assert not list((tmp_path / "evaluations/generalization-2-seed0").glob("*redshift=2.0*")), "far is evaluated on b"
     assert "| L1 | near | both |" in (tmp_path / "study_generalization.md").read_text()
     monkeypatch.setattr(common, "failure_of", lambda *_, **__: pytest.fail("made twice"))
     monkeypatch.setattr(results, "save", lambda *_: pytest.fail("evaluated twice"))
     study.main(arguments)
-    assert json.loads(path.read_text())["evaluations"] == found
+    assert json.loads(path.read_text())["evaluations"] == written

@@ -76,11 +76,11 @@ def test_the_rank_furthest_behind_hangs(positions: list[tuple[Phase, int, int]],
     for seconds, hangs in ((40, False), (70, False), (99.9, False), (100.1, True)):
         for rank, (phase, step, collectives) in enumerate(positions):
             reports.write(rank, phase, step, collectives=collectives)
-        found = reports.diagnosis_after(seconds)
-        assert (found is not None) == hangs, found
-    assert found is not None
-    assert re.match(message, found.line)
-    assert (found.hangs, found.code) == (True, EXIT_HANG)
+        cause = reports.diagnosis_after(seconds)
+        assert (cause is not None) == hangs, cause
+    assert cause is not None
+    assert re.match(message, cause.line)
+    assert (cause.hangs, cause.code) == (True, EXIT_HANG)
 
 
 def test_progress_of_any_rank_or_no_limit_is_no_hang() -> None:
@@ -135,12 +135,12 @@ def test_rank_0_of_4096_notices_within_the_limit_and_one_report(event: str, limi
                 reports.write(rank, step=tick)
         if event == "lost" and tick == end:
             reports.write(5, state="lost a peer")
-        found = reports.diagnosis_after(tick * TICK)
+        cause = reports.diagnosis_after(tick * TICK)
         assert event == "lost" or len(reports.read) == 512 / 4
-        if found is not None:
+        if cause is not None:
             break
-    assert found is not None
-    assert (found.hangs, found.rank, found.code) == (False, 3000, EXIT_HANG)
+    assert cause is not None
+    assert (cause.hangs, cause.rank, cause.code) == (False, 3000, EXIT_HANG)
     assert limit - 8 <= (tick - end) * TICK <= limit + 8 + TICK
 
 
@@ -268,13 +268,13 @@ Ends = dict[str, tuple[list[int | None], str, Path]]
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     """Name of a scenario -> exit codes, output and folder of its ranks."""
-    found: Ends = {}
+    results: Ends = {}
     folders = {name: tmp_path_factory.mktemp(name) for name in SCENARIOS}
     (folders["rank_1_hangs"] / "out.log").touch()
     for names in (list(SCENARIOS)[:8], list(SCENARIOS)[8:]):
         running = {name: start(name, folders[name]) for name in names}
-        found.update({name: (*end(name, ranks, folders[name]), folders[name]) for name, ranks in running.items()})
-    return found
+        results.update({name: (*end(name, ranks, folders[name]), folders[name]) for name, ranks in running.items()})
+    return results
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

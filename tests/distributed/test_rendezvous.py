@@ -44,7 +44,7 @@ def start_ranks(
 
     Rank 0 begins after the others.
     """
-    found: list[Any] = [None] * len(ranks)
+    answers: list[Any] = [None] * len(ranks)
     called = threading.Semaphore(0)
 
     def process(number: int) -> None:
@@ -58,16 +58,16 @@ def start_ranks(
             store, _, shared = meet(client, "auto", launch, seconds, identity)
             if rank == 0:
                 store.set("name", name)
-            found[number] = store.get("name").decode() + " on shared GPUs" * shared
+            answers[number] = store.get("name").decode() + " on shared GPUs" * shared
         except (UserError, OSError, dist.DistError) as error:
-            found[number] = error
+            answers[number] = error
 
     threads = [threading.Thread(target=process, args=(number,)) for number in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=GENEROUS)
-    return found
+    return answers
 
 
 def test_a_restart_by_torchrun_reads_nothing_of_the_previous_start(port: int) -> None:
@@ -118,8 +118,8 @@ def test_all_ranks_know_whether_their_devices_fit(
     monkeypatch.setattr(rendezvous, "device_identity", lambda device: devices[device.index])
     monkeypatch.setattr(rendezvous, "REFUSAL_SECONDS", 0.0)  # the store is not that of rank 0
     size = len(devices)
-    found = start_ranks(port, [(rank, {"number of ranks": str(size)}) for rank in range(size)])
-    assert list(map(str, found)) == [expected] * size
+    answers = start_ranks(port, [(rank, {"number of ranks": str(size)}) for rank in range(size)])
+    assert list(map(str, answers)) == [expected] * size
 
 
 @pytest.mark.parametrize("number", ["abc", "", "2147483648"])

@@ -78,12 +78,12 @@ def saved_at_the_stop(text: str, tmp_path: Path, ranks: int = 1) -> checkpoint.C
 
 
 def test_only_sigterm_and_the_named_signal_are_caught() -> None:
-    other: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: other.append(number))
+    handled: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: handled.append(number))
     before = [signal.getsignal(number) for number in (SIGTERM, signal.SIGUSR2)]
     with StopSignals("SIGUSR2") as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: other)
+        wait_until(lambda: handled)
     assert signals.received is None
     assert [signal.getsignal(number) for number in (SIGTERM, signal.SIGUSR2)] == before
     with StopSignals("SIGUSR2") as signals:

@@ -62,7 +62,7 @@ def call_all_methods(world: World) -> tuple[list[Any], list[str]]:
 
 def test_collectives_and_joint_errors() -> None:
     for rank, (values, raised) in enumerate(run_ranks(call_all_methods, 4)):
-        gathered = [{"rank": other} for other in range(4)], [[1, 10], [2, 20], [3, 30], [4, 40]]
+        gathered = [{"rank": peer} for peer in range(4)], [[1, 10], [2, 20], [3, 30], [4, 40]]
         mine = [rank + 1, 10 * (rank + 1)]  # the sum leaves its argument unchanged
         assert values == [*gathered, [10, 100], mine, rank == 0, rank == 0]
         assert raised == [
@@ -110,8 +110,8 @@ def test_the_step_is_released_before_the_process_group_is_destroyed(
 def test_nccl_is_used_only_to_exchange_gradients_between_gpus(monkeypatch, wanted, device, shared) -> None:
     heartbeat, meeting = Heartbeat(0), Meeting(dist.HashStore(), torch.device(device), shared)
 
-    def init(found: str, **_: Any) -> None:
-        assert found == ("cpu:gloo,cuda:nccl" if (wanted, device, shared) == (True, "cuda", False) else "gloo")
+    def init(backends: str, **_: Any) -> None:
+        assert backends == ("cpu:gloo,cuda:nccl" if (wanted, device, shared) == (True, "cuda", False) else "gloo")
         assert heartbeat.diagnoser.hang_seconds == worlds.DEFAULT_TIMEOUTS.rendezvous, "the start is limited"
         raise Stopped
 

@@ -145,7 +145,7 @@ def train_on_rank(world: World, flags: list[str]) -> None:
 def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flags, monkeypatch) -> None:
     monkeypatch.chdir(TOP)
     settings = ("report_baselines=false", "profile.steps=2", "profile.ranks=all", "accumulation_steps=2")
-    flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path}", *(f"--set={one}" for one in settings)]
+    flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path}", *(f"--set={setting}" for setting in settings)]
     flags += ["--enable_manual_profiling"]
     run_ranks(train_on_rank, 2, flags)
     for rank in (0, 1):
