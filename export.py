@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.inference.export import ExportedNetwork, finite_record
+from analysis.inference.export import ExportedNetwork
 from analysis.inference.trained_network import TrainedNetwork
 from utils import cli
 from utils import config as configs
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = provenance(World(Launch("export"), cpu))
     metadata = {
         **exported.describe(target.name),
-        "checkpoint": finite_record(trained.record),
+        "checkpoint": trained.record,
         "config": configs.to_yaml(trained.config, "trained"),
         **{key: record[key] for key in ("git_commit", "date", "versions")},
         "weights_sha256": file_digest(weights),

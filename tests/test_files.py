@@ -1,6 +1,8 @@
 """Tests of utils.files, utils.errors and utils.progress: atomic writes, checks of outputs, errors, progress lines."""
 
 import errno
+import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -10,8 +12,15 @@ import pytest
 
 from utils import progress
 from utils.errors import UserError, one_line_errors, os_errors_for_users
-from utils.files import atomic_directory, atomic_write, check_target, make_output_directory, recover
+from utils.files import atomic_directory, atomic_write, check_target, make_output_directory, recover, to_json
 from utils.progress import Progress
+
+
+def test_json_has_null_for_numbers_that_are_not_finite() -> None:
+    """Once, NaN stood in evaluation.json, which only Python reads."""
+    values = {"a": math.nan, "b": [0.1, (-math.inf, 2)], "c": {"d": None, "NaN": "NaN"}}
+    expected = {"a": None, "b": [0.1, [None, 2]], "c": {"d": None, "NaN": "NaN"}}
+    assert json.loads(to_json(values), parse_constant=pytest.fail) == expected
 
 
 def write(kind: str, path: Path, text: str, error: BaseException | None = None) -> None:

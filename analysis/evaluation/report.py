@@ -17,7 +17,7 @@ from analysis.evaluation.results import Bispectrum, Results
 from analysis.lyman_alpha.results import FGPA, REAL_FGPA, Flux
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import atomic_write, make_output_directory
+from utils.files import atomic_write, make_output_directory, to_json
 from utils.run import tags
 from utils.run.directory import RunDirectory
 
@@ -66,7 +66,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         log.info("drawing pictures in %s", output)
         pictures = _draw(evaluation)
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
-        contents[SUMMARY] = (json.dumps(_summary(evaluation, provenance), indent=2) + "\n").encode()
+        contents[SUMMARY] = to_json(_summary(evaluation, provenance)).encode()
         contents[PAGE] = page(evaluation, pictures | _training_curves(evaluation), provenance).encode()
         output.mkdir(exist_ok=True)
         results.save(evaluation, output / ARRAYS)
@@ -151,7 +151,7 @@ def _flux_summary(flux: Flux) -> dict[str, Any]:
         "k of P3D, by mu (h/Mpc)": [*map(_rounded, flux.p3d_k)],
         "fields": {
             name: {
-                "scale": _rounded(np.array([field.scale]))[0],
+                "scale": float(f"{field.scale:.6g}"),
                 "P1D (km/s)": _rounded(field.power),
                 **{
                     f"P1D along {axis} (km/s)": _rounded(power)
@@ -165,9 +165,9 @@ def _flux_summary(flux: Flux) -> dict[str, Any]:
     }
 
 
-def _rounded(values: np.ndarray) -> list[float | None]:
-    """Six significant digits; None for non-finite values, since JSON has no NaN."""
-    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+def _rounded(values: np.ndarray) -> list[float]:
+    """Six significant digits."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

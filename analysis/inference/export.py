@@ -1,8 +1,6 @@
 """Packs a trained network into one file that needs PyTorch and nothing of this project, and checks the file."""
 
 import io
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch.export import Dim
 from analysis.inference.trained_network import TrainedNetwork
 from networks.physical import PhysicalNetwork
 from utils.errors import UserError
-from utils.files import atomic_write
+from utils.files import atomic_write, to_json
 from utils.steps import convolutions
 from utils.volumes.attributes import CONDITION_UNITS, DENSITY_FLOOR, FLOOR
 from utils.volumes.channels import Channel, check_physical_units
@@ -102,7 +100,7 @@ class ExportedNetwork:
         Raises UserError, and leaves no file, if the file cannot be written or computes something else.
         """
         self.module.requires_grad_(False)
-        content = self._pack(json.dumps(metadata, indent=2, allow_nan=False))
+        content = self._pack(to_json(metadata))
         with atomic_write([target]) as (partial,):
             partial.write_bytes(content)
             with open(partial, "rb") as file:  # torch.export.load refuses the partial file's name
@@ -160,11 +158,6 @@ class ExportedNetwork:
             axes = (0, 2, 3, 4)
             # torch's max, unlike Python's, propagates NaN.
             return float(((exported - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
-
-
-def finite_record(record: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's record for JSON, which has no NaN: without validation the loss becomes None."""
-    return {key: value if math.isfinite(value) else None for key, value in sorted(record.items())}
 
 
 def _shape(channels: Sequence[Channel]) -> str:

@@ -8,7 +8,6 @@ have the tutorial's keys. If nsys runs around the command, it captures the first
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import statistics
@@ -27,7 +26,7 @@ from utils.data.loaders import Batch
 from utils.distributed.devices import synchronize
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import atomic_write
+from utils.files import atomic_write, to_json
 from utils.optim.schedules import build_schedule
 from utils.profiling.profiler import nsys_capture
 from utils.progress import Progress
@@ -149,7 +148,7 @@ class Benchmark:
         with self._world.raise_together():
             if self._world.is_root:
                 with atomic_write([path]) as (partial,):
-                    partial.write_text(json.dumps(results, indent=2) + "\n")
+                    partial.write_text(to_json(results))
         log.info("Benchmark results: %s", path)
 
     def _measure(self, name: str, trials: Trials, action: Callable[[], object], flops: float) -> dict[str, Any]:

@@ -5,7 +5,6 @@ holds the directory's lock while the run is open, so that one process at a time 
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from utils import config as configs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_write, recover, remove
+from utils.files import atomic_write, recover, remove, to_json
 from utils.log import log_file, once_per_job
 from utils.run import tags
 from utils.run.checkpoint import NO_BEST, saved_steps, step_directory
@@ -143,7 +142,7 @@ class Run:
             if self.world.is_root:
                 path, remedy = self.directory.summary, "the network is saved; the same command writes it"
                 with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
-                    partial.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+                    partial.write_text(to_json(asdict(result)), encoding="utf-8")
         if result.best_step == 0:
             last = step_directory(self.directory.checkpoints, result.steps)
             log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
@@ -196,7 +195,7 @@ class Run:
         # The config comes last: without it, the directory is still free for the command that a kill has ended.
         with atomic_write([path, self.directory.config]) as (record_file, config_file):
             config_file.write_text(configs.to_yaml(portable, self.request.name))
-            record_file.write_text(json.dumps(record, indent=2) + "\n")
+            record_file.write_text(to_json(record))
         return changes
 
 

@@ -42,6 +42,10 @@ def images_of(page: str) -> list[bytes]:
     return [base64.b64decode(image) for image in re.findall(r'src="data:image/png;base64,(.*?)"', page)]
 
 
+def read_strictly(path: Path) -> Any:
+    return json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(f"JSON has no {constant}"))
+
+
 @pytest.fixture(scope="module")
 def evaluation() -> Results:
     return sample_results(16, noise=0.2, epoch=3, cell=0.5)
@@ -134,12 +138,20 @@ def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp
     for values in (evaluation.flux.axis_k, *(field.axis_power for field in evaluation.flux.fields.values())):
         values[0, gaps] = np.nan
     report.write_report(tmp_path / "report", evaluation, {}, ALONE)
-    text = (tmp_path / "report" / report.SUMMARY).read_text()
-    summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"JSON has no {constant}"))["flux"]
+    summary = read_strictly(tmp_path / "report" / report.SUMMARY)["flux"]
     for values in (summary["k along x (s/km)"], summary["fields"]["FGPA"]["P1D along x (km/s)"]):
         assert [place for place, value in enumerate(values) if value is None] == gaps
     assert np.isfinite([*evaluation.scalars().values()]).all()
     assert "non-finite" not in " ".join(tables.lines(evaluation))
+
+
+def test_the_r2_of_a_constant_channel_is_null_in_json(evaluation: Results, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(figures, "PICTURES", {})
+    constant = replace(evaluation, r2=np.full(5, math.nan), metadata={"final_loss": math.nan})
+    monkeypatch.setattr(report, "page", lambda *_: "")
+    report.write_report(tmp_path, constant, {}, ALONE)
+    summary = read_strictly(tmp_path / report.SUMMARY)
+    assert (summary["scalars"]["Evaluation R2/gas density"], summary["metadata"]["final_loss"]) == (None, None)
 
 
 def test_loading_returns_exactly_what_was_saved(with_flux: Results, tmp_path: Path) -> None:
