@@ -152,6 +152,36 @@ def test_a_file_of_another_identity_or_without_its_parts_starts_from_scratch(tmp
         assert write_all(target) == 0
 
 
+@pytest.mark.parametrize("journal", ["[]", "{}", "3", '{"identity": 1, "sizes": 2}', '{"version": 2', "\x80"])
+def test_a_journal_of_another_form_is_one_warning(tmp_path: Path, journal: str, caplog: Any) -> None:
+    """Once each later start ended with a traceback."""
+    target = tmp_path / "box.h5"
+    write_part(target, 5)
+    (tmp_path / ".box.h5.journal").write_bytes(journal.encode("latin-1"))
+    assert write_all(target) == 0
+    assert caplog.messages == [f"Cannot read {tmp_path / '.box.h5.journal'}: starting box.h5 from scratch"]
+
+
+def test_a_suspended_process_of_an_earlier_start_cannot_write_into_the_next_file(tmp_path: Path) -> None:
+    """It wrote its blocks into the file of another network, and recorded them as done."""
+    target = tmp_path / "box.h5"
+    write_part(target, 1, weights="other")
+    with closing(BlockWriter(target, [*SHAPES])) as suspended, closing(begin(target)):
+        x, y, z = suspended.blocks[0]
+        suspended.write(0, (x, y, z), {name: 0 * field[..., x, y, z] for name, field in VALUES.items()})
+        assert write_blocks(target) == 0
+    assert write_all(target) == len(BLOCKS["planes"])
+
+
+@pytest.mark.parametrize("damaged", ["partial", "blocks"])
+def test_an_unfinished_file_that_was_cut_off_starts_from_scratch(tmp_path: Path, damaged: str) -> None:
+    """Once the record's missing blocks were zero, and the command ended with 0."""
+    target = tmp_path / "box.h5"
+    write_part(target, 5)
+    os.truncate(tmp_path / f".box.h5.{damaged}", 3)
+    assert write_all(target) == 0
+
+
 def test_a_second_writer_is_refused_and_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "box.h5"
     file = begin(target)

@@ -7,6 +7,7 @@ journal holds what the file is made from, and a record one byte per block, which
 
 import itertools
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ from utils.distributed.locks import open_locked
 from utils.errors import os_errors_for_users
 from utils.files import check_target, make_output_directory, read_json
 from utils.volumes.attributes import write_attributes
+
+log = logging.getLogger(__name__)
 
 Blocks = Sequence[tuple[slice, slice, slice]]  # cells along x, y and z; together all cells, each once
 
@@ -82,13 +85,21 @@ class ResumableHDF5File:
 
     def _read_journal(self, identity: Mapping[str, Any]) -> tuple[bool, list[str]]:
         """True for a file that can be resumed, and the keys of `identity` that have changed."""
-        try:
-            journal = json.loads(self._journal.read())
-        except ValueError:  # empty, because it is new
+        text = self._journal.read()
+        if not text:  # it is new, or its writer was killed before it could be resumed
             return False, []
-        earlier = journal["identity"]
+        try:
+            journal = json.loads(text)
+            earlier, sizes = dict(journal["identity"]), journal["sizes"]
+        except (ValueError, TypeError, KeyError):  # of another version, or of another program
+            log.warning("Cannot read %s: starting %s from scratch", self._journal_path, self._target.name)
+            return False, []
         changed = [key for key in {**earlier, **identity} if earlier.get(key) != identity.get(key)]
-        return not changed and self._partial.exists() and self._record.exists(), changed
+        return not changed and sizes == self._sizes(), changed
+
+    def _sizes(self) -> list[int]:
+        """Bytes of the unfinished file and of the record, as far as they exist: blocks do not change them."""
+        return [path.stat().st_size for path in (self._partial, self._record) if path.exists()]
 
     def _create(
         self,
@@ -97,6 +108,8 @@ class ResumableHDF5File:
         journal: Mapping[str, Any],
     ) -> None:
         self._journal.truncate(0)
+        for path in (self._partial, self._record):  # a suspended process may write to the files of an earlier start
+            path.unlink(missing_ok=True)
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -107,7 +120,7 @@ class ResumableHDF5File:
         with self._record.open("wb") as record:
             record.write(bytes(1 + len(journal["blocks"])))
             os.fsync(record.fileno())
-        _write_at(self._journal, 0, memoryview(json.dumps(journal).encode()))
+        _write_at(self._journal, 0, memoryview(json.dumps({**journal, "sizes": self._sizes()}).encode()))
         os.fsync(self._journal.fileno())
 
 
