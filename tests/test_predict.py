@@ -242,6 +242,15 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
     assert_complete(tmp_path / "hydro.h5", whole)
 
 
+def test_an_interrupt_says_what_is_kept_and_how_to_resume(command: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    interrupt = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(BlockWriter, "write", before_block(3, interrupt))
+    lines = command(*BLOCKS, code=130).splitlines()
+    kept = "2 of 12 blocks are kept in a hidden file; run the same command again to resume"
+    assert lines[-1] == f"interrupted; {kept}"
+    assert "Traceback" not in "".join(lines)
+
+
 def die_at_the_fourth_block(flags: list[str]) -> None:
     BlockWriter.write = before_block(4, lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
     predict_on(ALONE, flags)

@@ -76,8 +76,12 @@ class PredictionFile:
             world.barrier()  # no rank requests a stop before all have withdrawn the last one
             if len(missing) < len(boxes):
                 log.info("Resuming: %d of %d blocks are predicted", len(boxes) - len(missing), len(boxes))
-            with world.raise_together():
-                self._write_blocks(predictor, writer, {number: boxes[number] for number in missing}, signals)
+            try:
+                with world.raise_together():
+                    self._write_blocks(predictor, writer, {number: boxes[number] for number in missing}, signals)
+            except KeyboardInterrupt:
+                done = f"{len(boxes) - len(writer.missing)} of {len(boxes)} blocks are kept in a hidden file"
+                raise KeyboardInterrupt(f"{done}; run the same command again to resume") from None
             received = [name for name in world.gather_json(signals.received) if name is not None]
             if left := len(writer.missing):
                 done = f"{len(boxes) - left} of {len(boxes)} blocks"
