@@ -1,8 +1,10 @@
 """Tests of utils.cli: the tutorial's flags, --set for every key, and invalid command lines."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,3 +138,21 @@ def test_a_missing_pytorch_is_one_line(script: str) -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: PyTorch is not installed: ")
     assert "make install" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train", "train_graph", "predict", "evaluate", "export", "simulation/__main__"])
+def test_an_interrupt_during_the_imports_is_one_line(script: str, tmp_path: Path) -> None:
+    """Python then ends itself by SIGINT, which shells and batch systems report as exit code 130."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    top = Path(train.__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{top}"}
+    command = [sys.executable, f"{script}.py"]
+    done = subprocess.run(command, cwd=top, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
+def test_the_backend_of_a_notebook_has_no_effect() -> None:
+    """A cell's command inherits it; once evaluate.py ended at its import, and a run lost its pictures."""
+    environment = os.environ | {"MPLBACKEND": "module://a_package_of_the_kernel.backend"}
+    command = [sys.executable, "-c", "import analysis.evaluation.figures"]
+    subprocess.run(command, cwd=Path(train.__file__).parent, env=environment, check=True, timeout=600)
