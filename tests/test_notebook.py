@@ -6,6 +6,7 @@ Jupyter is not needed: the cells run in one namespace, as in a kernel, with a re
 import json
 import re
 import sys
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,9 @@ def test_cells_start_tensorboard_show_its_page_and_stop_it(kernel: Kernel, monke
     kernel.run("start")
     process, port = kernel.names["server"]
     address = f"http://127.0.0.1:{port}/"
-    assert kernel.shown[1] == f"frame of {address}"
+    pins = [{"plugin": "scalars", "tag": "Loss/train"}, {"plugin": "scalars", "tag": "Loss/valid"}]
+    losses_first = f"?pinnedCards={urllib.parse.quote(json.dumps(pins))}#timeseries"
+    assert kernel.shown[1] == f"frame of {address}{losses_first}"
     assert process.args[-6:] == ["--logdir", "runs", "--host", "127.0.0.1", "--port", str(port)]
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     assert b"TensorBoard" in direct.open(address, timeout=GENEROUS).read()
@@ -95,6 +98,6 @@ def test_cells_start_tensorboard_show_its_page_and_stop_it(kernel: Kernel, monke
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/ada/")
     kernel.run("start")
     assert kernel.names["server"] == (process, port)
-    assert kernel.shown[3] == f"frame of /user/ada/proxy/{port}/"
+    assert kernel.shown[3] == f"frame of /user/ada/proxy/{port}/{losses_first}"
     kernel.run("stop")
     assert process.poll() is not None

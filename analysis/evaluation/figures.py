@@ -17,14 +17,15 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
-from utils.volumes.channels import DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
+from utils.volumes.channels import DARK_MATTER, DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 COLOR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
 RESIDUAL_COLORS = "PuOr_r"
 LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}
-NEAR_ONE = (0.5, 1.5)  # limits of power ratios: without them, the excess of one field hides all others
+NEAR_ONE, LARGEST_RATIO = (0.5, 1.5), 1e3  # of an axis of ratios: its linear part, and the end of its logarithmic one
+DECADE = 0.25  # length of a factor of ten in the logarithmic part, in units of the linear one
 DOTS_PER_INCH = 110
 
 
@@ -55,27 +56,47 @@ def encode_png(figure: Figure) -> bytes:
 
 
 def spectra(results: Results) -> Figure:
-    """Power relative to the target, near 1 and on the whole, and correlation with the target, by wavenumber."""
-    figure = new_figure(8, 9)
-    near, whole, below = figure.subplots(3, sharex=True, height_ratios=(3, 2, 3))
-    for axes in (near, whole, below):
+    """Power relative to the target, and correlation with the target, by wavenumber."""
+    figure = new_figure(8, 8)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(4, 3))
+    for axes in (above, below):
         axes.set_prop_cycle(color=PALETTE)
         axes.axhline(1, color="0.3", linewidth=0.8, zorder=0.5)
         axes.grid(alpha=0.25)
     for name, spectrum in results.spectra.items():
-        near.plot(spectrum.k, spectrum.ratio, label=name)
-        whole.plot(spectrum.k, spectrum.ratio)
+        above.plot(spectrum.k, spectrum.ratio, label=name)
         below.plot(spectrum.k, spectrum.correlation)
     below.axhline(0.9, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
-    power = r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$"
-    near.set(ylim=NEAR_ONE, ylabel=power)
-    whole.set(yscale="log", ylabel=f"{power}\n(all values)")
+    _scale_ratios(above)
+    above.set_ylabel(r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$")
     below.set(xscale="log", xlabel=f"wavenumber k ({results.wavenumber_unit})", ylabel="correlation r with the target")
     below.set_xlim(spectrum.k[0] / 1.1, spectrum.k[-1] * 1.1)  # also if a diverged network leaves nothing to plot
     _label_logarithmic(below.xaxis)
     figure.align_ylabels()
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
+
+
+def _scale_ratios(*panels: Axes) -> None:
+    """The vertical axis of panels, on which no ratio leaves them: linear near 1, logarithmic beyond."""
+    (low, high), ends = NEAR_ONE, (1 / LARGEST_RATIO, LARGEST_RATIO)
+
+    def place(ratio: np.ndarray) -> np.ndarray:
+        inner, outer = np.clip(ratio, low, high), np.clip(ratio, *ends)
+        return inner + DECADE * np.log10(outer / inner)
+
+    def ratio(place: np.ndarray) -> np.ndarray:
+        inner = np.clip(place, low, high)
+        return inner * 10 ** ((place - inner) / DECADE)
+
+    shown = np.clip([axes.dataLim.intervaly for axes in panels], *ends)
+    for axes in panels:
+        axes.set_yscale("function", functions=(place, ratio))
+        axes.set_yticks([0.001, 0.01, 0.1, 0.5, 0.75, 1, 1.25, 1.5, 10, 100, 1000])
+        axes.set_ylim(min(shown.min(), low), max(shown.max(), high))
+        axes.yaxis.set_major_formatter("{x:g}")
+        for edge in NEAR_ONE:
+            axes.axhline(edge, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
 
 
 def _label_logarithmic(axis: Axis) -> None:
@@ -169,8 +190,8 @@ def flux(results: Results) -> Figure:
     limits = flux_results.k[0] / 1.1, flux_results.k[-1] * 1.1  # also if there is nothing to plot
     panels["power"].set(xscale="log", yscale="log", xlim=limits, ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
     panels["power"].tick_params(labelbottom=False)
-    panels["ratio"].set(xscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylim=NEAR_ONE)
-    panels["ratio"].set_ylabel("ratio to target")
+    panels["ratio"].set(xscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylabel="ratio to target")
+    _scale_ratios(panels["ratio"])
     for panel in ("power", "ratio"):
         _label_logarithmic(panels[panel].xaxis)
     panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
@@ -204,10 +225,11 @@ def flux_3d(results: Results) -> Figure:
             shown = np.isfinite(k[number])  # a line across bins without a mode
             label = f"$\\mu$ = {edges[number]:g} to {edges[number + 1]:g}" if axes is panels[0] else None
             axes.plot(k[number, shown], ratio[number, shown], color=color, label=label, marker=".")
-        axes.set(xscale="log", xlabel="wavenumber k (h/Mpc)", title=name, ylim=NEAR_ONE)
+        axes.set(xscale="log", xlabel="wavenumber k (h/Mpc)", title=name)
         axes.set_xlim(np.nanmin(k) / 1.1, np.nanmax(k) * 1.1)
         axes.grid(alpha=0.25)
         _label_logarithmic(axes.xaxis)
+    _scale_ratios(*panels)
     panels[0].set_ylabel(r"$P_\mathrm{3D}(k, \mu)$ relative to the target")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
@@ -279,7 +301,8 @@ def draw_slices(
         image = _draw_plane(row[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
         _add_color_bar(figure, image, row_bars[1], 1, residual_unit(channel))
     unit = "cells" if cell is None else "Mpc/h"
-    for axes, name in zip(grid[0], ("input", "target", "prediction", "prediction − target"), strict=True):
+    source = "dark matter" if inputs[0].name.startswith(DARK_MATTER) else "input"
+    for axes, name in zip(grid[0], (source, "target", "prediction", "prediction − target"), strict=True):
         axes.set_title(name)
     for axes, channel in zip(grid[:, 0], targets, strict=True):
         axes.set_ylabel(f"{channel.name.removeprefix(GAS)}\nz ({unit})")

@@ -48,36 +48,41 @@ def _better_baseline(flux: Flux) -> str:
 
 
 def summary_table(evaluation: Results) -> Table:
-    """L1 and R² of each channel, L1 of copying the input, the scale where the correlation is lost, and sentences."""
+    """L1 and R² of each channel, L1 of copying the input, the scale where the correlation is lost, and sentences.
+
+    Sentences about a logarithm do not hold for the density itself, whose power is that of its clumps.
+    """
     rows = [["field", "L1", "L1 of the input", "R²", f"r passes {GOOD_CORRELATION} at", "in short"]]
     for channel, l1, copied, r2 in zip(
         evaluation.channels, evaluation.l1, evaluation.copied_l1, evaluation.r2, strict=True
     ):
         copied_text = "" if np.isnan(copied) else f"{copied:.5f}"
-        structure = _structure(_spectrum(channel, evaluation), evaluation)
+        structure = _structure(_field(channel, evaluation), evaluation)
         rows.append([channel.name, f"{l1:.5f}", copied_text, _number(r2, 4), *structure])
+    if "density" in evaluation.spectra:
+        rows.append(["density, linear", "", "", "", *_structure("density", evaluation)])
     return [*rows, ["all channels", f"{evaluation.l1.mean():.5f}", "", "", "", ""]]
 
 
-def _spectrum(channel: Channel, evaluation: Results) -> Spectrum:
-    """The spectrum of the field that a channel belongs to: of its logarithm, or of the whole velocity."""
+def _field(channel: Channel, evaluation: Results) -> str:
+    """The spectrum to which a channel belongs: of its logarithm, or of the whole velocity."""
     fields = {DENSITY_UNIT: LOG_DENSITY, TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
-    spectra = evaluation.spectra
-    return spectra[channel.name] if channel.name in spectra else spectra[fields[str(channel.unit)]]
+    return channel.name if channel.name in evaluation.spectra else fields[str(channel.unit)]
 
 
-def _structure(spectrum: Spectrum, evaluation: Results) -> tuple[str, str]:
+def _structure(field: str, evaluation: Results) -> tuple[str, str]:
     """The scale at which r passes GOOD_CORRELATION, and sentences about structure and power."""
+    spectrum = evaluation.spectra[field]
     if not math.isfinite(spectrum.ratio[0]):
         return "unknown", "Prediction or target have no structure, or are not finite."
     power, limit = _power(spectrum, evaluation), spectrum.resolution(spectrum.correlation, GOOD_CORRELATION)
     if limit is None:
-        return "no scale", f"Structure of all scales is in the right place. {power}"
+        return "no scale", f"In {field}, structure of all scales is in the right place. {power}"
     scale = _scale(limit, evaluation)
     place = f"k = {limit:.2g} {evaluation.wavenumber_unit} ({scale})"
     if limit == spectrum.k[0]:
-        return place, f"Not even structure of the largest scales is in the right place. {power}"
-    return place, f"Structure larger than {scale} is in the right place. {power}"
+        return place, f"In {field}, not even structure of the largest scales is in the right place. {power}"
+    return place, f"In {field}, structure larger than {scale} is in the right place. {power}"
 
 
 def _power(spectrum: Spectrum, evaluation: Results) -> str:

@@ -93,13 +93,20 @@ def test_the_conclusion_and_the_summary_name_what_is_wrong(evaluation: Results, 
     for correlation, power, place, says in (
         (np.where(np.arange(len(ones)) < 2, 1, 0.5), ones, "Mpc/h)", "is right to 10% on all scales."),
         (ones, np.append(ones[1:], 1e5), "no scale", "Mpc/h, at worst 1e+05 times"),  # fixed: only large scales counted
-        (0.3 * ones, ones, "Mpc/h)", "Not even structure of the largest scales is in the right place."),
+        (0.3 * ones, ones, "Mpc/h)", "In log density, not even structure of the largest scales is in the right place."),
         (ones, math.nan * ones, "unknown", "have no structure, or are not finite"),
     ):
         changed = replace(evaluation.spectra[name], predicted=power, target=ones, cross=correlation * np.sqrt(power))
         row = tables.summary_table(replace(evaluation, spectra={**evaluation.spectra, name: changed}))[1]
         assert row[4].endswith(place)
         assert says in row[5]
+    clumps = replace(evaluation.spectra["density"], predicted=0.5 * evaluation.spectra["density"].target)
+    rows = tables.summary_table(replace(evaluation, spectra={**evaluation.spectra, "density": clumps}))
+    sentences = {row[0]: row[5] for row in rows}
+    # Fixed: the sentence about log density contradicted the table of density.
+    assert "In density, " in sentences["density, linear"]
+    assert "is wrong on the largest scales, at worst 0.5 times" in sentences["density, linear"]
+    assert "In log density, structure" in sentences["gas density"]
 
 
 def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> None:
@@ -246,6 +253,20 @@ def test_figures_show_their_data(with_flux: Results) -> None:
         for values in expected:
             same = (shown for shown in drawn if np.shape(shown) == values.shape)
             assert any(np.allclose(values, shown, rtol=1e-6, atol=1e-9, equal_nan=True) for shown in same), name
+
+
+def test_no_ratio_leaves_its_panel(with_flux: Results) -> None:
+    """FGPA did, where it has far too much power."""
+    spectrum, fgpa = with_flux.spectra["density"], with_flux.flux.fields["FGPA"]
+    spectra = {"density": replace(spectrum, predicted=np.geomspace(1e-2, 1e2, len(spectrum.k)) * spectrum.target)}
+    power = np.geomspace(1, 50, len(fgpa.power)) * fgpa.power
+    fields = {**with_flux.flux.fields, "FGPA": replace(fgpa, power=power, p3d=30 * fgpa.p3d)}
+    changed = replace(with_flux, spectra=spectra, flux=replace(with_flux.flux, fields=fields))
+    for name in ("spectra", "flux", "flux_3d"):
+        for axes in filter(lambda axes: axes.lines, figures.PICTURES[name](changed).axes):
+            curves = [line.get_ydata() for line in axes.lines if len(line.get_ydata()) > 2]
+            heights, (low, high) = np.concatenate(curves), axes.get_ylim()
+            assert low <= np.nanmin(heights) <= np.nanmax(heights) <= high, (name, axes.get_ylabel())
 
 
 def test_loss_curves_show_losses_and_metrics() -> None:
