@@ -55,6 +55,7 @@ class Modes:
         count = max(1, MODES_AT_ONCE // (len(x) * len(z)))
         for start in range(0, len(y), count):
             some = slice(start, start + count)
+            self._slabs.world.pulse.advance()
             yield Columns(some, (x, y[some], z), (x + y[some] + z).sqrt())
 
     def amplitudes(self, transformed: Tensor, columns: Columns) -> Tensor:

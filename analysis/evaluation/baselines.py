@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from utils.config import Config
-from utils.data.loaders import Loader
+from utils.data.loaders import Batch, Loader
 from utils.distributed.world import World
 from utils.volumes.channels import common_channels, volume_channels
 
@@ -25,7 +26,7 @@ def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: Worl
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     """Cross-entropy of predicting each class with its frequency in the validation samples."""
     labels_seen: Counter[int] = Counter()
-    for batch in loader.epoch(0):
+    for batch in _batches(loader, world):
         labels_seen.update(batch.targets.tolist())
     gathered = world.gather_json([*labels_seen.items()])
     counts: Counter[int] = sum((Counter(dict(part)) for part in gathered), Counter())
@@ -44,7 +45,7 @@ def volume_losses(loader: Loader, loss: nn.Module, world: World, copied: int | N
     loss.eval()
     constants = _best_constants(loss, _histograms(loader, world))
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, samples
-    for batch in loader.epoch(0):
+    for batch in _batches(loader, world):
         inputs, targets = batch.inputs, batch.targets
         constant = constants.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
         shared = min(inputs.shape[1], targets.shape[1]) if copied is None else copied
@@ -55,11 +56,18 @@ def volume_losses(loader: Loader, loss: nn.Module, world: World, copied: int | N
     return {"best constant per channel": constant_sum / count, copied_name: copy_sum / count}
 
 
+def _batches(loader: Loader, world: World) -> Iterator[Batch]:
+    """The batches of a pass over the validation samples, each of which is progress."""
+    for batch in loader.epoch(0):
+        world.pulse.advance()
+        yield batch
+
+
 def _histograms(loader: Loader, world: World) -> torch.Tensor:
     """Number of target values per channel and bin, [channels, bins], over all ranks; the outer bins hold the rest."""
     low, high = HISTOGRAM_RANGE
     counts = torch.zeros(1, HISTOGRAM_BINS, dtype=torch.float64)  # becomes [channels, bins] with the first batch
-    for batch in loader.epoch(0):
+    for batch in _batches(loader, world):
         bins = ((batch.targets - low) * (HISTOGRAM_BINS / (high - low))).long().clamp(0, HISTOGRAM_BINS - 1)
         # Unlike histc, bincount is deterministic on a GPU.
         histograms = [torch.bincount(channel.flatten(), minlength=HISTOGRAM_BINS) for channel in bins.unbind(1)]

@@ -158,6 +158,7 @@ def _draw(config: Config, parts: Parts, run: Run, result: FitResult) -> list[str
         from analysis.evaluation import training_figures  # matplotlib takes time to import
 
         for line in training_figures.draw_run(parts.step, parts.loaders.valid, config, run, result):
+            run.world.pulse.advance()
             lines.append(line)  # those before an error are kept
     except Exception as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -183,6 +183,7 @@ class FluxStatistics:
         @functools.cache
         def mean_and_slope(scale: float) -> tuple[float, float]:
             sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+            world.pulse.advance()
             for part in (part for depth in depths for part in _parts(depth)):
                 flux = torch.exp(-scale * part)
                 sums[0] += flux.sum(dtype=torch.float64)

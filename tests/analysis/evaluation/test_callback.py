@@ -1,9 +1,11 @@
 """Evaluation during training, which does not change the training, and baselines at its end."""
 
+import inspect
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from networks import build_loss
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
+from utils.distributed.pulse import Pulse
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.run.checkpoint import read_weights
@@ -158,6 +161,37 @@ def test_an_impossible_evaluation_is_refused_before_anything_is_written(
     assert stop.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+
+
+def test_each_batch_of_all_phases_is_progress(data_flags: list[str], tmp_path: Path, monkeypatch: Any) -> None:
+    """Fixed: the passes of the baselines reported none, so that a long one ended a healthy run, at each start again.
+
+    The limit is no time here: a phase that takes a second batch without a report in between is silent.
+    """
+    epoch, reports, silent, phases = ThreadedCropLoader.epoch, [0], set(), Counter()
+
+    def reported(call: Callable[..., None]) -> Callable[..., None]:
+        def report(*arguments: Any) -> None:
+            reports[0] += 1
+            call(*arguments)
+
+        return report
+
+    monkeypatch.setattr(Pulse, "enter", reported(Pulse.enter))
+    monkeypatch.setattr(Pulse, "advance", reported(Pulse.advance))
+
+    def watched(self: ThreadedCropLoader, *arguments: int) -> Iterator[Any]:
+        caller, before = inspect.stack()[1].function, -1
+        for batch in epoch(self, *arguments):
+            phases[caller] += 1
+            silent.update({caller} if reports[0] == before else ())
+            before = reports[0]
+            yield batch
+
+    monkeypatch.setattr(ThreadedCropLoader, "epoch", watched)
+    run(data_flags, tmp_path, "--set=report_baselines=true", "--num_epochs=1", "--set=Nsamples_val=24")
+    assert not silent
+    assert min(phases[name] for name in ("_train_step", "_validate", "_batches")) > 2, phases
 
 
 SAMPLES = 5
