@@ -90,7 +90,7 @@ def test_a_training_has_the_transform_of_its_files(tmp_path: Path) -> None:
     assert transformed == config.model_copy(update={"transform": TransformConfig(**OTHER)})
     (tmp_path / "config.yaml").write_text(configs.to_yaml(transformed, "test"))
     repeated = configs.load(str(tmp_path / "config.yaml"), "test")
-    assert configs.result_changes(Volumes.open(repeated, "hdf5").config, transformed) == []
+    assert configs.run_changes(Volumes.open(repeated, "hdf5").config, transformed) == []
     elsewhere = configs.load(YAML, "test", {"train_path": "/nowhere.h5", "val_path": "/nowhere.h5"})
     assert Volumes.open(elsewhere, "hdf5").config == elsewhere, "a loader of .npy files needs no HDF5 files"
 

@@ -23,6 +23,9 @@ AnySection = TypeVar("AnySection", bound=Section)
 # The values of amp_mode in the tutorial's later editions (SC22 to SC25), and their precision.
 AMP_MODES = {"none": None, "fp16": "float16", "bf16": "bfloat16"}
 
+# Neutral keys of measurements, such as the tutorial's: a run must not mix the speed of two loaders.
+SPEED_KEYS = ("data_loader_config", "num_data_workers", "enable_manual_profiling")
+
 
 def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The config `name` of the file, or of another file in its directory, with overrides applied.
@@ -114,17 +117,10 @@ def changes_result(key: str) -> bool:
     return key.split(".")[0] not in NeutralKeys.model_fields and key not in ("dataset.directory", "dataset.verify")
 
 
-def result_changes(before: Config, now: Config) -> list[str]:
-    """The dotted keys with different values, without those that change no result."""
-
-    def values(config: Config) -> dict[str, Any]:
-        kept = {key: value for key, value in flatten(config).items() if changes_result(key)}
-        # Only the synthetic loader gives other samples, and the resident one if it rounds them.
-        matters = config.data_loader_config == "synthetic" or config.resident_dtype != "float32"
-        return {**kept, "data_loader_config": config.data_loader_config if matters else None}
-
-    earlier, current = values(before), values(now)
-    return [key for key in current if earlier[key] != current[key]]
+def run_changes(before: Config, now: Config) -> list[str]:
+    """The dotted keys with different values that make another run: those that change its result or its speed."""
+    earlier, current = flatten(before), flatten(now)
+    return [key for key in current if earlier[key] != current[key] and (changes_result(key) or key in SPEED_KEYS)]
 
 
 def to_yaml(config: Config, name: str) -> str:

@@ -51,8 +51,8 @@ AutoOrBool = Annotated[
 class NeutralKeys(Section):
     """Keys that change no result: where files are, how they are read, what is logged and saved in addition.
 
-    An interrupted run is continued regardless of their values. All loaders give the same samples, but see
-    `result_changes`.
+    An interrupted run is continued regardless of their values, but for SPEED_KEYS. All loaders but synthetic, and
+    resident if it rounds, give the same samples.
     """
 
     # Keys and flags of the tutorial (SC21).

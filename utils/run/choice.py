@@ -97,12 +97,12 @@ class EarlierRun:
         return any(set(jobs) & set(record.get("jobs", ())) for record in same_command)
 
     def changes(self, request: RunRequest) -> list[str]:
-        """The keys and flags that give the requested run another result; the file's name if it cannot be read."""
+        """The keys and flags that make the requested run another one; the file's name if it cannot be read."""
         try:
             before = configs.load(str(self.directory.config), request.name)
         except UserError:
             return [self.directory.config.name]
-        changes = configs.result_changes(before, request.config)
+        changes = configs.run_changes(before, request.config)
         origin = self.records[0].get("origin")
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
 
