@@ -123,9 +123,9 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8", errors="replace"))
 
 
-def to_json(value: Any) -> str:
-    """Indented JSON. It has no NaN and no infinity: they become null."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=2) + "\n"
+def to_json(value: Any, indent: int | None = 2) -> str:
+    """JSON, indented or (None) in one line. It has no NaN and no infinity: they become null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent) + "\n"
 
 
 # --- the output of a command ----------------------------------------------------------------------------------------

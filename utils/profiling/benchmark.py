@@ -116,7 +116,7 @@ class Benchmark:
         self._exchanges_gradients = world.size > 1 and not config.noddp
 
     def run(self) -> None:
-        """Runs all trials, logs the summary lines and writes the JSON file on rank 0."""
+        """Runs all trials, logs the summary lines and writes the JSON file, with benchy's keys, on rank 0."""
         for line in self._step.describe():
             log.info(line)
         settings, lr, path = self._settings, self._lr, Path(self._settings.output)
@@ -126,7 +126,7 @@ class Benchmark:
                 "provenance": provenance(self._world),
                 "unit": "samples/s",
                 "global_batch_size": self._batch_size,
-                "ranks": self._world.size,
+                "nranks": self._world.size,
                 "flops_per_sample": self._flops,
             }
             actions: dict[str, Callable[[], object]] = {
@@ -148,7 +148,7 @@ class Benchmark:
         with self._world.raise_together():
             if self._world.is_root:
                 with atomic_write([path]) as (partial,):
-                    partial.write_text(to_json(results))
+                    partial.write_text(to_json(results, indent=None))  # one line, as the tutorial's plots read it
         log.info("Benchmark results: %s", path)
 
     def _measure(self, name: str, trials: Trials, action: Callable[[], object], flops: float) -> dict[str, Any]:
@@ -161,8 +161,9 @@ class Benchmark:
                 progress.advance(note=f"{kind}{rates[-1]:.1f} samples/s")
         rates = rates[trials.warmup_trials :]
         mean, stdev = statistics.fmean(rates), statistics.pstdev(rates)
-        result: dict[str, Any] = {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
-        result |= {"n": len(rates), "trials": rates, "mean": mean, "stdev": stdev, "settings": trials.model_dump()}
+        result: dict[str, Any] = {"trial_throughput": rates, "mean": mean, "stdev": stdev, "n": len(rates)}
+        result |= {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
+        result["settings"] = trials.model_dump()
         text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
         if flops:
             result["TFLOP/s per rank"] = result["median"] * flops / self._world.size / 1e12
