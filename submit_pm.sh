@@ -165,6 +165,9 @@ esac
 
 command=("$PYTHON" "$TRAIN_SCRIPT")
 if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
+  if [ "$CONTAINER_RUNTIME" = none ] && ! command -v nsys >/dev/null; then
+    fail "ENABLE_PROFILING=1 needs nsys, which is not in PATH: load its module, or give --profiler=torch instead"
+  fi
   output=${PROFILE_OUTPUT:-profile}
   if [ -n "$LOGS_DIR" ] && [[ $output != /* ]]; then output=${logs//%/%%}/$output; fi # nsys expands %
   if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then output+='-rank%q{SLURM_PROCID}'; fi

@@ -183,8 +183,13 @@ def test_image_cuda_version_and_options_become_options_of_the_runtime(submission
 
 
 def test_nsys_wraps_the_command_and_writes_to_the_log_directory(submission: Submission, tmp_path: Path) -> None:
-    nsys = ["nsys", "profile", "--trace=cuda,cublas,nvtx", "--kill", "none", "-c", "cudaProfilerApi", "-f", "true"]
+    """Fixed: without nsys, each rank ended with an error of bash."""
     profile = {"ENABLE_PROFILING": "1", "SLURM_NTASKS": "1", "PROFILE_OUTPUT": "baseline"}
+    done = submission.run(**profile)
+    assert (done.returncode, done.stderr.count("\n"), "needs nsys" in done.stderr) == (2, 1, True)
+    (tmp_path / "nsys").write_text("")
+    (tmp_path / "nsys").chmod(0o755)
+    nsys = ["nsys", "profile", "--trace=cuda,cublas,nvtx", "--kill", "none", "-c", "cudaProfilerApi", "-f", "true"]
     command = submission.command("--config=short", **profile)
     assert command == [*TASK, *nsys, "-o", "baseline", "python", "train.py", "--config=short"]
     assert "baseline-rank%q{SLURM_PROCID}" in submission.command(**profile | {"SLURM_NTASKS": "2"})
