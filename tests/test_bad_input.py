@@ -88,6 +88,8 @@ def test_invalid_environment_is_refused_in_one_line(
     says = ("cannot write to the run directory", "--set expdir=DIR")
     refuse(f"--set=expdir={tmp_path / 'file' / 'runs'}", says=says)
     assert (tmp_path / "file").read_text() == "precious"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    refuse("--set=train_path=/data/no.h5", says=("/data/no.h5; set DATA_DIR to the directory of the data",))
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(tmp_path / "none.yaml"))
     refuse("--enable_benchy", says=(f"{tmp_path / 'none.yaml'}: No such file",))
 

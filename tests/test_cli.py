@@ -87,6 +87,8 @@ def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values(config_of
         (cli.parse, "---num_epochs=3 --rate 3 --cofnig=x", r"--cofnig=x; did you mean --num_epochs, --config\?"),
         (cli.parse, "--set num_epochs = 3", r"unrecognized arguments: = 3; did you mean --set num_epochs=3\?"),
         (cli.parse, "--set num_epochs= 3", r"did you mean --set num_epochs=3\?"),
+        # Of later editions of the tutorial.
+        (cli.parse, "--tensor_parallel=4", "--tensor_parallel=4; it belongs to SC23 to SC25, which train another"),
         (cli.parse, "--run_num ../01", "--run_num '../01' must be a plain name"),
         (cli.parse, "--config ../x", "--config '../x' must be a plain name"),  # it was written to outside expdir
         (cli.parse, "--preflight few", "argument --preflight: 'few' is not a positive integer; see --help"),

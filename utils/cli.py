@@ -59,6 +59,8 @@ class Parser(argparse.ArgumentParser):
             unknown = [flag for flag in flags if flag.split("=")[0] not in self._option_string_actions]
         names = [name for argument in unknown for name in self._similar(argument)]
         hint = f"did you mean {', '.join(dict.fromkeys(names))}?" if names else "see --help"
+        if any(VIT_FLAGS.fullmatch(argument.split("=")[0]) for argument in unknown):
+            hint = "it belongs to SC23 to SC25, which train another network: see docs/tutorial.md#editions"
         raise UserError(f"{prefix + ' '.join(unknown) if unknown else message}; {hint}")
 
     def _similar(self, argument: str) -> list[str]:
@@ -136,6 +138,8 @@ VALUES: dict[str, tuple[type, str]] = {
     "bucket_cap_mb": (float, "DDP: size of a gradient bucket in MB"),
     "profiler": (str, "profiler of --enable_manual_profiling: auto, nsys or torch"),
 }
+# Flags of the tutorial's editions SC23 to SC25, which train a vision transformer (ViT).
+VIT_FLAGS = re.compile(r"--(num_iters|(row|col)_parallel_size|(tensor|context)_parallel|parallel_order)")
 KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name
 
 

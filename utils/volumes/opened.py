@@ -302,6 +302,8 @@ def _remedy(path: str) -> str:
     if os.path.basename(path).startswith("demo_"):
         return "run make demo"
     if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
+        if "SLURM_JOB_ID" in os.environ:
+            return "set DATA_DIR to the directory of the data before sbatch submit_pm.sh"
         return "to try the program without /data, run make demo (later also --config=demo)"
     return f"simulate one with python -m simulation --output {path}"
 
