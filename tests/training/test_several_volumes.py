@@ -12,6 +12,8 @@ from volume_files import write_volume
 
 import train
 from analysis.evaluation import results
+from utils.config import Config
+from utils.volumes.opened import volume_names
 
 BOXES = {"a": (16, 8, 12), "b": (8, 20, 9), "valid": (12, 8, 16)}
 
@@ -37,6 +39,15 @@ def test_a_training_on_two_volumes_resumes_with_moved_files_but_not_with_others(
         line = refusal(train.main, command(*volumes, epochs=3), capsys)
         assert f"was written by a run with box_size [[{shapes['a']}, {shapes['b']}], " in line
     assert last(run).state.epoch == 2
+
+
+def test_names_of_validation_volumes_that_collide_lose_none() -> None:
+    """Fixed: the mean over a/v.h5, b/v.h5 and c/v[0].h5 lacked one, and its loss."""
+    for paths, expected in (
+        (["a/v.h5", "b/v.h5", "c/v[0].h5"], ["v[0]", "v[1]", "v[0][2]"]),
+        (["a/v.h5", "b/v.h5", "c/w.h5"], ["v[0]", "v[1]", "w"]),
+    ):
+        assert volume_names(Config(val_path=paths), "valid") == expected
 
 
 def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(tmp_path: Path, capsys: Any) -> None:

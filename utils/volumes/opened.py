@@ -47,9 +47,14 @@ def split_samples(config: Config, split: str) -> int:
 
 
 def volume_names(config: Config, split: str) -> list[str]:
-    """The names of a split's files without folder and ending; equal ones get their number in the list."""
+    """The names of a split's files without folder and ending; equal ones get their number in the list.
+
+    If a file has such a name, v[0].h5, all get their number.
+    """
     stems = [Path(path).stem for path in config.paths(PATH_KEYS[split])]
-    return [stem if stems.count(stem) == 1 else f"{stem}[{number}]" for number, stem in enumerate(stems)]
+    numbered = [f"{stem}[{number}]" for number, stem in enumerate(stems)]
+    names = [stem if stems.count(stem) == 1 else name for stem, name in zip(stems, numbered, strict=True)]
+    return names if len({*names}) == len(names) else numbered
 
 
 def channel_counts(config: Config) -> tuple[int, int]:
