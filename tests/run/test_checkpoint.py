@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from processes import GENEROUS, run_ranks
-from trainings import killed
+from trainings import ALONE, killed
 
 from utils.config import Config
 from utils.distributed import world as worlds
@@ -282,19 +282,52 @@ def test_rank_0_reads_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
-    """Also a copy whose link has become a directory; without a best one, the error names another checkpoint."""
+    """Without a best one, the error names another checkpoint."""
     saves = writer(tmp_path / "checkpoints")
     with pytest.raises(UserError, match=r"no such file: .*; give a run directory"):
         read_weights(tmp_path)
+    save(saves, 8)
+    with pytest.raises(UserError, match=f"{checkpoints.NO_BEST}; .*for example the last one, .*/step_00000008"):
+        read_weights(tmp_path)
+    save(saves, 16, 16)
+    assert read_weights(tmp_path)["step"] == 16
+
+
+def test_a_copy_without_links_has_the_same_best_checkpoint(tmp_path: Path) -> None:
+    """Fixed: without the link no epoch had lowered the loss; the directory in place of a link was never renewed."""
+    saves = writer(tmp_path / "run" / "checkpoints", 3)
     for step, best_step in ((8, 0), (16, 16), (24, 16)):
         save(saves, step, best_step)
-        if step == 8:
-            with pytest.raises(UserError, match=f"{checkpoints.NO_BEST}; .*for example the last one, .*/step_00000008"):
-                read_weights(tmp_path)
-    copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
-    for run in (tmp_path, copy):
-        assert read_weights(run)["step"] == read_weights(run / "checkpoints" / BEST)["step"] == 16
-    assert not (copy / "checkpoints" / BEST).is_symlink()
+    directory = shutil.copytree(tmp_path / "run", tmp_path / "directory")
+    without = shutil.copytree(tmp_path / "run", tmp_path / "without", symlinks=True)
+    (without / "checkpoints" / BEST).unlink()
+    assert not (directory / "checkpoints" / BEST).is_symlink()
+
+    def best_steps(run: Path) -> list[int]:
+        """By all that read it."""
+        new, best = RunDirectory(tmp_path / "new"), f"{run}/checkpoints/best"
+        start = find_start(new, best, None, Config().model_dump(), ALONE)
+        return [read_weights(run)["step"], read_weights(run / "checkpoints" / BEST)["step"], start.state.step]
+
+    for run in (tmp_path / "run", directory, without):
+        assert best_steps(run) == [16] * 3
+        save(writer(run / "checkpoints", 9), 32, 32)
+        assert best_steps(run) == [32] * 3
+        assert os.readlink(run / "checkpoints" / BEST) == "step_00000032"
+    (without / "checkpoints" / BEST).unlink()
+    flip(without / "checkpoints" / "step_00000032" / WEIGHTS, 0)
+    assert best_steps(without) == [16] * 3, "the newest intact one counts"
+    shutil.rmtree(without / "checkpoints" / "step_00000016")
+    with pytest.raises(UserError, match=r"no best checkpoint: step_00000016 is missing; give .* the last one, "):
+        read_weights(without)
+
+
+def test_a_directory_above_runs_is_refused_with_the_runs_in_it(tmp_path: Path) -> None:
+    save(writer(tmp_path / "demo" / "2ranks" / "00" / "checkpoints"), 8)
+    with pytest.raises(UserError, match=f"; give .*, for example {tmp_path}/demo/2ranks/00$"):
+        read_weights(tmp_path)
+    with pytest.raises(UserError, match=f"^--resume={tmp_path}: it holds no .*, for example .*/demo/2ranks/00$"):
+        find_start(RunDirectory(tmp_path / "new"), str(tmp_path), None, Config().model_dump(), ALONE)
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])

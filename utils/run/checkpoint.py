@@ -6,6 +6,7 @@ it is complete. Both files record their step, and the step with the lowest valid
 link `best` to that one.
 """
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -186,18 +187,44 @@ def weights_file(path: Path) -> Path:
     Raises UserError if there is none.
     """
     folder = RunDirectory(path).checkpoints
-    if folder.is_dir():  # a run's directory
-        path = folder / BEST
-        if not path.exists():
-            steps = saved_steps(folder)
-            example = f"the last one, {step_directory(folder, steps[0])}" if steps else ANY_CHECKPOINT
-            raise UserError(
-                f"{folder} has no best checkpoint: {NO_BEST}; give another checkpoint, for example {example}"
-            )
-    file = path / WEIGHTS if path.is_dir() else path
+    directory = best_checkpoint(folder) if folder.is_dir() else named_checkpoint(path)
+    file = directory / WEIGHTS if directory.is_dir() else directory
     if not file.exists():
-        raise UserError(f"no such file: {file}; give {ANY_CHECKPOINT}")
+        raise UserError(f"no such file: {file}; give {ANY_CHECKPOINT}{runs_below(path)}")
     return file
+
+
+def named_checkpoint(path: Path) -> Path:
+    """The path, but for <run>/checkpoints/best the best checkpoint there."""
+    return best_checkpoint(path.parent) if path.name == BEST and saved_steps(path.parent) else path
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The checkpoint with the lowest validation loss in the folder of a run's checkpoints; UserError if there is none.
+
+    The link names it. A copy may lack the link, or have in its place a directory, which saves do not renew: there, it
+    is the best one according to the newest checkpoint whose best one exists.
+    """
+    link, steps, reason = folder / BEST, saved_steps(folder), NO_BEST
+    if link.is_symlink() and link.exists():
+        return link
+    for step in steps:
+        with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
+            best_step = read(step_directory(folder, step) / WEIGHTS)["best_step"]
+            best = step_directory(folder, best_step)
+            if best.exists():
+                return best
+            reason = f"{best.name} is missing" if best_step else reason
+    if link.is_dir():
+        return link
+    example = f"the last one, {step_directory(folder, steps[0])}" if steps else ANY_CHECKPOINT
+    raise UserError(f"{folder} has no best checkpoint: {reason}; give another checkpoint, for example {example}")
+
+
+def runs_below(path: Path) -> str:
+    """The runs below a directory, for the error that it is none; empty if there are none."""
+    runs = [str(folder.parent) for folder in sorted(path.glob("**/checkpoints"))] if path.is_dir() else []
+    return f", for example {' or '.join(runs[:3])}" if runs else ""
 
 
 def read_weights(path: Path) -> dict[str, Any]:

@@ -114,14 +114,15 @@ def find_start(
 
 def _checkpoint_of_flag(resume: str) -> Checkpoint:
     """The checkpoint in a directory, or the newest one of a run; raises UserError if there is none."""
-    directory = Path(resume)
+    directory = checkpoint.named_checkpoint(Path(resume))
     if (directory / WEIGHTS).exists():
         verify(directory)
         return checkpoint.load(directory.resolve())  # a run in progress may move its link `best`
     saved = checkpoint.load_newest(RunDirectory(directory).checkpoints)
     if saved is None:
         reason = "it holds no checkpoint" if directory.exists() else "no such directory"
-        raise UserError(f"--resume={resume}: {reason}; give a run directory, a checkpoint directory, auto or no")
+        remedy = f"give a run directory, a checkpoint directory, auto or no{checkpoint.runs_below(directory)}"
+        raise UserError(f"--resume={resume}: {reason}; {remedy}")
     return saved
 
 

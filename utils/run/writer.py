@@ -15,6 +15,7 @@ import torch
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
+from utils.files import remove
 from utils.log import once_per_job
 from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
 from utils.run.state import TrainState
@@ -140,7 +141,8 @@ class BackgroundWriter(CheckpointWriter):
     def link_best(self, step: int) -> None:
         """Points the link to the checkpoint of the best step; without such a checkpoint the link stays.
 
-        There may be no link, as on FAT or in a copy whose links became directories: checkpoints are of use without it.
+        It replaces the directory that the link has become in some copies. FAT has no links; `best_checkpoint` reads the
+        same from the checkpoints.
         """
         best, link = step_directory(self._folder, step), self._folder / BEST
         if best.is_dir():
@@ -148,6 +150,8 @@ class BackgroundWriter(CheckpointWriter):
                 fresh = link.with_name(f".{BEST}.partial")
                 fresh.unlink(missing_ok=True)
                 fresh.symlink_to(best.name)
+                if link.is_dir() and not link.is_symlink():
+                    remove(link)
                 os.replace(fresh, link)
 
     def _skip(self, reason: str) -> None:
