@@ -97,7 +97,7 @@ def share(world: World, directory: str, private: str, token: str) -> tuple[list[
         (shared, "free_shared_memory", lambda _: 2 * VOLUME.bytes - 1),
         (os, "posix_fallocate", fail),
         (shared.np, "memmap", fail),
-        (shared, "_fill", fail),
+        (shared.Volume, "slabs", fail),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, replacement)

@@ -18,6 +18,7 @@ import numpy as np
 
 from utils.config.sections import TransformConfig
 from utils.errors import UserError, os_reason, os_remedy
+from utils.progress import Progress
 from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, file_transform, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
 
@@ -66,25 +67,20 @@ class Volume:
     def bytes(self) -> int:
         return sum(4 * int(np.prod(field.shape)) for field in self.fields)
 
-    def slab_locations(self) -> list[tuple[int, int, slice]]:
-        """Field (0 inputs, 1 targets), channel, and planes along x of each slab of the volume, in reading order."""
-        return [
-            (number, channel, planes)
-            for number, field in enumerate(self.fields)
-            for channel in range(field.shape[0])
-            for planes in slab_planes(field.shape[1:])
-        ]
-
-    def slabs(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """The whole volume in slabs: (field, channel, first x, values [n, Y, Z])."""
-        for number, channel, planes in self.slab_locations():
-            field = self.fields[number]
-            if isinstance(field, np.ndarray) and planes.stop < field.shape[1]:
-                ahead = slice(planes.stop, planes.stop + SLABS_AHEAD * (planes.stop - planes.start))
-                advise(field[channel, ahead], MADV_WILLNEED)  # otherwise the kernel reads mapped arrays in small pieces
-            with reading(self.path):
-                values = field[channel, planes]
-            yield number, channel, planes.start, values
+    def slabs(self, action: str) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """The whole volume in slabs: (0 inputs or 1 targets, channel, first x, values [n, Y, Z]), with progress."""
+        channels = [(number, channel) for number, field in enumerate(self.fields) for channel in range(field.shape[0])]
+        places = [(*channel, planes) for channel in channels for planes in slab_planes(self.shape)]
+        with Progress(action, len(places), "slabs") as progress:
+            for number, channel, planes in places:
+                field = self.fields[number]
+                if isinstance(field, np.ndarray) and planes.stop < field.shape[1]:
+                    ahead = slice(planes.stop, planes.stop + SLABS_AHEAD * (planes.stop - planes.start))
+                    advise(field[channel, ahead], MADV_WILLNEED)  # or the kernel reads mapped arrays in small pieces
+                with reading(self.path):
+                    values = field[channel, planes]
+                yield number, channel, planes.start, values
+                progress.advance()
 
 
 def cells_text(shape: Sequence[int]) -> str:

@@ -18,7 +18,6 @@ import numpy as np
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB
-from utils.progress import Progress
 from utils.volumes.hdf5 import Volume
 from utils.volumes.page_cache import available_memory
 
@@ -51,7 +50,8 @@ def share_volume(volume: Volume, world: World) -> Volume:
         fields = _map_shared_memory(volume, world)
     with world.raise_together(), os_errors_for_users(f"cannot read {volume.path}", REMEDY):
         if world.is_node_leader:
-            _fill(volume, fields)
+            for number, channel, x, values in volume.slabs(f"reading {os.path.basename(volume.path)} into memory"):
+                fields[number][channel, x : x + len(values)] = values
     return Volume(volume.path, fields[0], fields[1])
 
 
@@ -79,11 +79,3 @@ def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:
                 os.posix_fallocate(file.fileno(), 0, volume.bytes)
     inputs, targets = np.split(memory, [int(np.prod(volume.inputs.shape))])
     return [inputs.reshape(volume.inputs.shape), targets.reshape(volume.targets.shape)]
-
-
-def _fill(volume: Volume, fields: Sequence[np.ndarray]) -> None:
-    name = f"reading {os.path.basename(volume.path)} into memory"
-    with Progress(name, len(volume.slab_locations()), "slabs") as progress:
-        for number, channel, x, values in volume.slabs():
-            fields[number][channel, x : x + len(values)] = values
-            progress.advance()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
-from utils.progress import Progress
 from utils.volumes.hdf5 import IMPORTER, Volume, nonfinite_place, reading
 
 # Channels are scaled to lie roughly in [-1, 1]. A channel is taken for physical if a tenth of its values are beyond
@@ -55,13 +54,11 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
 def check_all(volume: Volume) -> None:
     """Reads the whole volume; raises UserError for constant datasets and for the first NaN or infinite value."""
     ranges: list[set[float]] = [set(), set()]
-    with Progress(f"checking all values of {volume.path}", len(volume.slab_locations()), "slabs") as progress:
-        for number, channel, start, values in volume.slabs():
-            if (place := nonfinite_place(values)) is not None:
-                x, y, z = place
-                raise _nonfinite(volume.path, volume.names[number], (channel, start + x, y, z), values[place])
-            ranges[number] |= {float(values.min()), float(values.max())}
-            progress.advance()
+    for number, channel, start, values in volume.slabs(f"checking all values of {volume.path}"):
+        if (place := nonfinite_place(values)) is not None:
+            x, y, z = place
+            raise _nonfinite(volume.path, volume.names[number], (channel, start + x, y, z), values[place])
+        ranges[number] |= {float(values.min()), float(values.max())}
     for name, extremes in zip(volume.names, ranges, strict=True):
         if len(extremes) == 1:
             raise _constant(volume.path, name, extremes.pop())

@@ -20,8 +20,7 @@ from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
-from utils.progress import Progress
-from utils.volumes.hdf5 import Volume
+from utils.volumes.hdf5 import Volume, slab_planes
 from utils.volumes.opened import Volumes, all_volumes
 from utils.volumes.page_cache import warm_page_cache
 
@@ -113,20 +112,18 @@ def load_resident(volumes: Sequence[Volume], device: torch.device, dtype: torch.
     fields = list(zip(inputs, targets, strict=True))
     for volume, stored in zip(volumes, fields, strict=True):
         # Reading through pinned memory is twice as fast as through pageable memory.
-        thickness, on_gpu = volume.slab_locations()[0][2].stop, device.type == "cuda"
+        thickness, on_gpu = slab_planes(volume.shape)[0].stop, device.type == "cuda"
         staging = torch.empty((thickness, *volume.shape[1:]), pin_memory=on_gpu)
         name = f"reading {os.path.basename(volume.path)} into {'device ' if on_gpu else ''}memory"
-        with Progress(name, len(volume.slab_locations()), "slabs") as progress:
-            for number, channel, start, slab in volume.slabs():
-                staging[: len(slab)].numpy()[...] = slab
-                values = staging[: len(slab)].to(device)
-                if dtype == torch.float16 and bool((values.abs() > FLOAT16_MAX).any()):
-                    raise UserError(
-                        f"{volume.path}: {volume.names[number]}[{channel}] has values beyond ±{FLOAT16_MAX:.0f}, the "
-                        f"range of float16; use --set resident_dtype=float32"
-                    )
-                stored[number][channel, start : start + len(slab)] = values
-                progress.advance()
+        for number, channel, start, slab in volume.slabs(name):
+            staging[: len(slab)].numpy()[...] = slab
+            values = staging[: len(slab)].to(device)
+            if dtype == torch.float16 and bool((values.abs() > FLOAT16_MAX).any()):
+                raise UserError(
+                    f"{volume.path}: {volume.names[number]}[{channel}] has values beyond ±{FLOAT16_MAX:.0f}, the "
+                    f"range of float16; use --set resident_dtype=float32"
+                )
+            stored[number][channel, start : start + len(slab)] = values
     return [Volume(volume.path, *pair) for volume, pair in zip(volumes, fields, strict=True)]
 
 
