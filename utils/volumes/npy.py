@@ -43,7 +43,8 @@ def open_npy_volume(
             raise UserError(f"{path} does not match {volume.path}: other values; {remedy}")
         files.append(path)
         fields.append(np.moveaxis(array, -1, 0))
-    return Volume(" and ".join(files), fields[0], fields[1], tuple(files))
+    attributes = volume.attributes if volume else {}
+    return Volume(" and ".join(files), fields[0], fields[1], tuple(files), attributes=attributes)
 
 
 def _open(path: str, grid: tuple[int, ...] | None, channels: int | None, remedy: str) -> np.ndarray:

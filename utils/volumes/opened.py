@@ -16,7 +16,6 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file
 from utils.volumes.attributes import (
-    Attributes,
     Simulation,
     common_simulation,
     conditions_of,
@@ -99,7 +98,8 @@ class Volumes:
                     f"them; remove network.conditions, or choose another loader"
                 )
             return volumes
-        volumes = volumes.changed(transform=file_transform(config.transform, volumes._attributes()))
+        attributes = {volume.path: volume.attributes for split in SPLITS for volume in volumes._available(split)}
+        volumes = volumes.changed(transform=file_transform(config.transform, attributes))
         volumes = dataclasses.replace(volumes, config=volumes._with_channels())
         box_size = [volumes._box(split, "box_size" in config.model_fields_set) for split in SPLITS]
         volumes = volumes.changed(box_size=box_size)
@@ -225,15 +225,6 @@ class Volumes:
         with contextlib.suppress(UserError):
             return self._open_split(split)
         return []
-
-    def _attributes(self) -> dict[str, Attributes]:
-        """The attributes of each HDF5 file that can be opened, by its path."""
-        attributes = {}
-        for key in PATH_KEYS.values():
-            for path in self.config.paths(key):
-                with contextlib.suppress(UserError):
-                    attributes[path] = self._open(path, key).attributes
-        return attributes
 
     def _with_channels(self) -> Config:
         """The config with numbers of channels that it does not name, and vectors, as in the first training file."""
