@@ -135,12 +135,12 @@ def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulat
         log.warning("%s differs from the training data: %s; see docs/generalization.md", path, differences)
 
 
-def differences_of(simulation: Simulation, other: Simulation) -> str:
+def differences_of(simulation: Simulation, expected: Simulation) -> str:
     """The values that both state and that differ, as in "redshift 2.0 instead of 3.0"; empty if there are none."""
     return ", ".join(
-        f"{name} {value} instead of {other[name]}"
+        f"{name} {value} instead of {expected[name]}"
         for name, value in simulation.items()
-        if name in other and not _is_close(value, other[name])
+        if name in expected and not _is_close(value, expected[name])
     )
 
 

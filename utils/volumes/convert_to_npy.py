@@ -66,12 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors():
         parser = Parser(__doc__)
         parser.add_argument("-i", "--input", "--input_file", required=True, metavar="FILE", help="HDF5 file")
-        parser.add_argument(
-            "-d", "--data", "--data_field", default=DATASETS[0], help="dataset of the inputs (%(default)s)"
-        )
-        parser.add_argument(
-            "-l", "--label", "--label_field", default=DATASETS[1], help="dataset of the targets (%(default)s)"
-        )
+        data, label = (f"dataset of the {values} (%(default)s)" for values in ("inputs", "targets"))
+        parser.add_argument("-d", "--data", "--data_field", default=DATASETS[0], help=data)
+        parser.add_argument("-l", "--label", "--label_field", default=DATASETS[1], help=label)
         parser.add_argument("-o", "--output_dir", metavar="DIR", help="directory for the .npy files (that of FILE)")
         parser.add_argument("--overwrite", action="store_true", help="replace existing .npy files")
         options = parser.parse_args(argv)

@@ -39,7 +39,13 @@ def open_dataset(name: str, directory: str, verified: bool) -> dict[str, Classif
     if verified:
         for file, checksum in dataset.checksums.items():
             if (folder / file).is_file():
-                _verify(folder / file, checksum)
+                algorithm, _, expected = checksum.partition(":")
+                digest = hashlib.new(algorithm, (folder / file).read_bytes(), usedforsecurity=False).hexdigest()
+                if digest != expected:
+                    raise UserError(
+                        f"{folder / file} has {algorithm} {digest}, the published file has {expected}; download it "
+                        f"again; {SKIP_VERIFICATION}"
+                    )
     splits = dataset.read(folder)
     for split, data in splits.items():
         _check(data, dataset, f"{directory}: {split} samples of {name}")
@@ -49,17 +55,6 @@ def open_dataset(name: str, directory: str, verified: bool) -> dict[str, Classif
                 f"{SKIP_VERIFICATION}"
             )
     return splits
-
-
-def _verify(path: Path, checksum: str) -> None:
-    """Raises UserError unless the file has the digest in 'algorithm:digest'."""
-    algorithm, _, expected = checksum.partition(":")
-    digest = hashlib.new(algorithm, path.read_bytes(), usedforsecurity=False).hexdigest()
-    if digest != expected:
-        raise UserError(
-            f"{path} has {algorithm} {digest}, the published file has {expected}; download it again; "
-            f"{SKIP_VERIFICATION}"
-        )
 
 
 def _check(data: ClassificationData, dataset: Dataset, samples: str) -> None:

@@ -10,16 +10,7 @@ from utils.distributed.world import World
 from utils.lookup import lookup
 from utils.volumes.opened import Volumes
 
-__all__ = [
-    "LOADERS",
-    "Batch",
-    "DataSplits",
-    "Loader",
-    "LoaderSpec",
-    "get_loader",
-    "open_loaders",
-    "open_volumes",
-]
+__all__ = ["LOADERS", "Batch", "DataSplits", "Loader", "LoaderSpec", "get_loader", "open_loaders", "open_volumes"]
 
 
 class LoaderSpec(NamedTuple):
