@@ -98,9 +98,9 @@ def test_digits_are_all_of_scikit_learns_with_a_fixed_split(tmp_path: Path) -> N
     library = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
     digits = library.load_digits()
     splits = read("digits", tmp_path / "nowhere", verify=True)
-    found = [row for data in splits.values() for row in zip(map(bytes, data.inputs), data.labels, strict=True)]
+    rows = [row for data in splits.values() for row in zip(map(bytes, data.inputs), data.labels, strict=True)]
     published = zip(map(bytes, digits.images.astype(np.uint8)), digits.target, strict=True)
-    assert sorted(found) == sorted(published)
+    assert sorted(rows) == sorted(published)
     assert len(splits["train"].labels) == 1437
     for split, golden in GOLDEN_DIGITS.items():
         np.testing.assert_array_equal(splits[split].inputs[:4, 0], digits.images[golden])

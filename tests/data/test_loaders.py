@@ -92,36 +92,36 @@ def build_loaders(config: Config, world: World = ALONE) -> DataSplits:
 
 def read(loaders: DataSplits, readings: list[Reading], channels_last: bool = False) -> list[list[list[str]]]:
     """The digests of each reading's batches; closes the loaders."""
-    found, form = [], memory_format(channels_last)
+    digests, form = [], memory_format(channels_last)
     with loaders:
         for split, epoch, first, taken in readings:
             loader = loaders.train if split == "train" else loaders.valid
-            found.append([])
+            digests.append([])
             with closing(loader.epoch(epoch, first)) as batches:
                 for batch in itertools.islice(batches, taken):
                     assert all(part.is_contiguous(memory_format=form) for part in (batch.inputs, batch.targets))
-                    found[-1].append(digest(batch))
-                    assert digest(batch) == found[-1][-1], "a batch changes before the next one is asked for"
+                    digests[-1].append(digest(batch))
+                    assert digest(batch) == digests[-1][-1], "a batch changes before the next one is asked for"
             if first == 0 and taken is None:
-                assert len(loader) == len(found[-1])
-    return found
+                assert len(loader) == len(digests[-1])
+    return digests
 
 
 def expected(
     config: Config, readings: list[Reading], rank: int = 0, size: int = 1, mode: str = "full"
 ) -> list[list[list[str]]]:
     """The digests of each reading's batches by definition, with the conditions of the config."""
-    found = []
+    digests = []
     for split, epoch, first, taken in readings:
         paths = config.paths("train_path" if split == "train" else "val_path")
         volumes, stated = [read_fields(path) for path in paths], None
         if config.network.conditions:
             stated = np.array([[REDSHIFTS[Path(path).stem], CELLS[Path(path).stem]] for path in paths], np.float32)
-        plan = sample_plan(config, split, [each[0].shape[1:] for each in volumes])
+        plan = sample_plan(config, split, [inputs.shape[1:] for inputs, _ in volumes])
         samples = reference(volumes, plan, epoch, mode, stated)
         batches = rank_batches(samples, GLOBAL_BATCH, rank, size, split == "train", plan.parts)
-        found.append(batches[first:][:taken])
-    return found
+        digests.append(batches[first:][:taken])
+    return digests
 
 
 @EVERY_LOADER
@@ -170,15 +170,15 @@ def test_channels_last_strides_hold_for_a_single_channel_too(tmp_path: Path, nam
 
 def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The loaders' batches on this rank; what `auto` has built if the first rank has no room in memory."""
-    found, built = {}, []
+    digests, built = {}, []
     for name in names:
         config, few = config_for(paths, name, **CONDITIONS), config_for(paths, name, Nsamples_val=3)
-        found[name] = read(build_loaders(config, world), READINGS) + read(build_loaders(few, world), FEW)
+        digests[name] = read(build_loaders(config, world), READINGS) + read(build_loaders(few, world), FEW)
     shared_memory.free_shared_memory = lambda _: 0 if world.is_root else 2**40
     threaded.build_lowmem = lambda *_: built.append("lowmem")  # type: ignore[assignment,func-returns-value]
     chunked = str(Path(paths["val_path"]).with_name("chunked.h5"))
     auto.build(open_volumes(config_for(paths, "auto", train_path=chunked)), world)
-    return found, built
+    return digests, built
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[st
 def test_ranks_together_get_the_samples_of_the_plan(paths: Paths, size: int, names: list[str]) -> None:
     """Each step has the global batch of one rank; with three validation samples, one of four ranks gets none."""
     write_volume(Path(paths["val_path"]).with_name("chunked.h5"), chunks=(1, 8, 8, 8))
-    for rank, (found, built) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
-        for name, batches in found.items():
+    for rank, (digests, built) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
+        for name, batches in digests.items():
             config, few = config_for(paths, name, **CONDITIONS), config_for(paths, name, Nsamples_val=3)
             wanted = expected(config, READINGS, rank, size) + expected(few, FEW, rank, size)
             assert batches == wanted, f"{name} on rank {rank} of {size}"
@@ -250,9 +250,9 @@ def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_file
     if reads == "npy":
         file.rename(tmp_path / "gone.h5")
     volumes = Volumes.open(validate(keys, "mine"), reads)
-    found = volumes.config
-    assert (found.N_in_channels, found.N_out_channels, found.box_size) == (2, 7, [16, 16])
-    assert (found.vector_channels.inputs, found.vector_channels.targets) == ([], [[1, 2, 3]])
+    completed = volumes.config
+    assert (completed.N_in_channels, completed.N_out_channels, completed.box_size) == (2, 7, [16, 16])
+    assert (completed.vector_channels.inputs, completed.vector_channels.targets) == ([], [[1, 2, 3]])
     volumes.changed(data_size=8).split("train")
     for key, value in {"N_in_channels": 4, "N_out_channels": 5, "box_size": [32, 32]}.items():
         named = Volumes.open(validate({**keys, key: value}, "mine"), reads)
@@ -280,8 +280,8 @@ def test_the_synthetic_loader_repeats_one_batch_per_seed_and_rank(paths: Paths) 
         assert -1 <= part.min() < -0.9 < 0.9 < part.max() < 1
         assert torch.equal(part, again)
     plan, resolved = sample_plan(config, "train", [(8, 8, 8)]), config.for_world(1)
-    for other in (SyntheticLoader(plan, resolved, second), SyntheticLoader(replace(plan, seed=7), resolved, ALONE)):
-        assert not torch.equal(batches[0].inputs, next(other.epoch(0)).inputs)
+    for loader in (SyntheticLoader(plan, resolved, second), SyntheticLoader(replace(plan, seed=7), resolved, ALONE)):
+        assert not torch.equal(batches[0].inputs, next(loader.epoch(0)).inputs)
 
 
 AMP = {"enable_amp": True}

@@ -60,9 +60,9 @@ def test_files_that_contradict_the_config_or_each_other_are_refused(files: Any, 
 
 
 def test_a_training_on_several_simulations_has_what_they_share() -> None:
-    one = {"redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.7, "cell size (Mpc/h)": 0.1}
-    other = {"redshift": 3.0, "cosmology": "planck18", "cosmology_H0": 67.70001}
-    assert common_simulation([one, other]) == {"cosmology": "planck18", "cosmology_H0": 67.7}
+    first = {"redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.7, "cell size (Mpc/h)": 0.1}
+    second = {"redshift": 3.0, "cosmology": "planck18", "cosmology_H0": 67.70001}
+    assert common_simulation([first, second]) == {"cosmology": "planck18", "cosmology_H0": 67.7}
 
 
 def test_a_box_size_that_cannot_be_one_is_refused() -> None:
@@ -104,5 +104,5 @@ def test_groups_of_nyx_stand_in_for_attributes_of_a_volume(tmp_path: Path) -> No
         file.attrs["redshift"] = np.array([2.0], np.float32)
         file.attrs["cosmology"] = np.bytes_("planck18")
     reader = FieldReader(str(path), "Nbody", 4, TransformConfig())
-    found = [reader.simulation[name] for name in ("cosmology_H0", "redshift", "cosmology")]
-    assert (reader.cell, found) == (0.5, [67.5, 2.0, "planck18"])
+    stated = [reader.simulation[name] for name in ("cosmology_H0", "redshift", "cosmology")]
+    assert (reader.cell, stated) == (0.5, [67.5, 2.0, "planck18"])

@@ -30,8 +30,8 @@ def test_the_defaults_are_the_transforms_of_the_published_data() -> None:
 
 def test_channels_without_a_known_transform_have_names_only() -> None:
     """Of other numbers, without the vectors of a velocity or with those of another one, or with scales None."""
-    for found in (input_channels(3, DEFAULT), input_channels(1, DEFAULT), target_channels(5, DEFAULT, [[2, 3, 4]])):
-        assert [channel.name for channel in found] == [f"channel {number}" for number in range(len(found))]
+    for channels in (input_channels(3, DEFAULT), input_channels(1, DEFAULT), target_channels(5, DEFAULT, [[2, 3, 4]])):
+        assert [channel.name for channel in channels] == [f"channel {number}" for number in range(len(channels))]
     for channel in (*input_channels(3, DEFAULT), *input_channels(4, UNKNOWN), *target_channels(5, UNKNOWN)):
         assert (channel.unit, channel.formula()) == (None, "unknown")
     partly = target_channels(5, TransformConfig(density_log_scale=None))

@@ -109,10 +109,10 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
         np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", grids + (key == "T"))
     run(tmp_path, "--index=1", "--validation_index=2", "--box_size=25")
     for part, grid in (("train", grids[1]), ("val", grids[2])):
-        found, _ = contents(box.with_name(f"box_{part}.h5"))
+        imported, _ = contents(box.with_name(f"box_{part}.h5"))
         density = np.log(np.maximum(grid / grid.mean(), np.exp(-14))) / 14
-        np.testing.assert_allclose(found["Nbody"][0], density, atol=1e-7)
-        np.testing.assert_allclose(found["Hydro"], [density, np.log(grid + 1) / 8 - 1.5], atol=3e-7)
+        np.testing.assert_allclose(imported["Nbody"][0], density, atol=1e-7)
+        np.testing.assert_allclose(imported["Hydro"], [density, np.log(grid + 1) / 8 - 1.5], atol=3e-7)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
     assert (config.N_in_channels, config.N_out_channels) == (len(inputs), len(targets))
     assert volume_channels(config_of_files(str(box), str(box))) == volume_channels(config), "evaluate.py --prediction"
     stored, channels = contents(box)[0], volume_channels(config)
-    for dataset, names, each in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
-        physical = [channel.to_physical(values) for channel, values in zip(each, stored[dataset], strict=True)]
+    for dataset, names, known in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
+        physical = [channel.to_physical(values) for channel, values in zip(known, stored[dataset], strict=True)]
         np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
 
 
@@ -172,8 +172,8 @@ def nyx(place: str = "/", key: Any = "unused", value: Any = 0, **fields: Any) ->
     """Writes a snapshot with other fields or without them (None), and another attribute or value at a place."""
 
     def write(folder: Path) -> Path:
-        found = {name: values for name, values in {**FIELDS, **fields}.items() if values is not None}
-        path = write_nyx(folder / "snapshot.h5", found)
+        present = {name: values for name, values in {**FIELDS, **fields}.items() if values is not None}
+        path = write_nyx(folder / "snapshot.h5", present)
         with h5py.File(path, "r+") as file:
             (file[place].attrs if isinstance(key, str) else file[place])[key] = value
         return path
@@ -248,11 +248,11 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(
     assert "kept" in run(snapshot, "--split=0.25", "--overwrite")
     assert box.with_suffix(".yaml").read_text() == written, "it may have been edited"
     for name, planes in (("train", slice(0, 5)), ("val", slice(7, 10))):
-        fields, found = contents(box.parent / f"box_{name}.h5")
+        fields, attributes = contents(box.parent / f"box_{name}.h5")
         for dataset, values in fields.items():
             np.testing.assert_array_equal(values, whole[dataset][:, planes])
-        assert (found["box_size_mpc_h"], bool(found["periodic"])) == (4.0, False)
-        assert found["input_planes"].tolist() == [planes.start, planes.stop]
+        assert (attributes["box_size_mpc_h"], bool(attributes["periodic"])) == (4.0, False)
+        assert attributes["input_planes"].tolist() == [planes.start, planes.stop]
     config = configs.load("config/UNet.yaml", "test", {"evaluation.window": 4, "evaluation.overlap": 1})
     grid = evaluation_grid(config, open_volume(box.parent / "box_train.h5"))
     assert grid.x.origins == (0, 1), "evaluations during a run do not wrap"

@@ -34,12 +34,12 @@ KINDS = pytest.mark.parametrize("kind", DATA)
 
 def expected(data: ClassificationData, batches: list[list[int]]) -> list[list[str]]:
     """The digests of batches of these rows by definition."""
-    found = []
+    digests = []
     for rows in batches:
         inputs = data.inputs[rows]
         values = inputs.astype(np.float32) * np.float32(1 / 255) if inputs.dtype == np.uint8 else inputs
-        found.append(digest(Batch(torch.from_numpy(values), torch.from_numpy(data.labels[rows]))))
-    return found
+        digests.append(digest(Batch(torch.from_numpy(values), torch.from_numpy(data.labels[rows]))))
+    return digests
 
 
 def loader_of(kind: str, plan: Any, rank: int = 0, ranks: int = 1, device: str = "cpu", batch_size: int = 4) -> Any:
@@ -56,8 +56,8 @@ def test_the_rows_of_an_epoch_are_distinct_and_a_function_of_seed_and_epoch_alon
             assert len(rows) == samples
             assert rows <= set(range(AVAILABLE))
         for seed, epoch in ((6, 3), (5, 4), (3, 5)):
-            other = ShufflePlan(samples, AVAILABLE, seed).epoch(epoch)
-            assert samples < 11 or not np.array_equal(other, plan.epoch(3)), (samples, seed, epoch)
+            rows_of_other = ShufflePlan(samples, AVAILABLE, seed).epoch(epoch)
+            assert samples < 11 or not np.array_equal(rows_of_other, plan.epoch(3)), (samples, seed, epoch)
     for epoch in GOLDEN_WHOLE:
         assert ShufflePlan(8, 8, seed=3).epoch(epoch).tolist() == GOLDEN_WHOLE[epoch]
         assert ShufflePlan(4, 60000, seed=3).epoch(epoch).tolist() == GOLDEN_PART[epoch]
@@ -121,5 +121,5 @@ def test_on_a_gpu_the_host_never_waits_and_batches_are_bit_equal(kind: str, devi
             batches.append((inputs.clone(), targets.clone()))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    found = [digest(Batch(inputs.cpu(), targets.cpu())) for inputs, targets in batches]
-    assert found == [digest(batch) for epoch in (0, 1) for batch in loader_of(kind, plan).epoch(epoch)]
+    digests = [digest(Batch(inputs.cpu(), targets.cpu())) for inputs, targets in batches]
+    assert digests == [digest(batch) for epoch in (0, 1) for batch in loader_of(kind, plan).epoch(epoch)]

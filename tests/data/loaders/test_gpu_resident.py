@@ -166,8 +166,8 @@ def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
             expected = rank_batches(reference(both, plan, epoch, mode), 4, rank, size, split == "train", plan.parts)
             assert len(loader) == len(expected)
             with closing(loader.epoch(epoch, first)) as batches:
-                found = [digest(batch) for batch in itertools.islice(batches, taken)]
-            assert found == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
+                digests = [digest(batch) for batch in itertools.islice(batches, taken)]
+            assert digests == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
         for part in next(loader.epoch(0)):
             assert part.dtype == torch.float32
             assert part.is_contiguous(memory_format=memory_format(channels_last))

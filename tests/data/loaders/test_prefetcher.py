@@ -137,8 +137,8 @@ class HostLoader:
 
 
 # The streams' probabilities and a seed: run as late as possible, as soon as possible, and in between.
-SCHEDULES = [(*each, 0) for each in itertools.product((0, 1), repeat=2)]
-SCHEDULES += [(*each, seed) for each in ((0, 0.6), (0.6, 0), (0.6, 0.6), (0.6, 1), (1, 0.6)) for seed in range(8)]
+SCHEDULES = [(*chances, 0) for chances in itertools.product((0, 1), repeat=2)]
+SCHEDULES += [(*chances, seed) for chances in ((0, 0.6), (0.6, 0), (0.6, 0.6), (0.6, 1), (1, 0.6)) for seed in range(8)]
 
 
 def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader, end_after: int) -> None:
