@@ -1,4 +1,6 @@
-"""Checks that the image contains the packages that the code needs. The build ends with it; to repeat it on a GPU:
+"""Checks that the image contains the packages that the code needs.
+
+The build ends with it; to repeat it on a GPU:
 
 python /opt/nbody-unet/check_image.py
 """

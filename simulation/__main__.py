@@ -1,4 +1,4 @@
-"""python -m simulation --output train.h5 --grid 128 --seed 1"""
+"""The command of the simulator: python -m simulation --output train.h5 --grid 128 --seed 1."""
 
 import signal
 import sys

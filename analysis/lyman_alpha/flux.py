@@ -1,10 +1,10 @@
-"""Lyman-alpha forest of simulated gas: neutral hydrogen, optical depth in redshift space, flux and its power.
+"""Lyman-alpha forest of simulated gas: neutral hydrogen, optical depth, flux, and its power along sight-lines (P1D).
 
-Sight-lines are rows [lines, N] of periodic cells. Hydrogen is in photo-ionization equilibrium with a uniform
-background. Each cell absorbs with a Gaussian (Doppler) profile at its Hubble plus peculiar velocity, integrated over
-the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697). Damping wings, which matter
-for columns above 1e18 / cm², are neglected. Optical depths are usually rescaled to an observed mean flux, because the
-amplitude of the background is not known well.
+Sight-lines are rows [lines, N] of periodic cells, in redshift space. Hydrogen is in photo-ionization equilibrium with a
+uniform background. Each cell absorbs with a Gaussian (Doppler) profile at its Hubble plus peculiar velocity, integrated
+over the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697). Damping wings, which
+matter for columns above 1e18 / cm², are neglected. Optical depths are usually rescaled to an observed mean flux,
+because the amplitude of the background is not known well.
 """
 
 import math

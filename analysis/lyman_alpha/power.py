@@ -1,4 +1,4 @@
-"""Power of the flux by wavenumber and direction, P3D(k, mu), where mu is the cosine of the angle to the sight-line."""
+"""Three-dimensional power of the flux, P3D(k, mu), where mu is the cosine of the angle to the sight-line."""
 
 import math
 

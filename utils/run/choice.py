@@ -1,4 +1,4 @@
-"""The rule by which a command uses a new directory or continues an earlier run.
+"""Chooses the directory of a run: a new one, or that of an earlier run, which the command continues.
 
 The directories of a run number are <run_num>, <run_num>-2, <run_num>-3, …; the highest
 number is the newest. The first row that applies decides:

@@ -1,4 +1,4 @@
-"""The directory of a run: the names of all files in it, and those that a run writes."""
+"""The names of the files in the directory of a run, and those that a run writes."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Threads cut the crops of a sample plan out of files or arrays into rotating buffers, ahead of the consumer.
+"""Cuts the crops of each batch out of volumes: threads read files or arrays into buffers, ahead of the consumer.
 
 Threads, not processes: batch systems send their signals to every process of a job, which would kill worker processes
 and with them the run. The copies release the interpreter lock, so threads do scale.
