@@ -9,7 +9,7 @@ tests/test_documentation.py checks that the pages are up to date.
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -19,14 +19,23 @@ import evaluate
 import export
 import predict
 from docs import modules
+from networks import LOSSES, METRICS, NETWORKS
 from utils import cli
 from utils.config import Config
 from utils.config.sections import Section
+from utils.data.datasets import DATASETS
+from utils.data.loaders import LOADERS
+from utils.optim.optimizers import OPTIMIZERS
+from utils.run.loggers import LOGGERS
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: (\S+)(?: (\d+))?(?: columns ([\d ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 # A key of a section, with the comments above it and behind it.
 KEY = re.compile(r"((?:^    #.*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", re.MULTILINE)
+
+# The tables of names to which the comments of keys refer.
+NAMES: dict[str, Iterable[str]] = {"LOSSES": LOSSES, "METRICS": METRICS, "NETWORKS": NETWORKS, "DATASETS": DATASETS}
+NAMES |= {"LOADERS": LOADERS, "OPTIMIZERS": OPTIMIZERS, "LOGGERS": LOGGERS}
 
 
 def pages() -> list[Path]:
@@ -95,7 +104,13 @@ def _default(value: Any) -> str:
 
 def _meaning(comment: str, annotation: Any) -> str:
     listed = ", ".join(f"`{choice}`" for choice in _choices(annotation))
+    comment = re.sub(r"\b(names? of) ([A-Z]+) in ([\w./]*\w)", _with_names, comment)
     return f"{listed}: {comment}" if listed and comment else listed or comment
+
+
+def _with_names(match: re.Match[str]) -> str:
+    """A reference to a table of names, with the names in it."""
+    return f"{match[0]} ({', '.join(f'`{name}`' for name in NAMES[match[2]])})"
 
 
 def _choices(annotation: Any) -> list[Any]:
