@@ -19,7 +19,7 @@ import evaluate
 import export
 import predict
 from docs import modules
-from networks import LOSSES, METRICS, NETWORKS
+from networks import LOSSES, METRICS, NETWORKS, losses
 from utils import cli
 from utils.config import Config
 from utils.config.sections import Section
@@ -104,7 +104,7 @@ def _default(value: Any) -> str:
 
 def _meaning(comment: str, annotation: Any) -> str:
     listed = ", ".join(f"`{choice}`" for choice in _choices(annotation))
-    comment = re.sub(r"\b(names? of) ([A-Z]+) in ([\w./]*\w)", _with_names, comment)
+    comment = re.sub(r"\b([Nn]ames? of) ([A-Z]+) in ([\w./]*\w)", _with_names, comment)
     return f"{listed}: {comment}" if listed and comment else listed or comment
 
 
@@ -126,6 +126,15 @@ def config_keys() -> str:
     return table(["key", "default", "meaning"], rows)
 
 
+def known_losses() -> str:
+    """The losses, with the first lines of their docstrings; constants of the module are replaced by their values."""
+    rows = []
+    for name, kind in LOSSES.items():
+        meaning = re.sub(r"\b[A-Z_]{2,}\b", lambda match: str(vars(losses).get(match[0], match[0])), kind.__doc__ or "")
+        rows.append([f"`{name}`", "classes" if kind.is_classification else "volumes", meaning.split("\n")[0]])
+    return table(["loss", "of", "meaning"], rows)
+
+
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -134,6 +143,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags-evaluate": lambda: flags(evaluate.build_parser()),
     "flags-export": lambda: flags(export.build_parser()),
     "config-keys": config_keys,
+    "losses": known_losses,
     "modules": lambda: table(["module", "contents"], modules.module_rows()),
     "key-readers": lambda: table(["key", "read by"], modules.key_rows()),
 }

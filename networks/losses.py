@@ -101,10 +101,10 @@ class L1Loss(FieldLoss):
 
 
 class SpectralL1Loss(L1Loss):
-    """L1, plus SPECTRUM_WEIGHT × mean ||F(outputs)| - |F(targets)|| over channels and Fourier modes of the crops.
+    """L1, plus in training SPECTRUM_WEIGHT × mean ||F(outputs)| - |F(targets)||, F being the crops' Fourier transform.
 
-    F is orthonormal. The term penalizes missing and excess power regardless of phase: L1 alone smooths what the network
-    cannot predict. It ignores `weights`. Like them, it applies in training mode only.
+    The mean is over channels and modes; F is orthonormal. The term penalizes missing and excess power regardless of
+    phase: L1 alone smooths what the network cannot predict. It ignores `weights`.
     """
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from soak_launchers import AGENT, RANKS, LauncherFactory, Plain, open_launcher  
 from trainings import YAML, assert_same_training, directory  # noqa: E402
 from volume_files import write_volume  # noqa: E402
 
+from networks import LOSSES  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.optim.optimizers import OPTIMIZERS  # noqa: E402
@@ -54,7 +55,7 @@ CLOCKS = ("seconds", "samples_per_second", "goodput")  # measured times in summa
 # Each run draws one value of each key; a value that stands there twice is twice as likely.
 KEYS: dict[str, list[Any]] = {
     "optimizer.name": list(OPTIMIZERS),
-    "loss": ["l1", "mse", "huber"],
+    "loss": [name for name, kind in LOSSES.items() if not kind.is_classification],
     "network.norm": ["none", "batch", "group", "ghost(1)"],
     "accumulation_steps": [1, 1, 2, 4],
     "ddp": ["torch", "torch", "manual"],
