@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from analysis.evaluation import figures, report
 from analysis.evaluation.loss_curves import loss_curves, progress
+from analysis.evaluation.results import Results
 from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
@@ -31,6 +32,12 @@ def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, result: 
             yield f"picture: {path}"
     for path in report.write_run_report(run.directory, result.goodput):
         yield f"report: {path}"
+
+
+def record_evaluation(evaluation: Results, run: Run, step: int) -> None:
+    """Draws an evaluation for the loggers of the run."""
+    for name, figure in figures.draw_all(evaluation).items():
+        run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
 
 
 def write_loss_curves(directory: RunDirectory, loss: str) -> Path:
