@@ -26,6 +26,7 @@ from utils.profiling.profiler import build_profiler
 from utils.run.choice import choose, first_directory, run_request
 from utils.run.directory import RunDirectory
 from utils.run.loggers import check_loggers
+from utils.run.provenance import data_record
 from utils.run.start import Start, find_start
 from utils.run.writer import check_space
 from utils.steps import build
@@ -90,7 +91,7 @@ def _check(
     if config.enable_benchy:
         read_settings(alone)
     else:
-        directory, start = _find_start(options, config, directory, size, alone)
+        directory, start = _find_start(options, volumes, directory, size, alone)
         if not lacks_gpu:
             build_profiler(config, alone, directory)
     if options.plot is not None:
@@ -106,13 +107,14 @@ def _check(
 
 
 def _find_start(
-    options: Options, config: Config, directory: RunDirectory, size: ModelSize, world: World
+    options: Options, volumes: Volumes, directory: RunDirectory, size: ModelSize, world: World
 ) -> tuple[RunDirectory, Start]:
     """The directory that the run uses, by the first one of its run number, and its start there; logs both.
 
     Raises UserError if it could not be written, or has no space for a checkpoint.
     """
-    request = dataclasses.replace(run_request(config, options, world), directory=directory)
+    config, data = volumes.config, data_record(volumes, world)
+    request = dataclasses.replace(run_request(config, options, world), directory=directory, data=data)
     choice = choose(request)
     path = choice.directory.path.absolute()
     parent = next(parent for parent in (path, *path.parents) if os.path.exists(parent))

@@ -1,6 +1,7 @@
 """The directory of a run: which one a command uses, its only writer, its records, and what --resume=no removes."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from utils.distributed.launch import lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.run import checkpoint
+from utils.run import checkpoint, provenance
 from utils.run import open_run as runs
 from utils.run.checkpoint import step_directory
 from utils.run.choice import RunRequest, choose
@@ -107,6 +108,38 @@ def test_a_restarted_job_returns_to_its_run(first: Path, run: Any, resume: str |
         assert (choice.directory.path.name, choice.reason) == (name, "")
         assert choice.resume == (None if resume == "no" else resume), "a restart removes nothing"
     assert name_of(first, resume="no", restarted=("slurm 10",)) == "00"
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["config.yaml", "provenance.json"])
+def test_a_file_system_that_fails_does_not_start_another_run(first: Path, run: Any, name: str, error: int) -> None:
+    """A fixed bug: an unfinished run whose files could not be read counted as one with another config."""
+    run(1, finished=False)
+    assert name_of(first) == "00"
+    read = Path.read_text
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == name:
+            raise OSError(error, os.strerror(error), str(path))
+        return read(path, *arguments, **options)
+
+    with mock.patch.object(Path, "read_text", fail), pytest.raises((UserError, OSError), match=os.strerror(error)):
+        name_of(first)
+    (first / name).write_text("[")
+    assert name_of(first) == ("00-2" if name == "config.yaml" else "00")
+
+
+def test_an_unfinished_run_of_other_data_is_not_continued(first: Path, run: Any) -> None:
+    """A fixed bug: all paths were neutral. They are for the same data, and for a file that has changed in place."""
+    data = {"train_path": {provenance.DIGEST: "one"}, "val_path": {provenance.DIGEST: "two"}}
+    run(1, finished=False, data=data)
+    other = {**data, "train_path": {provenance.DIGEST: "three"}}
+    assert chosen(first, config=config(train_path="moved.h5"), data=data) == ("00", "")
+    assert chosen(first, data=other) == ("00", "")
+    found = chosen(first, config=config(train_path="other.h5"), data=other)
+    assert found == ("00-2", "00 differs in train_path; --resume would use it")
+    listed = {"train_path[0]": other["train_path"], "train_path[1]": data["train_path"], "val_path": data["val_path"]}
+    assert name_of(first, config=config(train_path=["other.h5", "train.h5"]), data=listed) == "00-2"
 
 
 def test_resume_no_uses_the_first_directory_and_resume_the_newest_run_or_the_given_one(first: Path, run: Any) -> None:

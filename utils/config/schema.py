@@ -51,8 +51,8 @@ AutoOrBool = Annotated[
 class NeutralKeys(Section):
     """Keys that change no result: where files are, how they are read, what is logged and saved in addition.
 
-    An interrupted run is continued regardless of their values, but for SPEED_KEYS. All loaders but synthetic, and
-    resident if it rounds, give the same samples.
+    An interrupted run is continued regardless of their values, but not with data files of other content, nor with
+    other SPEED_KEYS. All loaders but synthetic, and resident if it rounds, give the same samples.
     """
 
     # Keys and flags of the tutorial (SC21).

@@ -176,7 +176,7 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
         elif shipped.exists():
             remedy = f"run the command in {SHIPPED.parent}, or give --yaml_config {shipped}"
         (remedy,) = os_remedy(error) or [remedy]
-        raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from None
+        raise UserError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
     if isinstance(configs, dict) and MERGE in configs:  # whole configs
         _apply_merge_keys(configs, path, set())
     if configs is None:

@@ -17,7 +17,8 @@ array.
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from utils.distributed.rendezvous import text_digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run.directory import RunDirectory
-from utils.run.provenance import command
+from utils.run.provenance import command, is_other_file
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class RunRequest:
     directory: the first one of the run number.
     resume: None, auto, no, or the directory of another run or of a checkpoint.
     jobs, restarted: the launchers' names for this job, and those of the launchers that have restarted it.
+    data: the record of the data files, see `data_record`.
     """
 
     config: Config
@@ -51,6 +53,7 @@ class RunRequest:
     init_from: str | None = None
     jobs: tuple[str, ...] = ()
     restarted: tuple[str, ...] = ()
+    data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def origin(self) -> str | None:
@@ -97,12 +100,21 @@ class EarlierRun:
         return any(set(jobs) & set(record.get("jobs", ())) for record in same_command)
 
     def changes(self, request: RunRequest) -> list[str]:
-        """The keys and flags that make the requested run another one; the file's name if it cannot be read."""
+        """The keys and flags that make the requested run another one; the config's file if it is missing or invalid.
+
+        A file system that fails says nothing about the run: UserError.
+        """
         try:
             before = configs.load(str(self.directory.config), request.name)
-        except UserError:
+        except UserError as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                raise
             return [self.directory.config.name]
-        changes = configs.run_changes(before, request.config)
+        changes, moved = configs.run_changes(before, request.config), configs.differences(request.config, before)
+        data = self.records[0].get("data", {})
+        for name, record in request.data.items():
+            if name.split("[")[0] in moved and is_other_file(data.get(name), record):
+                changes.append(name)
         origin = self.records[0].get("origin")
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
 

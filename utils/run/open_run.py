@@ -7,7 +7,7 @@ holds the directory's lock while the run is open, so that one process at a time 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class Run:
     """An open run. Every rank has one; rank 0 holds the lock and writes.
 
     start: the checkpoint, the weights or the scratch from which it starts.
-    data: the record of the data files, the same on all ranks but for missing files.
     """
 
     request: RunRequest
@@ -49,7 +48,6 @@ class Run:
     choice: Choice
     world: World
     start: Start
-    data: dict[str, dict[str, Any]]
     _open_files: contextlib.ExitStack
     records: Logger = field(default_factory=Logger)
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
@@ -68,7 +66,7 @@ class Run:
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
-        data = data_record(volumes, world)
+        request = replace(request, data=data_record(volumes, world))
         with contextlib.ExitStack() as files:
             choice = None
             with world.raise_together():
@@ -81,7 +79,7 @@ class Run:
             directory = choice.directory
             world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
             start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
-            run = cls(request, volumes, choice, world, start, data, files)
+            run = cls(request, volumes, choice, world, start, files)
             try:
                 yield run
             except BaseException as error:
@@ -180,7 +178,7 @@ class Run:
         # Only the global batch: with another number of ranks the local one would change it.
         portable = self.request.config.model_copy(update={"local_batch_size": None})
         path, changes = self.directory.provenance, list[str]()
-        record["data"] = self.data
+        record["data"] = self.request.data
         record["convolutions"] = build.convolution_plan(self.request.config, self.world.device)
         source = RunDirectory(self.start.path.resolve().parent.parent) if self.start.path else self.directory
         before = source.read_provenance() if self.start.path or path.exists() else {}
