@@ -94,6 +94,10 @@ class SlowestRank(NamedTuple):
         rank, median = int(totals.argmax()), max(float(totals.median()), 1e-9)
         return cls(rank, float(totals[rank]), float(seconds[rank, 1]), float(totals[rank]) / median)
 
+    def summary(self) -> str:
+        """Its part of the line of a logging interval; `str` gives all."""
+        return f"slowest rank {self.rank} (+{100 * (self.ratio - 1):.0f} %)"
+
     def __str__(self) -> str:
         text = f"slowest rank: {self.rank}, {self.seconds:.3g} s per step ({self.waiting:.3g} s of it waiting for data)"
         return f"{text}, {100 * (self.ratio - 1):.0f} % more than the median rank"

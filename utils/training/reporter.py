@@ -98,7 +98,7 @@ class Reporter:
         speed = scalars[tags.STEP_SAMPLES_PER_SECOND]
         remaining = (self.config.num_epochs * self.steps / state.step - 1) * self.clock.seconds()
         teraflops, slowest = "", self._recorder.slowest
-        slow = f"slowest rank {slowest.rank} (+{100 * (slowest.ratio - 1):.0f} %), " if slowest else ""
+        slow = f"{slowest.summary()}, " if slowest else ""
         if self.teraflop_per_sample:
             rate = scalars[tags.STEP_TFLOPS_PER_RANK] = speed * self.teraflop_per_sample / self.world.size
             teraflops = f"{rate:.3g} TFLOP/s per rank, "
