@@ -149,7 +149,7 @@ class Trainer:
         Logs nothing, since a training run that is stopped here validates again when it resumes.
         """
         clock = Stopwatch()
-        self.step.broadcast_buffers()
+        self.step.broadcast_buffers()  # also for the evaluation after it, which does not do so
         valid = self.loaders.valid
         means = [WeightedMean(self.world, 1 + len(self.config.metrics)) for _ in valid.volumes]
         self._pulse.enter("validation", self.state.step)
