@@ -217,6 +217,14 @@ def test_every_module_has_a_caption_and_every_key_a_reader() -> None:
     assert [key for key, readers in modules.key_rows() if not readers] == []
 
 
+def test_the_table_of_neutral_keys_has_all_of_them() -> None:
+    text = (TOP / "docs" / "reliability.md").read_text(encoding="utf-8")
+    table = text.split('"The same config" is decided by key')[1].split("\n\n")[1]
+    missing = {key for key in config.NeutralKeys.model_fields if f"`{key}`" not in table}
+    named = {"enable_benchy", "train_path_npy_data", "train_path_npy_label", "val_path_npy_data", "val_path_npy_label"}
+    assert missing - named == {"report_baselines", "report_pictures"}
+
+
 def test_metadata_agrees() -> None:
     """Keys with a meaning, version, license, authors; continuous integration runs the make targets."""
     meanings = {key: meaning for key, _, meaning in generate.keys_of(config.Config) if meaning}
