@@ -390,6 +390,26 @@ def test_a_run_that_resumes_with_other_kernels_says_so(first: Path, caplog: pyte
         assert all(says in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", '"v2"', "{", '{"data": "s3://bucket", "jobs": null}', '{"data": {"train": {"md5": "0"}}}', "{}"]
+)
+def test_records_of_another_form_do_not_block_later_runs(first: Path, content: str, caplog: Any) -> None:
+    """Fixed: provenance.json and metrics.jsonl of another version or program were a traceback in all later runs."""
+    begin(first)
+    save(first, TEST, 8)
+    for name in ("provenance.json", "metrics.jsonl"):
+        (first / name).write_text(content)
+    begin(first)
+    with opened(first, resume="auto") as run:
+        run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
+        run.records.scalars({"Loss/valid": 1.0}, 9)
+    is_object = content in ("{}", '{"data": {"train": {"md5": "0"}}}')
+    warnings = [f"{first}/{name} is ignored" for name in ("provenance.json", "metrics.jsonl")[is_object:]]
+    assert [line.split(":")[0] for line in caplog.messages if "is ignored" in line] == warnings
+    assert [record["step"] for record in run.directory.read_metrics()] == [9]
+    assert run.directory.read_provenance()["run_num"] == "00"
+
+
 def test_a_run_that_resumes_another_one_compares_its_kernels_and_data(first: Path, caplog: Any) -> None:
     """And keeps its own origin."""
     begin(first)

@@ -3,12 +3,18 @@
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from utils.distributed.flight_recorder import RECORD
 from utils.files import read_json, recover
 from utils.log import warn_once
+
+CLOCK = ("step", "seconds")  # keys of each line of metrics.jsonl
+# Types of keys of provenance.json on which later runs rely. Other programs write files of this name, too.
+PROVENANCE = {"run_num": str, "command": list, "jobs": list, "earlier": list, "data": dict, "convolutions": dict}
+UNREADABLE = "{} is ignored: it is damaged, or was not written by this version of the program"
 
 
 class RunDirectory:
@@ -61,18 +67,26 @@ class RunDirectory:
         return "/".join(self.path.parts[-3:])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some."""
+        """The lines of metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some.
+
+        Lines of another form are ignored, with a warning if all are.
+        """
+        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         records = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+        for line in lines:
             with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
+                record = json.loads(line)
+                if isinstance(record, dict) and all(isinstance(record.get(key), int | float) for key in CLOCK):
+                    records.append(record)
+        if lines and not records:
+            warn_once(UNREADABLE.format(self.metrics))
         return records
 
     def read_summary(self) -> dict[str, Any]:
-        return _read_object(self.summary)
+        return _read_object(self.summary, {})
 
     def read_provenance(self) -> dict[str, Any]:
-        return _read_object(self.provenance)
+        return _read_object(self.provenance, PROVENANCE)
 
     def evaluated_steps(self) -> list[int]:
         """Steps of the evaluations during training, in ascending order."""
@@ -88,12 +102,12 @@ class RunDirectory:
                 self.evaluation(later).unlink(missing_ok=True)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file, and with a warning if it has another form."""
-    try:
-        return dict(read_json(path))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, TypeError):
-        warn_once(f"{path} is unreadable and ignored: it was not written by this program, or is damaged")
-        return {}
+def _read_object(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file, and with a warning if it or a key has another type."""
+    value: Any = None
+    with contextlib.suppress(ValueError):
+        value = read_json(path) if path.exists() else {}
+    if isinstance(value, dict) and all(isinstance(value.get(key, kind()), kind) for key, kind in types.items()):
+        return value
+    warn_once(UNREADABLE.format(path))
+    return {}

@@ -110,15 +110,15 @@ def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
 
 def is_other_file(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
     """True if two records are not of the same content; None: no record."""
-    return before is None or before[DIGEST] != now[DIGEST]
+    return before is None or before.get(DIGEST) != now[DIGEST]
 
 
 def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A line for each file whose content differs from the earlier record; it may have been moved or touched."""
     lines = []
     for name, record in now.items():
-        earlier = before.get(name, record)
-        if is_other_file(earlier, record):
+        earlier = before.get(name, {})
+        if earlier.get(DIGEST, record[DIGEST]) != record[DIGEST]:
             change = _change(earlier["bytes"], record["bytes"])
             where = "" if earlier["path"] == record["path"] else f" of {earlier['path']}"
             lines.append(f"{name} {record['path']} differs from the data of the run that resumes: {change}{where}")
