@@ -187,13 +187,15 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     description = f"tep {step}: loss nan on rank 0, gradient norm nan, learning rate "
     warnings = messages(capsys.readouterr().err, "WARNING")
     assert warnings[0].startswith(f"S{description}")
+    assert "update skipped (1 so far); check the data with --preflight, " in warnings[0]
     assert warnings[-1].endswith(f"update skipped ({len(warnings)} so far)")
     assert len(warnings) < 8
     saved = last(directory(tmp_path))
     assert (saved.state.step, saved.state.skipped) == (16, len(warnings))
     assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
     assert re.search(
-        rf"Result:(.*\n)+  skipped updates +{len(warnings)} ", (directory(tmp_path) / "out.log").read_text()
+        rf"Result:(.*\n)+  skipped updates +{len(warnings)} .*\n  warning: more than a tenth of .* with --preflight\n",
+        (directory(tmp_path) / "out.log").read_text(),
     )
     says: tuple[str, ...] = ("is nan after step 0, the untrained network", "weight_init")
     assert "learning" not in refuse("--set=weight_init.conv_scale=1e30", "--run_num=02", says=says, trains=True)

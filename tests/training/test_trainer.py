@@ -420,6 +420,17 @@ def test_all_ranks_stop_after_the_same_step_whichever_gets_the_signal(ranks: int
             assert answer[3] == f"Stopping after step {made}: {why}", case
 
 
+def test_the_time_left_is_that_of_the_last_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed: the minutes of a slow start were spread over the remaining steps."""
+    seconds = [600.0, *[2.0] * (EPOCHS * STEPS)]
+    step = ScriptedStep({})
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: sum(seconds[: step.done]))
+    trainer = make(step)
+    trainer.fit()
+    left = [line.rpartition(", ")[2] for line in trainer.records.lines if line.startswith("epoch ")]
+    assert left[:3] == ["1:05:13 left", "0:22 left", "0:20 left"]
+
+
 def test_a_skipped_update_is_logged_and_its_loss_is_not_in_the_means() -> None:
     trainer = make(ScriptedStep({1: (NAN, 2.0), 4: (0.25, INF), **bad_losses(*range(6, 11)), 15: (-INF, NAN)}))
     result, logger = trainer.fit(), trainer.records
@@ -427,6 +438,7 @@ def test_a_skipped_update_is_logged_and_its_loss_is_not_in_the_means() -> None:
     values += ["loss nan on rank 0, gradient norm 2.0"] * 5 + ["loss -inf on rank 0, gradient norm nan"]
     assert logger.warnings == [
         f"Step {n}: {value}, learning rate {trainer.schedule(n - 1):.3e}: update skipped ({count} so far)"
+        + "; check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm" * (count == 1)
         for count, (n, value) in enumerate(zip((1, 4, *range(6, 11), 15), values, strict=True), start=1)
     ]
     train = logger.curve("Loss/train")

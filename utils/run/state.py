@@ -95,4 +95,6 @@ class FitResult:
             lines.append(f"{'goodput':<32}{self.goodput:>10.1%}   time in steps / time of all processes of this run")
         if self.skipped_updates:
             lines.append(f"{'skipped updates':<32}{self.skipped_updates:>10}   see the warnings above")
+        if self.skipped_updates > self.steps / 10:
+            lines.append("warning: more than a tenth of the updates were skipped; check the data with --preflight")
         return lines

@@ -71,7 +71,8 @@ class Reporter:
         rank = "" if record.non_finite_rank is None else f" on rank {record.non_finite_rank}"
         lr = self.schedule(number - 1)
         values = f"loss {record.loss}{rank}, gradient norm {record.gradient_norm}, learning rate {lr:.3e}"
-        log.warning(f"Step {number}: {values}: update skipped ({state.skipped} so far)")
+        remedy = f"; {REMEDY}" if state.skipped == 1 else ""
+        log.warning(f"Step {number}: {values}: update skipped ({state.skipped} so far){remedy}")
         if state.skipped_in_a_row >= self.config.max_consecutive_skips:
             raise UserError(
                 f"training stopped: {state.skipped_in_a_row} updates in a row were skipped, the last one at step "
@@ -96,7 +97,7 @@ class Reporter:
             tags.STEP_LEARNING_RATE: self.schedule(state.step - 1),
         }
         speed = scalars[tags.STEP_SAMPLES_PER_SECOND]
-        remaining = (self.config.num_epochs * self.steps / state.step - 1) * self.clock.seconds()
+        remaining = (self.config.num_epochs * self.steps - state.step) * interval.seconds() / interval.steps
         teraflops, slowest = "", self._recorder.slowest
         slow = f"{slowest.summary()}, " if slowest else ""
         if self.teraflop_per_sample:

@@ -90,10 +90,11 @@ class Trainer:
         with closing(self.loaders.train.epoch(0)) as batches:
             batch = next(batches)
             compile_kernels(self.config, self.world)
+            if state.step == 0:
+                log.info(f"Before training: {len(self.loaders.valid)} batches of validation with the untrained network")
             train = WeightedMean(self.world)
             train.add(self.step.evaluate(batch)[0], len(batch.inputs))
             if state.step == 0:
-                log.info("Before training:")
                 validation = self._validate()
                 self.reporter.log_validation(validation, state)
                 state.initial_loss = state.final_loss = state.best_loss = state.loss_to_beat = validation.loss
@@ -153,12 +154,15 @@ class Trainer:
         valid = self.loaders.valid
         means = [WeightedMean(self.world, 1 + len(self.config.metrics)) for _ in valid.volumes]
         self._pulse.enter("validation", self.state.step)
-        with closing(valid.epoch(0)) as batches:
-            for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have fewer batches
+        count = max(self.world.gather_json(len(valid)))  # some ranks may have fewer batches
+        progress = Progress("validation", count, "batches", live_only=self.state.step > 0)  # later ones take as long
+        with closing(valid.epoch(0)) as batches, progress:
+            for index in range(count):
                 if index < len(valid):
                     batch = next(batches)
                     means[valid.volume_of(index)].add(self.step.evaluate(batch), len(batch.inputs))
                 self._pulse.meet()
+                progress.advance()
         results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
         validation = Validation.of(results, self.config.metrics, clock.seconds())
         self.state.metrics = validation.metrics
