@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,18 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("networks", "utils", "analysis", "simulation", "benchmarks", "docs", "docker")
 
 
+def tracked(pattern: str) -> list[Path]:
+    """The tracked files that match, without a user's own, such as a network in the root; all in a copy without git."""
+    files = sorted(ROOT.glob(pattern))
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    names = {*listed.stdout.split("\0")}
+    return files if listed.returncode else [path for path in files if str(path.relative_to(ROOT)) in names]
+
+
 def sources() -> dict[str, ast.Module]:
     """The program's modules by their paths: entry scripts, then each folder."""
     paths = [
-        *sorted(ROOT.glob("*.py")),
+        *tracked("*.py"),
         *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))),
     ]
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}

@@ -7,10 +7,10 @@ import ast
 import graphlib
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from docs.modules import ROOT, tracked
+
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
 UTILS = "constants launchers powers | errors | progress log | files | config | cli lookup | distributed | optim"
 UTILS += " | volumes | data | steps | run | training | profiling | preflight"
@@ -62,11 +62,11 @@ def unsafe_statements(tree: ast.Module) -> list[str]:
 
 
 # The files of entry scripts, the wings and benchmarks by dotted module name.
-FILES = [*ROOT.glob("*.py"), *(path for name in (*WINGS, "benchmarks") for path in (ROOT / name).rglob("*.py"))]
+FILES = [*tracked("*.py"), *(path for name in (*WINGS, "benchmarks") for path in (ROOT / name).rglob("*.py"))]
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
 IMPORTS = {module: list(imports(tree)) for module, tree in TREES.items()}
-ENTRY_SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
+ENTRY_SCRIPTS = {path.stem for path in tracked("*.py")}
 
 
 def within(name: str, package: str) -> bool:

@@ -49,7 +49,7 @@ MODULES = {"train.py": "train", "train_graph.py": "train", "submit_pm.sh": "trai
 MODULES |= {"evaluate.py": "evaluate", "export.py": "export", "simulation": "simulation.simulate"}
 OPERATORS = {"*": operator.mul, "/": operator.truediv, "+": operator.add, "-": operator.sub}
 
-CONFIGS = {name for path in (TOP / "config").glob("*.yaml") for name in config.read_file(str(path))}
+CONFIGS = {name for path in modules.tracked("config/*.yaml") for name in config.read_file(str(path))}
 docs = pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 
 
@@ -102,7 +102,7 @@ def test_the_readme_links_to_every_page_and_pages_named_in_the_code_exist() -> N
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
     targets = {link.partition("#")[0] for link in links(README)}
     assert {str(page.relative_to(TOP)) for page in DOCS[1:]} <= targets
-    files = [file for pattern in SOURCES for file in TOP.glob(pattern) if file.is_file() and file.suffix != ".png"]
+    files = [file for pattern in SOURCES for file in modules.tracked(pattern) if file.suffix != ".png"]
     named = {link for file in files for link in re.findall(r"docs/\w+\.md(?:#[\w-]+)?", file.read_text())}
     assert broken(sorted(named), README) == []
 

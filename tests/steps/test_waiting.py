@@ -15,6 +15,7 @@ from host_waits import HostWaits, WaitingTrace
 from small_steps import ON_DEVICE
 from step_trace import CPU, batch_of, fake_gpu
 
+from docs.modules import tracked
 from networks import LOSSES, strided
 from utils import config as configs
 from utils.config import Config, yaml_files
@@ -39,7 +40,7 @@ KEYS += ("fused_tail", "ddp")
 def shipped() -> dict[str, Config]:
     """The shipped configs, small, one of each set of equal steps."""
     shipped_configs = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
+    for path in tracked("config/*.yaml"):
         for name in yaml_files.read_file(str(path)):
             labeled = configs.load(str(path), name, ALL_SIZES).is_classification
             config = configs.load(str(path), name, ALL_SIZES if labeled else {**ALL_SIZES, **SMALL})

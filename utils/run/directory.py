@@ -83,10 +83,10 @@ class RunDirectory:
         return records
 
     def read_summary(self) -> dict[str, Any]:
-        return _read_object(self.summary, {})
+        return _read_record(self.summary, {})
 
     def read_provenance(self) -> dict[str, Any]:
-        return _read_object(self.provenance, PROVENANCE)
+        return _read_record(self.provenance, PROVENANCE)
 
     def evaluated_steps(self) -> list[int]:
         """Steps of the evaluations during training, in ascending order."""
@@ -102,7 +102,7 @@ class RunDirectory:
                 self.evaluation(later).unlink(missing_ok=True)
 
 
-def _read_object(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
+def _read_record(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file, and with a warning if it or a key has another type."""
     value: Any = None
     with contextlib.suppress(ValueError):
