@@ -5,7 +5,7 @@ in fundamentals: units of the fundamental wavenumber of the longest side.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class Modes:
         """
         return values.new_zeros(number).scatter_add_(0, bins.flatten(), (values * self._weight).flatten())
 
-    def lowest(self, transformed: Tensor, limits: tuple[int, int, int]) -> Tensor:
+    def lowest(self, transformed: Tensor, limits: Sequence[int]) -> Tensor:
         """All ranks' modes with up to `limits` waves along each axis, less than half of the cells; complex128.
 
         The shape is [2 limit + 1, 2 limit + 1, limit + 1], in the order 0, 1, …, limit, −limit, …, −1 along x and y.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.evaluation.bispectrum import equilateral_bispectrum
+from analysis.bispectrum import Bispectra
 from analysis.evaluation.results import LOG_DENSITY, Bispectrum, Distribution, Spectrum
 from analysis.evaluation.spectra import KShells
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
@@ -62,7 +62,8 @@ class Fields:
         if field.spectrum == DIVERGENCE:
             self._compare_divergence(*stored)
         elif field.spectrum == LOG_DENSITY:
-            self.bispectrum = equilateral_bispectrum(stored, self._slabs, self._cell or 1.0)
+            triangles = Bispectra(self._slabs, self._cell or 1.0)
+            self.bispectrum = Bispectrum(triangles.k, *(triangles.measure(values)[0] for values in stored))
         elif field.is_exponential:
             masses = torch.stack([values.sum(dtype=torch.float64) for values in stored])
             self.mass_ratio = float(torch.divide(*self._world.sum(masses)))

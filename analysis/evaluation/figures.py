@@ -1,6 +1,7 @@
 """Figures of one evaluation: slices, spectra, distributions, phase diagram, and Lyman-alpha flux."""
 
 import io
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.image import AxesImage, imsave
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from analysis.bispectrum import SHAPES
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
@@ -21,6 +23,7 @@ from utils.volumes.channels import DARK_MATTER, DENSITY_UNIT, GAS, TEMPERATURE_U
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+COLORS = {TARGET: "black", PREDICTION: PALETTE[1]}  # of fields; those of the baselines follow
 COLOR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
 RESIDUAL_COLORS = "PuOr_r"
 LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}
@@ -31,7 +34,7 @@ DOTS_PER_INCH = 110
 
 def draw_all(results: Results) -> dict[str, Figure]:
     """A figure for each entry of PICTURES that the results have data for."""
-    missing = {name for name in ("phase_diagram", "flux") if getattr(results, name) is None}
+    missing = {name for name in ("phase_diagram", "flux", "bispectrum") if getattr(results, name) is None}
     missing |= set() if results.flux and results.flux.p3d_k.size else {"flux_3d"}
     drawn = {name: draw(results) for name, draw in PICTURES.items() if name not in missing}
     for figure in drawn.values():
@@ -178,7 +181,7 @@ def flux(results: Results) -> Figure:
     figure = new_figure(10, 7.5)
     panels = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
     for name, field in flux_results.fields.items():
-        color = {TARGET: "black", PREDICTION: PALETTE[1]}.get(name, PALETTE[0])
+        color = COLORS.get(name, PALETTE[0])
         panels["power"].plot(flux_results.k, flux_results.k * field.power / math.pi, color=color, label=name)
         panels["pdf"].stairs(field.pdf, flux_results.edges, baseline=None, color=color, linewidth=1.5)
         panels["line"].plot(flux_results.velocity, field.sightline, color=color, linewidth=1.2)
@@ -216,22 +219,49 @@ def flux_3d(results: Results) -> Figure:
     """P(k, mu) of the flux relative to that of the target, by direction; one panel per field."""
     flux_results = results.flux
     assert flux_results is not None, "the flux was not computed"
-    figure, ratios = new_figure(10, 4.3), flux_results.p3d_ratios
-    panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
     edges, k = flux_results.mu_edges, flux_results.p3d_k
-    for axes, (name, ratio) in zip(panels, ratios.items(), strict=True):
+    names = [f"$\\mu$ = {low:g} to {high:g}" for low, high in itertools.pairwise(edges)]
+    panels = {
+        field: dict(zip(names, zip(k, ratio, strict=True), strict=True))
+        for field, ratio in flux_results.p3d_ratios.items()
+    }
+    return _ratio_panels(panels, dict(zip(names, PALETTE, strict=False)), r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc")
+
+
+def bispectrum(results: Results) -> Figure:
+    """Bispectra relative to those of the target, of log density and, if they are known, of the flux."""
+    density, flux_results = results.bispectrum, results.flux
+    assert density is not None, "the unit of density is unknown"
+    panels = {f"log density, {SHAPES[0]}": {PREDICTION: (density.k, density.ratio)}}
+    if flux_results and flux_results.flux_bispectrum_k.size:
+        for number, shape in enumerate(SHAPES):
+            ratios = {name: ratio[number] for name, ratio in flux_results.bispectrum_ratios.items()}
+            panels[f"flux, {shape}"] = {name: (flux_results.flux_bispectrum_k, ratio) for name, ratio in ratios.items()}
+    return _ratio_panels(panels, COLORS, "$B$", results.wavenumber_unit)
+
+
+def _ratio_panels(
+    panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]],
+    colors: Mapping[str, str],
+    quantity: str,
+    unit: str,
+) -> Figure:
+    """A panel per title: wavenumbers and ratios to the target by label; lines continue across bins without a mode."""
+    figure = new_figure(2 + 4 * len(panels), 4.3)
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, curves) in zip(row, panels.items(), strict=True):
         axes.axhline(1, color="0.3", linewidth=0.8)
-        for number, color in enumerate(PALETTE[: len(k)]):
-            shown = np.isfinite(k[number])  # a line across bins without a mode
-            label = f"$\\mu$ = {edges[number]:g} to {edges[number + 1]:g}" if axes is panels[0] else None
-            axes.plot(k[number, shown], ratio[number, shown], color=color, label=label, marker=".")
-        axes.set(xscale="log", xlabel="wavenumber k (h/Mpc)", title=name)
-        axes.set_xlim(np.nanmin(k) / 1.1, np.nanmax(k) * 1.1)
+        for name, (k, ratio) in curves.items():
+            shown = np.isfinite(k)
+            axes.plot(k[shown], ratio[shown], color=colors.get(name, PALETTE[0]), label=name, marker=".")
+        all_k = np.concatenate([k for k, _ in curves.values()])
+        axes.set(xscale="log", xlabel=f"wavenumber k ({unit})", title=title)
+        axes.set_xlim(np.nanmin(all_k) / 1.1, np.nanmax(all_k) * 1.1)
         axes.grid(alpha=0.25)
         _label_logarithmic(axes.xaxis)
-    _scale_ratios(*panels)
-    panels[0].set_ylabel(r"$P_\mathrm{3D}(k, \mu)$ relative to the target")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    _scale_ratios(*row)
+    row[0].set_ylabel(f"{quantity} relative to the target")
+    figure.legend(*row[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -346,4 +376,5 @@ PICTURES: dict[str, Callable[[Results], Figure]] = {
     "phase_diagram": phase_diagram,
     "flux": flux,
     "flux_3d": flux_3d,
+    "bispectrum": bispectrum,
 }

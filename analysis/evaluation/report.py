@@ -13,7 +13,7 @@ import numpy as np
 
 from analysis.evaluation import figures, results, tables
 from analysis.evaluation.loss_curves import loss_curves
-from analysis.evaluation.results import Bispectrum, Results
+from analysis.evaluation.results import Results
 from analysis.lyman_alpha.results import FGPA, REAL_FGPA, Flux
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -112,7 +112,10 @@ def _training_curves(evaluation: Results) -> dict[str, bytes]:
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The content of evaluation.json."""
-    unit = evaluation.wavenumber_unit
+    unit, bispectrum = evaluation.wavenumber_unit, evaluation.bispectrum
+    triangles = {}
+    if bispectrum:  # of log density
+        triangles = {f"k ({unit})": bispectrum.k, "B ratio": bispectrum.ratio, "B of the target": bispectrum.target}
     return {
         "scalars": evaluation.scalars(),
         "spectra": {
@@ -124,17 +127,11 @@ def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, An
             }
             for name, spectrum in evaluation.spectra.items()
         },
-        **({"bispectrum": _bispectrum_summary(evaluation.bispectrum, unit)} if evaluation.bispectrum else {}),
+        "bispectrum": {name: _rounded(values) for name, values in triangles.items()},
         **({"flux": _flux_summary(evaluation.flux)} if evaluation.flux else {}),
         "metadata": {**evaluation.metadata, "cell": evaluation.cell},
         "provenance": dict(provenance),
     }
-
-
-def _bispectrum_summary(bispectrum: Bispectrum, k_unit: str) -> dict[str, Any]:
-    """The equilateral bispectrum of log density in evaluation.json."""
-    arrays = {f"k ({k_unit})": bispectrum.k, "B ratio": bispectrum.ratio, "B of the target": bispectrum.target}
-    return {name: _rounded(values) for name, values in arrays.items()}
 
 
 def _flux_summary(flux: Flux) -> dict[str, Any]:
@@ -149,6 +146,7 @@ def _flux_summary(flux: Flux) -> dict[str, Any]:
         "PDF bin edges": _rounded(flux.edges),
         "mu bin edges": _rounded(flux.mu_edges),
         "k of P3D, by mu (h/Mpc)": [*map(_rounded, flux.p3d_k)],
+        "k of the bispectra (h/Mpc)": _rounded(flux.flux_bispectrum_k),
         "fields": {
             name: {
                 "scale": float(f"{field.scale:.6g}"),
@@ -158,6 +156,7 @@ def _flux_summary(flux: Flux) -> dict[str, Any]:
                     for axis, power in zip("xyz", field.axis_power, strict=True)
                 },
                 "P3D, by mu ((Mpc/h)³)": [*map(_rounded, field.p3d)],
+                "bispectra, equilateral and squeezed ((Mpc/h)⁶)": [*map(_rounded, field.flux_bispectrum)],
                 "PDF": _rounded(field.pdf),
             }
             for name, field in flux.fields.items()

@@ -141,15 +141,13 @@ def field_table(evaluation: Results) -> Table:
 def flux_table(flux: Flux) -> Table:
     """A column per field: mean flux before rescaling, and deviations from the target."""
     ks = [f"{flux.k[mode]:.2g}" for mode in flux.reference_modes]
-    bands, bands_3d = flux.band_errors(PREDICTION), flux.p3d_errors(PREDICTION)
     header = ["flux (k in s/km)", "mean before rescaling", "factor of τ", *(f"P1D ratio at k = {k}" for k in ks)]
-    header += [f"mean |P1D ratio − 1| to {flux.largest_k:.2g}", *(f"P1D error, {band}" for band in bands)]
-    rows = [[*header, *(f"P3D error {band}" for band in bands_3d), "correlation", "PDF distance"]]
+    header += [f"mean |P1D ratio − 1| to {flux.largest_k:.2g}", *flux.errors(PREDICTION)]
+    rows = [[*header, "correlation", "PDF distance"]]
     for name, field in flux.fields.items():
         row = [name, _number(field.unscaled_mean), _number(field.scale)]
         if name in flux.ratios:
-            errors = [*flux.band_errors(name).values(), *flux.p3d_errors(name).values()]
-            values = [*flux.ratios[name][flux.reference_modes], flux.power_error(name), *errors]
+            values = [*flux.ratios[name][flux.reference_modes], flux.power_error(name), *flux.errors(name).values()]
             row += map(_number, (*values, field.correlation, flux.pdf_distance(name)))
         rows.append(row + [""] * (len(rows[0]) - len(row)))
     return _transposed(rows)

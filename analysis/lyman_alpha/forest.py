@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from analysis.bispectrum import SHAPES, Bispectra
 from analysis.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
 from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux, FluxField
@@ -70,6 +71,7 @@ class FluxStatistics:
         self._lines = [Sightlines(axis, slabs, setup.options.sightlines) for axis in range(3)]
         is_complete = all(lines.count * lines.cells == math.prod(slabs.shape) for lines in self._lines)
         self._power = AnisotropicPower(slabs, setup.cell) if is_complete else None
+        self._triangles = Bispectra(slabs, setup.cell) if is_complete else None
 
     @torch.no_grad()
     def results(self, fields: SlabFields) -> Flux:
@@ -97,6 +99,7 @@ class FluxStatistics:
             mu_edges=np.linspace(0, 1, MU_BINS + 1),
             p3d_k=self._power.k if self._power else np.empty((MU_BINS, 0)),
             p3d_modes=self._power.modes if self._power else np.empty((MU_BINS, 0)),
+            flux_bispectrum_k=self._triangles.k if self._triangles else np.empty(0),
             fields={TARGET: known[TARGET], PREDICTION: prediction} | known,
         )
 
@@ -211,7 +214,7 @@ class FluxStatistics:
                 products = deviation * true_deviation, deviation.square(), true_deviation.square()
                 moments += torch.stack([product.sum() for product in products])
             powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width)[1].cpu().numpy())
-        axis_power, power = self._average(powers)
+        (axis_power, power), (p3d, bispectrum) = self._average(powers), self._structure(depths, scale, mean)
         product, square, true_square = world.sum(moments).tolist()
         return FluxField(
             scale=scale,
@@ -221,7 +224,8 @@ class FluxStatistics:
             pdf=world.sum(histogram).cpu().numpy() * (PDF_BINS / pixels if math.isfinite(mean) else math.nan),
             power=power,
             axis_power=axis_power,
-            p3d=self._power_3d(depths, scale, mean),
+            p3d=p3d,
+            flux_bispectrum=bispectrum,
             sightline=self._middle_line(depths[-1], scale),
         )
 
@@ -232,10 +236,14 @@ class FluxStatistics:
             out.copy_(torch.exp(-scale * part))
         return flux
 
-    def _power_3d(self, depths: list[Tensor], scale: float, mean: float) -> np.ndarray:
-        """P(k, mu) in (Mpc/h)³, the mean over the modes of all three axes; no bins unless all sight-lines are there."""
-        if self._power is None:
-            return np.empty((MU_BINS, 0))
+    def _structure(self, depths: list[Tensor], scale: float, mean: float) -> tuple[np.ndarray, np.ndarray]:
+        """P(k, mu) in (Mpc/h)³, the mean over the modes of all three axes, and the mean bispectra in (Mpc/h)⁶.
+
+        Without bins unless all sight-lines are there.
+        """
+        if self._power is None or self._triangles is None:
+            return np.empty((MU_BINS, 0)), np.empty((len(SHAPES), 0))
+        bispectra = []
         sums = torch.zeros(self._power.modes.shape, dtype=torch.float64, device=self._world.device)
         for axis, depth in enumerate(depths):
             contrast = torch.empty_like(depth)
@@ -243,9 +251,10 @@ class FluxStatistics:
                 out.copy_(torch.exp(-scale * part) / mean - 1)
             if axis == 0:  # [own y, z, x]
                 contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
-            sums += self._power.sums(contrast.transpose(1, 2) if axis == 1 else contrast, axis)  # axis 1: [x, z, y]
-            self._world.pulse.advance()
-        return self._power.power(sums)
+            contrast = contrast.transpose(1, 2) if axis == 1 else contrast  # axis 1: [x, z, y]
+            sums += self._power.sums(contrast, axis)
+            bispectra.append(self._triangles.measure(contrast))
+        return self._power.power(sums), np.mean(bispectra, axis=0)
 
     def _middle_line(self, depth: Tensor, scale: float) -> np.ndarray:
         lines = self._lines[-1]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from analysis.bispectrum import SHAPES
 from utils.run import tags
 
 TARGET, PREDICTION = "target", "prediction"  # names of fields, and of the baseline:
@@ -24,6 +25,7 @@ class FluxField:
     power: np.ndarray  # [bins of k] P1D in km/s, the mean over the sight-lines along x, y and z
     axis_power: np.ndarray  # [3, bins of k] that of the sight-lines along each axis, at Flux.axis_k
     p3d: np.ndarray  # [bins of mu, bins of k] P(k, mu) in (Mpc/h)³, at Flux.p3d_k; NaN without a mode
+    flux_bispectrum: np.ndarray  # [2, shells] of F / ⟨F⟩ − 1, equilateral and squeezed, in (Mpc/h)⁶
     sightline: np.ndarray  # [cells] F along one sight-line through the middle of the box
 
 
@@ -42,18 +44,27 @@ class Flux:
     mu_edges: np.ndarray  # [bins of mu + 1] of |mu|, the cosine of the angle between wave and sight-line
     p3d_k: np.ndarray  # [bins of mu, bins of k] in h/Mpc, the mean over a bin's modes; no bins without all sight-lines
     p3d_modes: np.ndarray  # [bins of mu, bins of k] number of modes, of sight-lines along x, y and z
+    flux_bispectrum_k: np.ndarray  # [shells] in h/Mpc; no shells without all sight-lines
     fields: dict[str, FluxField]  # "target", "prediction" and, if the units of the input are known, FGPA or REAL_FGPA
 
     @property
     def ratios(self) -> dict[str, np.ndarray]:
         """P1D of each field but the target, relative to that of the target."""
-        target = self.fields[TARGET].power
-        return {name: quotient(field.power, target) for name, field in self.fields.items() if name != TARGET}
+        return self._ratios("power")
 
     @property
     def p3d_ratios(self) -> dict[str, np.ndarray]:
         """P(k, mu) of each field but the target, relative to that of the target."""
-        return {name: quotient(self.fields[name].p3d, self.fields[TARGET].p3d) for name in self.ratios}
+        return self._ratios("p3d")
+
+    @property
+    def bispectrum_ratios(self) -> dict[str, np.ndarray]:
+        """The bispectra of each field but the target, relative to those of the target, [2, shells]."""
+        return self._ratios("flux_bispectrum")
+
+    def _ratios(self, part: str) -> dict[str, np.ndarray]:
+        target = getattr(self.fields[TARGET], part)
+        return {name: quotient(getattr(field, part), target) for name, field in self.fields.items() if name != TARGET}
 
     @property
     def largest_k(self) -> float:
@@ -87,6 +98,24 @@ class Flux:
         used = (self.p3d_modes > 0) & (self.p3d_k <= largest)
         return {f"to {largest:.2g} h/Mpc": float(np.sqrt(np.mean((self.p3d_ratios[name][used] - 1) ** 2)))}
 
+    def bispectrum_errors(self, name: str) -> dict[str, float]:
+        """Rms of k³ (B − that of the target) over the shells, relative to the target's, by shape; none without B.
+
+        A target may pass zero, where a ratio says nothing. k³ gives all shells about the same weight.
+        """
+        weights = self.flux_bispectrum_k**3
+        ours, target = (weights * self.fields[field].flux_bispectrum for field in (name, TARGET))
+        shells = np.isfinite(target).all(0)
+        errors = np.linalg.norm((ours - target)[:, shells], axis=1) / np.linalg.norm(target[:, shells], axis=1)
+        return dict(zip(SHAPES, map(float, errors), strict=True)) if shells.any() else {}
+
+    def errors(self, name: str) -> dict[str, float]:
+        """All errors in bands, by names such as "P1D error, 0.003 to 0.01 s/km"."""
+        quantities = {"P1D": self.band_errors, "P3D": self.p3d_errors, "bispectrum": self.bispectrum_errors}
+        return {
+            f"{key} error, {part}": error for key, errors in quantities.items() for part, error in errors(name).items()
+        }
+
     def pdf_distance(self, name: str) -> float:
         """Half the integral of |PDF − that of the target|: the share of pixels in the wrong bin, from 0 to 1."""
         return float(np.abs(self.fields[name].pdf - self.fields[TARGET].pdf) @ np.diff(self.edges)) / 2
@@ -98,9 +127,8 @@ class Flux:
             for mode in self.reference_modes:
                 scalars[tags.evaluation("flux", f"P1D ratio at k = {self.k[mode]:.3g}, {name}")] = float(ratio[mode])
             scalars[tags.evaluation("flux", f"P1D error, {name}")] = self.power_error(name)
-            for quantity, errors in (("P1D", self.band_errors(name)), ("P3D", self.p3d_errors(name))):
-                for band, error in errors.items():
-                    scalars[tags.evaluation("flux", f"{quantity} error, {band}, {name}")] = error
+            for quantity, error in self.errors(name).items():
+                scalars[tags.evaluation("flux", f"{quantity}, {name}")] = error
             scalars[tags.evaluation("flux", f"correlation, {name}")] = self.fields[name].correlation
             scalars[tags.evaluation("flux", f"PDF distance, {name}")] = self.pdf_distance(name)
         for name, field in self.fields.items():

@@ -63,7 +63,7 @@ def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Resu
     for outside in ("href", "url(", "@import", "http:", "https:", "<script", "<link", "<iframe", "<img src='"):
         assert outside not in page
     assert "<title>Evaluation: epoch 3</title>" in page
-    assert images_of(page) == [b"PNG"] * 4, "there is no flux"
+    assert images_of(page) == [b"PNG"] * 5, "there is no flux"
     rows, summary = rows_of(page), tables.summary_table(evaluation)
     assert rows[: len(summary)] == summary, "it comes first"
     assert all(row in rows for row in (*tables.channel_table(evaluation), *tables.field_table(evaluation)))
@@ -131,7 +131,7 @@ def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> Non
     lines = tables.lines(evaluation)[:-1]
     assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
     page = report.page(evaluation, PICTURES, {})
-    assert len(images_of(page)) == 6
+    assert len(images_of(page)) == 7
     assert "computed from the dark matter, not smoothed: the cells are too large." in page
     assert all(row in rows_of(page) and any(line.startswith(row[0]) for line in lines) for row in table)
 
@@ -223,6 +223,9 @@ def test_errors_of_flux_power_in_bands_and_bins(with_flux: Results) -> None:
     assert evaluation.p3d_errors("prediction") == {"to 2 h/Mpc": pytest.approx(np.sqrt((0.1**2 + 0.1**2 + 0.2**2) / 3))}
     none = np.empty((4, 0))
     assert replace(evaluation, p3d_k=none, p3d_modes=none).p3d_errors("prediction") == {}
+    larger = replace(flux.fields["prediction"], flux_bispectrum=1.2 * flux.fields["target"].flux_bispectrum)
+    expected = {"equilateral": pytest.approx(0.2), "squeezed": pytest.approx(0.2)}
+    assert replace(flux, fields={**flux.fields, "prediction": larger}).bispectrum_errors("prediction") == expected
 
 
 def physical(values: np.ndarray) -> list[np.ndarray]:
@@ -262,7 +265,7 @@ def test_no_ratio_leaves_its_panel(with_flux: Results) -> None:
     power = np.geomspace(1, 50, len(fgpa.power)) * fgpa.power
     fields = {**with_flux.flux.fields, "FGPA": replace(fgpa, power=power, p3d=30 * fgpa.p3d)}
     changed = replace(with_flux, spectra=spectra, flux=replace(with_flux.flux, fields=fields))
-    for name in ("spectra", "flux", "flux_3d"):
+    for name in ("spectra", "flux", "flux_3d", "bispectrum"):
         for axes in filter(lambda axes: axes.lines, figures.PICTURES[name](changed).axes):
             curves = [line.get_ydata() for line in axes.lines if len(line.get_ydata()) > 2]
             heights, (low, high) = np.concatenate(curves), axes.get_ylim()

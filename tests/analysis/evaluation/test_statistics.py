@@ -15,7 +15,7 @@ from sample_results import slab_fields
 from volume_files import smooth_field
 
 from analysis import modes
-from analysis.evaluation.bispectrum import equilateral_bispectrum
+from analysis.bispectrum import Bispectra
 from analysis.evaluation.results import Results, Spectrum
 from analysis.evaluation.spectra import KShells
 from analysis.evaluation.statistics import volume_statistics
@@ -272,32 +272,39 @@ def test_a_large_mean_and_few_columns_at_once_do_not_change_the_result(monkeypat
         np.testing.assert_allclose(values, getattr(near, name), rtol=1e-12)
 
 
-def sum_over_triangles(field: np.ndarray, low: float, high: float) -> tuple[int, float]:
-    """The number of ordered triangles in a shell, and the bispectrum: all pairs of waves, one by one."""
+Shell = tuple[float, float]
+
+
+def sum_over_triangles(field: np.ndarray, first: Shell, shell: Shell) -> tuple[int, float]:
+    """The number of ordered triangles with one side in a shell and two in another, and B: all pairs, one by one."""
     shape, longest = field.shape, max(field.shape)
     modes = np.fft.fftn(field) / field.size
     limits = [(side - 1) // 2 for side in shape]
-    waves = {
-        wave
-        for wave in itertools.product(*(range(-limit, limit + 1) for limit in limits))
-        if low < math.hypot(*(n * longest / side for n, side in zip(wave, shape, strict=True))) < high
-    }
-    products = []
-    for first, second in itertools.product(waves, repeat=2):
-        third = tuple(-a - b for a, b in zip(first, second, strict=True))
+
+    def waves_in(low: float, high: float) -> set[tuple[int, ...]]:
+        return {
+            wave
+            for wave in itertools.product(*(range(-limit, limit + 1) for limit in limits))
+            if low < math.hypot(*(n * longest / side for n, side in zip(wave, shape, strict=True))) < high
+        }
+
+    products, waves = [], waves_in(*shell)
+    for one_side, second in itertools.product(waves_in(*first), waves):
+        third = tuple(-a - b for a, b in zip(one_side, second, strict=True))
         if third in waves:
-            products.append(modes[first] * modes[second] * modes[third])
+            products.append(modes[one_side] * modes[second] * modes[third])
     mean = sum(products).real / len(products) if products else math.nan
     return len(products), mean * (field.size * 0.5**3) ** 2
 
 
-def test_the_bispectrum_agrees_with_a_sum_over_all_triangles() -> None:
-    """Also of a box whose sides differ, where the first shell has none."""
+def test_bispectra_agree_with_a_sum_over_all_triangles() -> None:
+    """Also of a box whose sides differ, where the first shell has no triangle."""
     for shape in ((10, 10, 10), (9, 12, 7)):
-        fields = [np.exp(0.7 * noise(*shape, seed=seed)) for seed in (0, 1)]
-        results = equilateral_bispectrum([*map(torch.tensor, fields)], Slabs(shape, ALONE), 0.5)
-        for shell, (low, high) in enumerate(((0.5, 1.5), (1.5, 2.5))):
-            for field, values in zip(fields, (results.predicted, results.target), strict=True):
-                count, expected = sum_over_triangles(field, low, high)
-                assert (count > 0) == (shell > 0 or shape == (10, 10, 10))
-                np.testing.assert_allclose(values[shell], expected, rtol=1e-4, err_msg=f"{shape} {shell}")
+        triangles, shells = Bispectra(Slabs(shape, ALONE), 0.5), ((0.5, 1.5), (1.5, 2.5))
+        for seed, (number, shell) in itertools.product((0, 1), enumerate(shells)):
+            field = np.exp(0.7 * noise(*shape, seed=seed))
+            results = triangles.measure(torch.tensor(field))[:, number]
+            for result, first in zip(results, (shell, shells[0]), strict=True):
+                count, expected = sum_over_triangles(field, first, shell)
+                assert (count > 0) == (number > 0 or shape == (10, 10, 10))
+                np.testing.assert_allclose(result, expected, rtol=1e-4, err_msg=f"{shape} {number}")

@@ -12,6 +12,7 @@ from sample_results import SIMULATION, slab_fields
 from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
+from analysis.bispectrum import Bispectra
 from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
 from analysis.lyman_alpha.power import RATIO, AnisotropicPower
@@ -96,14 +97,17 @@ def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
     return depths(density, np.stack(velocity), temperature)
 
 
-def power_by_direction(taus: list[np.ndarray], field: FluxField) -> np.ndarray:
-    """P(k, mu) of all modes along x, y and z; the last test is of these sums."""
+def structure(taus: list[np.ndarray], field: FluxField) -> tuple[np.ndarray, np.ndarray]:
+    """P(k, mu) of all modes along x, y and z, whose sums the last test checks, and the mean bispectra."""
+    triangles, bispectra = Bispectra(Slabs(SHAPE, ALONE), CELL), []
     power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
     for axis, tau in enumerate(taus):
         others = [side for number, side in enumerate(SHAPE) if number != axis]
         flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
-        sums.append(power.sums(torch.tensor(flux / field.mean - 1).float(), axis))
-    return power.power(sum(sums))
+        contrast = torch.tensor(flux / field.mean - 1).float()
+        sums.append(power.sums(contrast, axis))
+        bispectra.append(triangles.measure(contrast))
+    return power.power(sum(sums)), np.mean(bispectra, axis=0)
 
 
 def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
@@ -138,7 +142,9 @@ def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
             weighted[bins] += lines * power
             modes[bins] += lines
         np.testing.assert_allclose(field.power, weighted / modes, rtol=1e-4)
-        np.testing.assert_allclose(field.p3d, power_by_direction(taus, field), rtol=1e-4)
+        p3d, bispectrum = structure(taus, field)
+        np.testing.assert_allclose(field.p3d, p3d, rtol=1e-4)
+        np.testing.assert_allclose(field.flux_bispectrum, bispectrum, rtol=1e-3)
         theirs = np.concatenate([tau.ravel() for tau in expected[TARGET]]) * base.fields[TARGET].scale
         assert field.correlation == pytest.approx(np.corrcoef(flux, np.exp(-theirs))[0, 1], rel=1e-5)
         middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
