@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class SimulationOptions:
     n_steps: int = 40
     device: str = "cpu"
     format: str = "volume"
+    paired: int = 0  # 1 and -1 for the members of a pair, whose initial fields sum to zero
     threads: int = CORES
     overwrite: bool = False
 
@@ -97,12 +98,15 @@ class SimulationOptions:
 def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> Tensor:
     """Modes of the linear density contrast, scaled to z = 0: [n, n, n // 2 + 1].
 
-    They are white noise, drawn in real space by one generator, times sqrt(P(k)): <|delta_k|^2> = P(k) n^6 / V.
+    They are white noise, drawn in real space by one generator, times sqrt(P(k)): <|delta_k|^2> = P(k) n^6 / V. Those of
+    a pair have this power in each mode, not only in the mean (Angulo & Pontzen 2016, MNRAS 462, L1).
     """
     n, threads = options.grid, options.threads
     noise = np.random.default_rng(options.seed).standard_normal((n, n, n), dtype=np.float32)
     modes = forward(torch.from_numpy(noise), threads)
     del noise
+    if options.paired:
+        modes *= options.paired * n**1.5 / modes.abs()
     # colossus is slow for 10^8 wavenumbers, and log P(k) is smooth: a fine table is interpolated instead.
     fundamental = 2 * np.pi / options.box_length
     table = np.geomspace(0.9 * fundamental, 0.9 * fundamental * n, 4000)
@@ -171,7 +175,7 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "box_size_mpc_h": options.box_length,
         "start_redshift": START_REDSHIFT,
-        **{name: getattr(options, name) for name in stored},
+        **{name: getattr(options, name) for name in (*stored, *(["paired"] if options.paired else []))},
         **{f"cosmology_{name}": float(getattr(cosmology, name)) for name in parameters},
         **evolution.attributes(),
         **channels.attributes(),
@@ -206,6 +210,8 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.add_argument("--n_steps", type=positive, default=40, help=steps)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the simulation (%(default)s)")
     parser.add_argument("--format", choices=nyx.FORMATS, default="volume", help="layout of the file (%(default)s)")
+    text = "also write OUTPUT_paired with the opposite initial field; both have exactly the linear power in each mode"
+    parser.add_argument("--paired", action="store_const", const=1, default=0, help=text)
     parser.add_argument("--threads", type=positive, default=CORES, help="they do not change the result (all cores)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return SimulationOptions(**vars(parser.parse_args(argv)))
@@ -218,9 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed, memory = MEMORY * options.grid**3 / 1e9, memory_limit() / 1e9
         if needed > memory:
             raise UserError(f"the box needs {needed:.0f} GB of memory, of {memory:.0f} GB; give a smaller --grid")
-        target = Path(options.output)
-        check_target(target, options.overwrite)
-        make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")
+        members = {Path(options.output): options}
+        if options.paired:
+            (target,) = members
+            members[target.with_stem(f"{target.stem}_paired")] = replace(options, paired=-1)
+        for target in members:
+            check_target(target, options.overwrite)
+        size = len(members) * 4 * 9 * options.grid**3
+        make_output_directory(target.parent, size, "give another --output or a smaller --grid")
         if options.cell > LARGEST_CELL:
             sys.stderr.write(
                 f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
@@ -228,8 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if options.n_steps < FEWEST_STEPS:
             sys.stderr.write(f"warning: {options.n_steps} steps are for tests only; give --n_steps 40\n")
-        fields = simulate(options) if options.format == "volume" else simulate_fields(options)
-        write(target, fields, file_attributes(options), options)
-        size = f"{options.grid} cells and {options.box_length:g} Mpc/h per side"
-        print(f"wrote {target}: {size}, z = {options.redshift:g}")
+        for target, member in members.items():
+            fields = simulate(member) if member.format == "volume" else simulate_fields(member)
+            write(target, fields, file_attributes(member), member)
+            sides = f"{member.grid} cells and {member.box_length:g} Mpc/h per side"
+            print(f"wrote {target}: {sides}, z = {member.redshift:g}")
     return 0

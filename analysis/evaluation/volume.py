@@ -110,5 +110,5 @@ class VolumeFields:
 
 
 def _identity(field: FieldReader) -> Simulation:
-    """The simulation of a volume, and the seed of its initial conditions, as far as the file states them."""
-    return field.simulation | {key: str(value) for key, value in field.attributes.items() if key == "seed"}
+    """The simulation of a volume, and seed and sign of its initial conditions, as far as the file states them."""
+    return field.simulation | {key: str(value) for key, value in field.attributes.items() if key in ("seed", "paired")}

@@ -24,7 +24,7 @@ from utils.volumes.values import check_sample
 from utils.volumes.writer import BlockWriter, ResumableHDF5File
 
 # Attributes of the input that also hold for the predicted gas.
-BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
+BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "paired", "cosmology")
 
 BLOCK_WINDOWS = 12  # per side of a block, by default: 13 % more windows, if they overlap by half
 POLL_SECONDS = 0.5  # between looks at what other ranks have done

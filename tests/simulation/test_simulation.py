@@ -236,6 +236,26 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(tmp_pa
     assert result == [4, 8.0, "planck18", channels.TRANSFORM["velocity_scale_km_s"]]
 
 
+def test_a_pair_has_the_linear_power_in_each_mode_and_initial_fields_that_sum_to_zero(tmp_path: Path) -> None:
+    cosmology, members = linear_theory.make_cosmology("planck18"), []
+    for sign in (1, -1):
+        options = SimulationOptions(grid=20, box_size=100.0, seed=5, threads=1, paired=sign)
+        members.append(simulate.initial_modes(options, cosmology))
+    np.testing.assert_array_equal(*(part.numpy() for part in (members[0], -members[1])))
+    k = torch.stack([part.expand(20, 20, 11) for part in fourier.wavenumbers(20, torch.device("cpu"))]).norm(dim=0)
+    expected = linear_theory.linear_power(cosmology, k[k > 0].double().numpy() * 20 / 100) * 20**6 / 100**3
+    np.testing.assert_allclose(members[0].abs()[k > 0].double().numpy() ** 2, expected, rtol=1e-4)
+
+    assert simulate.main(command(tmp_path / "box.h5", "--paired")) == 0
+    assert sorted(os.listdir(tmp_path)) == ["box.h5", "box_paired.h5"]
+    signs, fields = {"box.h5": 1, "box_paired.h5": -1}, []
+    for name, sign in signs.items():
+        with h5py.File(tmp_path / name) as file:
+            assert file.attrs["paired"] == sign
+            fields.append(file["Nbody"][0].ravel())
+    assert np.corrcoef(*fields)[0, 1] < -0.5, "voids are clusters of the other one"
+
+
 def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(tmp_path: Path) -> None:
     snapshot, volume = tmp_path / "snapshot.h5", tmp_path / "box.h5"
     assert simulate.main(command(snapshot, "--seed", "4", "--format", "nyx")) == 0
