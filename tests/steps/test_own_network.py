@@ -1,5 +1,6 @@
 """Networks of users: every fault ends in one line that names it, before anything is trained."""
 
+import contextlib
 import re
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_steps import world_on
 from torch import nn
 from trainings import YAML
 
@@ -19,7 +21,7 @@ from utils.errors import UserError
 from utils.steps import build
 from utils.steps.own_network import check_output
 
-SOURCE = """
+SOURCE = """import torch
 from torch import nn
 
 class Net(nn.Conv3d):
@@ -40,6 +42,7 @@ class Free(nn.Module):
     def __init__(self, **options):
         super().__init__()
         self.options = options
+        self.scale = nn.Parameter(torch.ones(1))
 
 class Conditioned(nn.Conv3d):
     def __init__(self, in_channels, out_channels, conditions):
@@ -55,6 +58,42 @@ class Classifier(nn.Linear):
 
     def forward(self, x):
         return super().forward(x.mean((1, 2)))
+
+class Layers(nn.Module):
+    def __init__(self, in_channels, out_channels, kind=""):
+        super().__init__()
+        self.a = nn.Conv3d(in_channels, 8, 1)
+        self.b = nn.LazyConv3d(out_channels, 1) if kind == "lazy" else nn.Conv3d(8, out_channels, 1)
+        for layer in {"frozen": [self.a, self.b], "frozen first": [self.a]}.get(kind, []):
+            layer.requires_grad_(False)
+        if kind == "unused":
+            self.aux = nn.Conv3d(8, 2, 1)
+        if kind == "complex":
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+class Loss(nn.Module):
+    def __init__(self, lambda_rho=0.0):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0 + lambda_rho))
+
+    def forward(self, outputs, targets):
+        return self.factor * (outputs - targets).abs().mean()
+
+class CellLoss(nn.Module):
+    def forward(self, outputs, targets):
+        return (outputs - targets).abs()
+
+class TrainedLoss(Loss):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+class Descent(torch.optim.SGD):
+    def __init__(self, params, lr, speed):
+        super().__init__(params, speed * lr)
 
 def function():
     pass
@@ -84,11 +123,13 @@ def network(name: str, keys: dict[str, Any] | None = None, **options: Any) -> nn
         ("own_net.Net", {}, "own_net.Net needs its option depth; set network.options.depth; known: in_ch"),
         ("own_net.Net", {"depth": 0}, "'depth': 0}: ValueError: too flat (TMP/own_net.py, line 7)"),
         ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Scaled, Free, Conditioned, Cl"),
-        ("own_net.function", {}, "function is no class derived from torch.nn.Module"),
+        ("own_net.function", {}, "function is no class derived from Module; own_net has Net"),
         ("nowhere_net.Net", {}, "no module nowhere_net in TMP; correct the name"),
         ("broken_net.Net", {}, "cannot import broken_net: SyntaxError: "),
         ("exits_net.Net", {}, "cannot import exits_net: SystemExit: 3 (TMP/exits_net.py, line 1)"),
-        ("../own_net.Net", {}, "'../own_net.Net' is not the name of a class; write it as my_module.MyNetwork"),
+        ("../own_net.Net", {}, "'../own_net.Net' is not the name of a class; write it as my_module.MyClass"),
+        ("own_net.Layers", {"kind": "frozen"}, "own_net.Layers has no parameter to train; make layers attributes"),
+        ("own_net.Layers", {"kind": "complex"}, "parameter phase is complex, which optimizers do not support; store"),
         ("unet", {"dept": 2}, "network unet has no option dept; remove it"),
     ],
 )
@@ -150,3 +191,76 @@ def test_a_network_with_another_output_than_the_targets_is_refused_before_it_tra
     assert error.startswith("error: network ")
     assert line in error
     assert not (tmp_path / "r").exists()
+
+
+def trained(*flags: str, name: str = "own_net.Layers", run: str = "00") -> None:
+    settings = (f"--set={flag}" for flag in (f"network.name={name}", "expdir=runs", *flags))
+    train.main([f"--yaml_config={YAML}", "--config=test", "--num_epochs=1", f"--run_num={run}", *settings])
+
+
+@pytest.mark.parametrize("kind", ["lazy", "frozen first"])
+def test_lazy_layers_and_a_frozen_first_layer_train(kind: str, data_flags: list[str], capsys) -> None:
+    """Fixed: weights without a shape were drawn, and a hook was set on a tensor without a gradient."""
+    trained(f"network.options.kind={kind}", *(flag.removeprefix("--set=") for flag in data_flags))
+    assert "DONE ---- rank 0" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"), [([], None), (["--set=ddp=manual"], "trained"), (["--set=static_graph=true"], "trained")]
+)
+def test_parameters_that_the_loss_ignores_are_named_before_ranks_wait_for_their_gradients(
+    flags: list[str], line: str | None, data_flags: list[str], capsys
+) -> None:
+    """Fixed: the second step failed, after the first one had left the gradients of each rank to itself."""
+    command = [f"--yaml_config={YAML}", "--config=test", "--preflight=2", *data_flags, *flags]
+    command += ["--set=network.name=own_net.Layers", "--set=network.options.kind=unused", "--set=expdir=runs"]
+    with pytest.raises(SystemExit, match="2") if line is None else contextlib.nullcontext():
+        train.main(command)
+    error = "the loss does not depend on aux.weight, aux.bias, whose gradients DistributedDataParallel waits for; rem"
+    assert (error in capsys.readouterr().err) == (line is None)
+
+
+@pytest.mark.parametrize("stated", [None, "normal"])
+def test_weights_of_a_users_constructor_are_redrawn_only_if_the_config_states_it(stated: str | None, caplog) -> None:
+    """Fixed: `weight_init` replaced them, unasked."""
+    caplog.set_level("INFO")
+    changes = {"network.name": "own_net.Layers", **({"weight_init.conv_init": stated} if stated else {})}
+    config = configs.load(YAML, "test", changes).for_world(1)
+    model = build.network_with_loss(config)
+    before = model.network.state_dict()["a.weight"].clone()
+    build.step(config, world_on("cpu"), model)
+    assert torch.equal(model.network.state_dict()["a.weight"], before) == (stated is None)
+    line = "weight_init (conv_init normal) replaces those that the constructor of own_net.Layers has set"
+    assert (line if stated else "weights: as the constructor of own_net.Layers has set them") in caplog.text
+
+
+def test_a_loss_and_an_optimizer_of_a_user(data_flags: list[str], capsys) -> None:
+    flags = ["network.name=unet", "loss=own_net.Loss", "optimizer.name=own_net.Descent", "optimizer.options.speed=2.0"]
+    trained(*flags, "lambda_rho=0.5", *(flag.removeprefix("--set=") for flag in data_flags))
+    printed = "".join(capsys.readouterr())
+    assert "Optimizer: Descent" in printed
+    assert "DONE ---- rank 0" in printed
+    config = configs.load(YAML, "test", {"loss": "own_net.Loss", "lambda_rho": 0.5})
+    assert float(build.loss(config)(torch.ones(1, 5), torch.zeros(1, 5))) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"loss": "own_net.CellLoss"}, "loss own_net.CellLoss returns no scalar that depends on the network's outputs"),
+        ({"loss": "own_net.TrainedLoss"}, "loss own_net.TrainedLoss has parameters, which no optimizer trains; move"),
+        ({"loss": "own_net.Loss", "channel_weights": [1, 2, 2, 2, 1]}, "has no option weights; known: lambda_rho"),
+        ({"loss": "own_net.Conditioned"}, "loss own_net.Conditioned needs its option in_channels; give it a default"),
+        (
+            {"loss": "l3"},
+            "loss: unknown name l3; known: l1, mse, huber, spectral_l1, cross_entropy; a class of your own",
+        ),
+        ({"optimizer.name": "own_net.Descent"}, "optimizer own_net.Descent needs its option speed; set optimizer.opt"),
+        ({"optimizer.name": "own_net.Loss"}, "optimizer.name own_net.Loss: Loss is no class derived from Optimizer; "),
+        ({"optimizer.options": {"speed": 1}}, "optimizer.options are those of an optimizer of your own, not of adam"),
+    ],
+)
+def test_faults_of_a_users_loss_or_optimizer_are_one_line(keys: dict[str, Any], line: str) -> None:
+    config = configs.load(YAML, "test", keys).for_world(1)
+    with pytest.raises(UserError, match=re.escape(line)):
+        build.step(config, world_on("cpu"), build.network_with_loss(config))

@@ -125,7 +125,8 @@ class Config(NeutralKeys):
     dataset_names: list[Name] = Field(default=["Nbody", "Hydro"], min_length=2, max_length=2)
     network: NetworkConfig = NetworkConfig()
     dataset: DatasetConfig = DatasetConfig()
-    loss: str = "l1"  # a name of LOSSES in networks; for classes cross_entropy, for volumes any other
+    # a name of LOSSES in networks; for classes cross_entropy, for volumes any other; or my_module.MyLoss
+    loss: str = "l1"
     metrics: list[str] = Field(default=[])  # names of METRICS in networks, computed along with the validation loss
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the initial weights and of the sample plan

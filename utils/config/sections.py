@@ -85,7 +85,8 @@ class Section(BaseModel):
 class WeightInitConfig(Section):
     """Initial weights and biases of all layers."""
 
-    conv_init: Literal["normal", "default", "glorot"] = "normal"  # normal, torch's defaults, or Glorot uniform
+    # normal, torch's defaults, or Glorot uniform; auto: normal, but a network of one's own keeps what it has set
+    conv_init: Literal["auto", "normal", "default", "glorot"] = "auto"
     conv_scale: PositiveFloat = 0.02  # standard deviation of the normal distribution
     conv_bias: Finite = 0.0  # initial value of all biases
 
@@ -151,7 +152,9 @@ class NetworkConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its options; an optimizer ignores options that it does not have."""
 
-    name: str = "adam"  # a name of OPTIMIZERS in utils/optim/optimizers.py
+    # a name of OPTIMIZERS in utils/optim/optimizers.py, or my_module.MyOptimizer, derived from torch.optim.Optimizer
+    name: str = "adam"
+    options: dict[str, Any] = {}  # options of the constructor of an optimizer of one's own; it also gets params and lr
     # Decay of the averages of the gradient and of its square; the default for soap is [0.95, 0.95].
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
     eps: PositiveFloat = 1e-8  # keeps the divisor of an update from being zero

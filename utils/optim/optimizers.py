@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from utils import user_code
 from utils.config.sections import OptimizerConfig
+from utils.errors import UserError
 from utils.lookup import lookup
 from utils.optim.adam_by_weight import LearningRate, Parameters, adam_options
 from utils.optim.lamb import Lamb
@@ -28,16 +30,24 @@ def build_optimizer(
     lr: float,
     capturable: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer `options.name`; UserError if it is unknown.
+    """The optimizer `options.name`; UserError if it is unknown or cannot be built.
 
     A `capturable` one keeps everything that changes from step to step on the device, as a CUDA graph needs it: the
     learning rate is a tensor, to be set with `fill_`.
     """
-    build = lookup(OPTIMIZERS, "optimizer.name", options.name)
     parameters = dict(named_parameters)
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
-    return build(options, parameters, learning_rate)
+    return find_builder(options)(options, parameters, learning_rate)
+
+
+def find_builder(options: OptimizerConfig) -> Builder:
+    """The builder of the optimizer `options.name`; UserError if it is unknown."""
+    if "." in options.name:
+        return _of_user
+    if options.options:
+        raise UserError(f"optimizer.options are those of an optimizer of your own, not of {options.name}; remove them")
+    return lookup(OPTIMIZERS, "optimizer.name", options.name, "; a class of your own is named my_module.MyOptimizer")
 
 
 def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
@@ -169,6 +179,11 @@ def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> 
 def _nadam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004)."""
     return torch.optim.NAdam(parameters.values(), lr=lr, **adam_options(options))
+
+
+def _of_user(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
+    offered = {"params": list(parameters.values()), "lr": lr}
+    return user_code.build("optimizer.name", options.name, torch.optim.Optimizer, offered, options.options)
 
 
 OPTIMIZERS: dict[str, Builder] = {

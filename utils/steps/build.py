@@ -13,6 +13,7 @@ from networks import LOSSES, METRICS, NETWORKS, build_loss, build_metrics, build
 from networks.losses import NetworkWithLoss
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
+from utils import user_code
 from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.data.datasets import get_dataset
@@ -21,7 +22,7 @@ from utils.data.loaders.base import meta_batch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.lookup import lookup
-from utils.optim.optimizers import OPTIMIZERS, build_optimizer, describe_optimizer
+from utils.optim.optimizers import build_optimizer, describe_optimizer, find_builder
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
 from utils.steps.backends import log_backends
@@ -100,7 +101,7 @@ def _network(config: Config) -> nn.Module:
         }
         variants["fused"] = config.fused_pointwise  # the loss of a classifier refuses it
     if "." in name:
-        return own_network.build(name, samples, {**given, **config.network.options})
+        return own_network.build(config, samples, {**given, **config.network.options})
     # Variants are passed only if they are set: not every network has them.
     options = {name: value for name, value in {**given, **variants, **samples}.items() if value}
     lookup(NETWORKS, "network.name", name, "; a class of your own is named my_module.MyNetwork")
@@ -125,18 +126,20 @@ def model_size(config: Config) -> ModelSize:
 
 def loss(config: Config) -> nn.Module:
     """The loss of a config returned by `Volumes.open`."""
-    lookup(LOSSES, "loss", config.loss)
-    options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.channel_weights}
-    if config.lambda_rho:
-        options["density_log_scale"] = config.transform.density_log_scale
-    return build_loss(config.loss, config.is_classification, **options)
+    options = {"lambda_rho": config.lambda_rho, "weights": config.channel_weights}
+    scale = {"density_log_scale": config.transform.density_log_scale} if config.lambda_rho else {}
+    if "." in config.loss:
+        stated = {key: value for key, value in options.items() if value}
+        return user_code.build("loss", config.loss, nn.Module, scale, stated)
+    lookup(LOSSES, "loss", config.loss, "; a class of your own is named my_module.MyLoss")
+    return build_loss(config.loss, config.is_classification, fused=config.fused_pointwise, **options, **scale)
 
 
 def network_with_loss(config: Config) -> NetworkWithLoss:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
-        lookup(OPTIMIZERS, "optimizer.name", config.optimizer.name)
+        find_builder(config.optimizer)
         for name in config.metrics:
             lookup(METRICS, "metrics", name)
         metrics = build_metrics(config.metrics, config.is_classification)
@@ -156,6 +159,8 @@ def check_output(config: Config) -> None:
 
     Needs no memory for a network of this project, and that of one sample for others.
     """
+    if "." in config.loss:
+        own_network.check_loss(config, loss(config), torch.device("cpu"))
     if own_network.is_checked(config):
         own_network.check_output(config, _network(config), torch.device("cpu"))
         return
@@ -186,16 +191,17 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
 
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
-    start, module = config.weight_init, model.network
-    generator = torch.Generator().manual_seed(config.seed)
-    initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
-    module.to(world.device)
+    module = model.network
+    _initialize(config, module)
+    model.to(world.device)
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
     if own_network.is_checked(config):
         convolutions.select(module, "auto")  # without autocast, own kernels compute nothing
         own_network.check_output(config, module, world.device)
         convolutions.select(module, config.convolutions)
+    if "." in config.loss:
+        own_network.check_loss(config, model.loss, world.device)
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
         optimizer = build_optimizer(
@@ -205,6 +211,18 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     log.info(describe_optimizer(config.optimizer.name, optimizer))
     torch.manual_seed(config.seed + world.rank)
     return train_step
+
+
+def _initialize(config: Config, network: nn.Module) -> None:
+    """Draws the initial weights, unless a user's network is to keep those of its constructor."""
+    name, start, kind = config.network.name, config.weight_init, config.weight_init.conv_init
+    if "." in name and kind == "auto":
+        log.info("weights: as the constructor of %s has set them; weight_init.conv_init=normal draws them", name)
+        return
+    if "." in name:
+        log.info("weights: weight_init (conv_init %s) replaces those that the constructor of %s has set", kind, name)
+    kind = "normal" if kind == "auto" else kind
+    initialize(network, torch.Generator().manual_seed(config.seed), kind, start.conv_scale, start.conv_bias)
 
 
 def log_settings(config: Config, world: World) -> None:

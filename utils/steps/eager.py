@@ -15,6 +15,7 @@ from networks.losses import NetworkWithLoss
 from utils.config import Config
 from utils.data.loaders.base import Batch
 from utils.distributed.world import World
+from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
 from utils.optim.optimizers import load_state, replicated_state, saved_state, share, update
 from utils.steps.annotate import annotate
@@ -51,7 +52,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
 
     def __init__(self, model: NetworkWithLoss, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
         network, self.loss, self.optimizer = model.network, model.loss, optimizer
-        self._trained, self._config, self._device = model, config, world.device
+        self._trained, self._config, self._world, self._device = model, config, world, world.device
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._autocast_dtype = getattr(torch, config.precision)
@@ -110,6 +111,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
             # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
             for _ in range(2 if self._config.static_graph else 1):
                 self._accumulate(batch)
+        self.check_gradients(self._world)
         self._trained.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -147,6 +149,20 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
         """The tensors that are equal on all ranks: parameters, their averages and the optimizer's state."""
         averages = [] if self._average is None else self.network.parameters()
         return [*self._trained.network.parameters(), *averages, *replicated_state(self.optimizer)]
+
+    def check_gradients(self, world: World) -> None:
+        """Raises UserError if DistributedDataParallel in this world would wait for gradients that a pass lacks."""
+        config = self._config
+        if world.size == 1 or config.noddp or config.ddp == "manual" or config.static_graph:
+            return
+        parameters = self._trained.network.named_parameters()
+        unused = [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
+        if unused:
+            raise UserError(
+                f"network {config.network.name}: the loss does not depend on {', '.join(unused[:4])}"
+                f"{f' and {len(unused) - 4} more' if len(unused) > 4 else ''}, whose gradients DistributedDataParallel "
+                "waits for; remove these parameters, or set ddp=manual"
+            )
 
     def state(self) -> dict[str, Any]:
         """Everything that changes from step to step. Holds the tensors themselves: copy them to keep them."""

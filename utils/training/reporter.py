@@ -34,7 +34,8 @@ class Reporter:
         step, steps = parts.step, len(parts.loaders.train)  # steps: of an epoch
         self.config, self.step, self.schedule, self.steps = config, step, schedule, steps
         self.world, self.records, self._run = run.world, run.records, run
-        self.timer = StepTimer(step.optimizer.param_groups[0]["params"][0], self.world.device)
+        trained = (value for group in step.optimizer.param_groups for value in group["params"] if value.requires_grad)
+        self.timer = StepTimer(next(trained), self.world.device)
         self.teraflop_per_sample = parts.size.flops / 1e12 if self.world.device.type == "cuda" else 0.0  # 0: not logged
         self.first_step = state.step
         batch, probe = config.global_batch_size, step.probe
