@@ -1,5 +1,6 @@
 """TF32 and cuDNN's algorithm search follow the config and are logged; options without effect are logged."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_steps import world_on
+from torch.torch_version import TorchVersion
 
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
@@ -51,17 +53,35 @@ def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(mon
     assert logged(caplog, Config(), CPU) == []
 
 
-def test_a_cudnn_with_faulty_convolutions_is_logged(monkeypatch: Any, caplog: Any) -> None:
+def test_a_cudnn_with_faulty_convolutions_is_refused_or_logged(monkeypatch: Any, caplog: Any) -> None:
     """cuDNN 9.8 to 9.14 without channels-last, which PyTorch 2.8 uses and PyTorch 2.9 avoids by a slow path."""
     for version, warns in ((90701, False), (90800, True), (91499, True), (91500, False)):
         monkeypatch.setattr(cudnn, "version", lambda version=version: version)
         assert (f"cuDNN {version}, 3D" in "".join(logged(caplog, Config(enable_amp=True))[1:])) is warns
         assert len(logged(caplog, Config())) == len(logged(caplog, Config(enable_amp=True, channels_last=True))) == 1
+        for release in ("2.8.0+cu128", "2.9.0a0+50eac811a6.nv25.09", "2.9.0+cu130"):
+            monkeypatch.setattr(torch, "__version__", TorchVersion(release))
+            refused = warns and release != "2.9.0+cu130"
+            with pytest.raises(UserError, match="may be wrong unless ch") if refused else contextlib.nullcontext():
+                build.check(Config(enable_amp=True), world_on("cuda"))
+            build.check(Config(enable_amp=True), world_on("cpu"))
+            build.check(Config(enable_amp=True, channels_last=True), world_on("cuda"))
+
+
+def test_a_faulty_nccl_is_logged(monkeypatch: Any, caplog: Any) -> None:
+    for version, warns in (((2, 28, 2), False), ((2, 28, 3), True), ((2, 28, 8), True), ((2, 28, 9), False)):
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
+        with caplog.at_level("INFO"):
+            log_backends(Config(), world_on("cuda", 2))
+        assert (f"NCCL 2.28.{version[-1]} may hang" in caplog.text) is warns
+        assert len(logged(caplog, Config())) == 1
 
 
 def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypatch: Any, caplog: Any) -> None:
     """And a later training in the same process is not affected."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for variable in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(variable, "")  # restored as it was at the end
+        monkeypatch.delenv(variable)
     config = Config(deterministic=True)
     set_backends(config, CUDA)
     assert logged(caplog, config)[0].endswith("search off; float32 convolutions: TF32; deterministic algorithms")
@@ -71,8 +91,13 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypat
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(UserError, match=r"^deterministic needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not :0:0"):
         set_backends(config, CUDA)
-    for other, device in ((Config(), CUDA), (config, CPU)):
-        set_backends(other, device)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with pytest.raises(UserError, match=r"^deterministic needs NCCL_ALGO Ring, not Tree; unset it"):
+        set_backends(config, CUDA)
+    for settings, device in ((Config(), CUDA), (config, CPU)):
+        set_backends(settings, device)
         assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -7,11 +7,12 @@ import torch
 
 from utils.config import Config
 from utils.distributed.world import World
-from utils.errors import LocalError
+from utils.errors import LocalError, UserError
 
 log = logging.getLogger(__name__)
 
-CUBLAS_VARIABLE, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+# Environment variables on which the order of sums depends, and the values that fix it; the first one is set.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
 
 
 def set_backends(config: Config, device: torch.device) -> None:
@@ -27,9 +28,10 @@ def set_backends(config: Config, device: torch.device) -> None:
     torch.use_deterministic_algorithms(deterministic)
     # Filling costs time, and nothing reads memory before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property of the module
-    if deterministic and os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0]) not in CUBLAS_VALUES:
-        value = os.environ[CUBLAS_VARIABLE]
-        raise LocalError(f"deterministic needs {CUBLAS_VARIABLE} {' or '.join(CUBLAS_VALUES)}, not {value}; unset it")
+    for variable, values in DETERMINISTIC.items() if deterministic else ():
+        value = os.environ.setdefault(variable, values[0])
+        if value not in values:
+            raise LocalError(f"deterministic needs {variable} {' or '.join(values)}, not {value}; unset it")
 
 
 def log_backends(config: Config, world: World) -> None:
@@ -42,13 +44,30 @@ def log_backends(config: Config, world: World) -> None:
     algorithms = "; deterministic algorithms" if config.deterministic else ""
     version, search = torch.backends.cudnn.version(), "on" if torch.backends.cudnn.benchmark else "off"
     log.info("cuDNN %s, search %s; float32 convolutions: %s%s%s", version, search, precision, why, algorithms)
-    if config.enable_amp and not config.channels_last and not config.is_classification and has_faulty_conv3d(version):
+    if fault := conv3d_fault(config):
+        log.warning(fault)
+    if world.size > 1 and (2, 28, 3) <= (nccl := torch.cuda.nccl.version()) <= (2, 28, 8):
         log.warning(
-            "With cuDNN %s, 3D convolutions in %s are slow or wrong unless channels_last=true; set it, or use cuDNN "
-            "9.15 or later (PyTorch 2.10 and later have it)",
-            version,
-            config.precision,
+            "NCCL %d.%d.%d may hang: NVIDIA's resiliency extension excludes 2.28.3 to 2.28.8; use another", *nccl
         )
+
+
+def check_backends(config: Config, device: torch.device) -> None:
+    """Raises UserError if this version of cuDNN may compute wrong convolutions."""
+    if device.type == "cuda" and torch.__version__ < "2.9" and (fault := conv3d_fault(config)):
+        raise UserError(fault)
+
+
+def conv3d_fault(config: Config) -> str:
+    """A line about faulty convolutions of cuDNN that a run on a GPU would use; empty if it uses none."""
+    version = torch.backends.cudnn.version()
+    if not config.enable_amp or config.channels_last or config.is_classification or not has_faulty_conv3d(version):
+        return ""
+    kind = "may be wrong" if torch.__version__ < "2.9" else "are slow"
+    return (
+        f"with cuDNN {version}, 3D convolutions in {config.precision} {kind} unless channels_last=true; set it, or use "
+        "cuDNN 9.15 or later (PyTorch 2.10 and later have it)"
+    )
 
 
 def has_faulty_conv3d(version: int | None) -> bool:

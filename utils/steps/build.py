@@ -25,7 +25,7 @@ from utils.lookup import lookup
 from utils.optim.optimizers import build_optimizer, describe_optimizer, find_builder
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
-from utils.steps.backends import log_backends
+from utils.steps.backends import check_backends, log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize
 from utils.volumes.opened import Volumes
@@ -171,6 +171,7 @@ def check_output(config: Config) -> None:
 def check(config: Config, world: World, step_class: type[EagerStep] = EagerStep) -> None:
     """Raises UserError if the ranks of this world cannot train with this config."""
     step_class.check(config, world)
+    check_backends(config, world.device)
     if config.network.norm == "sync_batch" and world.size > 1 and world.device.type == "cpu":
         raise UserError(
             "network.norm sync_batch needs GPUs: PyTorch does not synchronize batch norms of several ranks on CPUs; "
