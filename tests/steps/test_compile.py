@@ -1,6 +1,7 @@
 """Compiled steps train like plain ones, compile in the first epoch only, and run uncompiled if the compiler fails."""
 
 import functools
+import logging
 import os
 import shutil
 from unittest import mock
@@ -53,6 +54,14 @@ def test_compiled_ranks_with_small_buckets_exchange_gradients() -> None:
     for plain, compiled in answers:
         assert compiled == pytest.approx(plain, rel=1e-5)
     assert answers[0][0] != pytest.approx(losses(make_step()), rel=1e-6), "the other rank's samples must count"
+
+
+def test_the_compilers_warnings_are_logged_once_and_not_on_each_rank(monkeypatch) -> None:
+    compiler = logging.getLogger("torch._dynamo")
+    monkeypatch.setattr(compiler, "level", compiler.level)
+    for rank in (0, 1):
+        Compiled(nn.Identity(), rank)
+        assert compiler.getChild("a_module").isEnabledFor(logging.WARNING) == (rank == 0)
 
 
 def test_a_failing_compiler_gives_one_warning_and_the_plain_step(monkeypatch, caplog) -> None:

@@ -17,8 +17,10 @@ class Compiled(nn.Module):
     left to overlap with their exchange.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rank: int = 0) -> None:
         super().__init__()
+        if rank > 0:  # the compiler's warnings are those of rank 0
+            logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
         self._plain, self._compiled = module, torch.compile(module)
         self.works: bool | None = None  # None until the first call
 

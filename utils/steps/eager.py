@@ -71,7 +71,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
             self._forward = self._parallel = data_parallel(model, config, world, probe)
             share(optimizer, world.rank, world.size)
         if config.enable_jit:
-            self._forward = Compiled(self._forward)
+            self._forward = Compiled(self._forward, world.rank)
         # After DistributedDataParallel, which gives all ranks the weights of rank 0.
         self._average = None if config.ema_decay is None else EMA(network, config.ema_decay)
         self.network = network if self._average is None else self._average.network
