@@ -62,6 +62,7 @@ class Classifier(nn.Linear):
 class Layers(nn.Module):
     def __init__(self, in_channels, out_channels, kind=""):
         super().__init__()
+        self.kind = kind
         self.a = nn.Conv3d(in_channels, 8, 1)
         self.b = nn.LazyConv3d(out_channels, 1) if kind == "lazy" else nn.Conv3d(8, out_channels, 1)
         for layer in {"frozen": [self.a, self.b], "frozen first": [self.a]}.get(kind, []):
@@ -72,7 +73,8 @@ class Layers(nn.Module):
             self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
     def forward(self, x):
-        return self.b(torch.relu(self.a(x)))
+        result = self.b(torch.relu(self.a(x)))
+        return result.detach() if self.kind == "detached" else result
 
 class Loss(nn.Module):
     def __init__(self, lambda_rho=0.0):
@@ -160,6 +162,7 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
         (["own_net.Net", "network.options.depth=1"], "output [1, 1, 8, 8, 8], target [1, 5, 8, 8, 8]"),
         (["own_net.Free"], "fails on an input [1, 4, 8, 8, 8] (target [1, 5, 8, 8, 8]): NotImplementedError"),
         (["registered"], "network registered: output list, target [1, 5, 8, 8, 8]"),
+        (["own_net.Layers", "network.options.kind=detached"], "the output has no gradient; compute it without det"),
         (["own_net.Scaled"], None),
     ],
 )

@@ -39,11 +39,11 @@ def build(config: Config, offered: Mapping[str, Any], options: Mapping[str, Any]
     return network
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def check_output(config: Config, network: nn.Module, device: torch.device) -> None:
     """Calls the network once, on a sample of zeros; UserError unless its output has the shape of the targets.
 
-    May draw from torch's global generators.
+    It must also have a gradient. May draw from torch's global generators.
     """
     name, batch = config.network.name, meta_batch(config, 1)
     given, target = list(batch.inputs.shape), _output_shape(config, batch)
@@ -54,6 +54,8 @@ def check_output(config: Config, network: nn.Module, device: torch.device) -> No
     shape = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
     if shape != target:
         raise UserError(f"network {name}: output {shape}, target {target}; correct the network")
+    if not outputs.requires_grad:
+        raise UserError(f"network {name}: the output has no gradient; compute it without detach, no_grad or NumPy")
 
 
 def check_loss(config: Config, loss: nn.Module, device: torch.device) -> None:
