@@ -1,12 +1,26 @@
-"""Entries of tables such as LOADERS and OPTIMIZERS by name."""
+"""What a config names: entries of tables such as LOADERS, and classes of users such as my_module.MyNetwork."""
 
-from collections.abc import Mapping
-from typing import TypeVar
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
 
 from utils.config import did_you_mean
 from utils.errors import UserError
 
+log = logging.getLogger(__name__)
+
 Entry = TypeVar("Entry")
+LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")  # not the places of a user's error
 
 
 def lookup(table: Mapping[str, Entry], name: str, key: str, remedy: str = "") -> Entry:
@@ -14,3 +28,77 @@ def lookup(table: Mapping[str, Entry], name: str, key: str, remedy: str = "") ->
     if key not in table:
         raise UserError(f"{name}: unknown name {key}; known: {', '.join(table)}{did_you_mean(key, table)}{remedy}")
     return table[key]
+
+
+def build_user_class(key: str, name: str, base: type, offered: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """An instance of the class `name`, the value of a config's `key`; UserError if it cannot be found or built.
+
+    The class is derived from `base`. It gets all `options`, and of what is `offered` what its constructor has.
+    """
+    kind, what = _find(key, name, base), key.partition(".")[0]
+    parameters = inspect.signature(kind).parameters.values()
+    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind in keyword}
+    accepts_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+    known = f"; known: {', '.join(named) or 'none'}"
+    for option in [] if accepts_all else options:
+        if option not in named:
+            raise UserError(f"{what} {name} has no option {option}{did_you_mean(option, named)}{known}")
+    arguments = {key: value for key, value in offered.items() if key in named} | dict(options)
+    for option, parameter in named.items():
+        if parameter.default is parameter.empty and option not in arguments:
+            remedy = "give it a default" if what == "loss" else f"set {what}.options.{option}"
+            raise UserError(f"{what} {name} needs its option {option}; {remedy}{known}")
+    shown = {key: value for key, value in arguments.items() if key != "params"}
+    with one_line(f"cannot build {what} {name} with {shown}"):
+        return kind(**arguments)
+
+
+def _find(key: str, name: str, base: type) -> Any:
+    """The class; logs from which file the module is imported, before that file runs."""
+    module_name, _, class_name = name.rpartition(".")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"{key} {name!r} is not the name of a class; write it as my_module.MyClass")
+    with _working_directory_first():
+        if module_name not in sys.modules:
+            spec = importlib.util.find_spec(module_name.partition(".")[0])
+            if spec is None:
+                raise UserError(f"{key} {name}: no module {module_name} in {os.getcwd()}; correct the name")
+            log.info(
+                "%s %s from %s", key.partition(".")[0], name, spec.origin or list(spec.submodule_search_locations or [])
+            )
+        with one_line(f"{key} {name}: cannot import {module_name}"):
+            module = importlib.import_module(module_name)
+    kinds = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)}
+    if class_name not in kinds:
+        fault = f"is no class derived from {base.__name__}" if hasattr(module, class_name) else "does not exist"
+        classes = [name for name, kind in kinds.items() if kind.__module__ == module_name]
+        known = f"; {module_name} has {', '.join(classes) or 'no such class'}"
+        raise UserError(f"{key} {name}: {class_name} {fault}{did_you_mean(class_name, classes)}{known}")
+    return kinds[class_name]
+
+
+@contextlib.contextmanager
+def _working_directory_first() -> Iterator[None]:
+    """Context in which modules of the working directory are found first, as with `python -m`."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@contextlib.contextmanager
+def one_line(fault: str) -> Iterator[None]:
+    """Turns any error of a user's code into a UserError in one line, with the place; memory errors pass."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+        place = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
+        raise UserError(f"{fault}: {type(error).__name__}: {error}{place}") from error

@@ -102,7 +102,7 @@ def _check(
         volumes = volumes.changed(data_loader_config="lowmem")
     if lacks_gpu:  # its CPU has no own kernels
         volumes = volumes.changed(convolutions="auto")
-    _train_one_step(volumes, alone, together, size, start)
+    _train_one_step(volumes, alone, ranks, size, start)
     volumes.check_all()
 
 
@@ -136,7 +136,7 @@ def _find_start(
     return choice.directory, start
 
 
-def _train_one_step(volumes: Volumes, world: World, together: World, size: ModelSize, start: Start | None) -> None:
+def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize, start: Start | None) -> None:
     """Opens the loaders and trains one step on the smallest batch that the network accepts, if memory allows.
 
     An eager step without compilation, which runs on every device and takes seconds.
@@ -154,6 +154,6 @@ def _train_one_step(volumes: Volumes, world: World, together: World, size: Model
         if start is not None:
             start.restore(parts.step, world)
         loss = float(parts.step(next(parts.loaders.train.epoch(0)), config.lr_schedule.start_lr))
-        parts.step.check_gradients(together)
+        parts.step.check_gradients(ranks)
     seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
     log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)

@@ -219,7 +219,7 @@ def test_parameters_that_the_loss_ignores_are_named_before_ranks_wait_for_their_
     command += ["--set=network.name=own_net.Layers", "--set=network.options.kind=unused", "--set=expdir=runs"]
     with pytest.raises(SystemExit, match="2") if line is None else contextlib.nullcontext():
         train.main(command)
-    error = "the loss does not depend on aux.weight, aux.bias, whose gradients DistributedDataParallel waits for; rem"
+    error = "the loss does not depend on aux.weight, aux.bias, for whose gradients DistributedDataParallel would wait"
     assert (error in capsys.readouterr().err) == (line is None)
 
 
@@ -233,8 +233,8 @@ def test_weights_of_a_users_constructor_are_redrawn_only_if_the_config_states_it
     before = model.network.state_dict()["a.weight"].clone()
     build.step(config, world_on("cpu"), model)
     assert torch.equal(model.network.state_dict()["a.weight"], before) == (stated is None)
-    line = "weight_init (conv_init normal) replaces those that the constructor of own_net.Layers has set"
-    assert (line if stated else "weights: as the constructor of own_net.Layers has set them") in caplog.text
+    source = "drawn in place of the constructor's" if stated else "the constructor's, not drawn"
+    assert f"initial weights: {source} (weight_init.conv_init is {stated or 'auto'})" in caplog.text
 
 
 def test_a_loss_and_an_optimizer_of_a_user(data_flags: list[str], capsys) -> None:
@@ -260,7 +260,7 @@ def test_a_loss_and_an_optimizer_of_a_user(data_flags: list[str], capsys) -> Non
         ),
         ({"optimizer.name": "own_net.Descent"}, "optimizer own_net.Descent needs its option speed; set optimizer.opt"),
         ({"optimizer.name": "own_net.Loss"}, "optimizer.name own_net.Loss: Loss is no class derived from Optimizer; "),
-        ({"optimizer.options": {"speed": 1}}, "optimizer.options are those of an optimizer of your own, not of adam"),
+        ({"optimizer.name": "adamm"}, "lamb, soap; did you mean adam?; a class of your own is named my_module.MyOpt"),
     ],
 )
 def test_faults_of_a_users_loss_or_optimizer_are_one_line(keys: dict[str, Any], line: str) -> None:

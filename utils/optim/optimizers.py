@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from utils import user_code
 from utils.config.sections import OptimizerConfig
-from utils.errors import UserError
-from utils.lookup import lookup
+from utils.lookup import build_user_class, lookup
 from utils.optim.adam_by_weight import LearningRate, Parameters, adam_options
 from utils.optim.lamb import Lamb
 from utils.optim.soap import Soap
@@ -38,16 +36,17 @@ def build_optimizer(
     parameters = dict(named_parameters)
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
-    return find_builder(options)(options, parameters, learning_rate)
-
-
-def find_builder(options: OptimizerConfig) -> Builder:
-    """The builder of the optimizer `options.name`; UserError if it is unknown."""
     if "." in options.name:
-        return _of_user
-    if options.options:
-        raise UserError(f"optimizer.options are those of an optimizer of your own, not of {options.name}; remove them")
-    return lookup(OPTIMIZERS, "optimizer.name", options.name, "; a class of your own is named my_module.MyOptimizer")
+        offered = {"params": list(parameters.values()), "lr": learning_rate}
+        return build_user_class("optimizer.name", options.name, torch.optim.Optimizer, offered, options.options)
+    check_name(options)
+    return OPTIMIZERS[options.name](options, parameters, learning_rate)
+
+
+def check_name(options: OptimizerConfig) -> None:
+    """Raises UserError if there is no optimizer `options.name`, unless it is a user's class."""
+    if "." not in options.name:
+        lookup(OPTIMIZERS, "optimizer.name", options.name, "; a class of your own is named my_module.MyOptimizer")
 
 
 def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
@@ -179,11 +178,6 @@ def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> 
 def _nadam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004)."""
     return torch.optim.NAdam(parameters.values(), lr=lr, **adam_options(options))
-
-
-def _of_user(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
-    offered = {"params": list(parameters.values()), "lr": lr}
-    return user_code.build("optimizer.name", options.name, torch.optim.Optimizer, offered, options.options)
 
 
 OPTIMIZERS: dict[str, Builder] = {

@@ -13,7 +13,6 @@ from networks import LOSSES, METRICS, NETWORKS, build_loss, build_metrics, build
 from networks.losses import NetworkWithLoss
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
-from utils import user_code
 from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.data.datasets import get_dataset
@@ -21,8 +20,8 @@ from utils.data.loaders import DataSplits, open_loaders
 from utils.data.loaders.base import meta_batch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
-from utils.lookup import lookup
-from utils.optim.optimizers import build_optimizer, describe_optimizer, find_builder
+from utils.lookup import build_user_class, lookup
+from utils.optim.optimizers import build_optimizer, check_name, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
 from utils.steps.backends import check_backends, log_backends
@@ -130,7 +129,7 @@ def loss(config: Config) -> nn.Module:
     scale = {"density_log_scale": config.transform.density_log_scale} if config.lambda_rho else {}
     if "." in config.loss:
         stated = {key: value for key, value in options.items() if value}
-        return user_code.build("loss", config.loss, nn.Module, scale, stated)
+        return build_user_class("loss", config.loss, nn.Module, scale, stated)
     lookup(LOSSES, "loss", config.loss, "; a class of your own is named my_module.MyLoss")
     return build_loss(config.loss, config.is_classification, fused=config.fused_pointwise, **options, **scale)
 
@@ -139,7 +138,7 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
-        find_builder(config.optimizer)
+        check_name(config.optimizer)
         for name in config.metrics:
             lookup(METRICS, "metrics", name)
         metrics = build_metrics(config.metrics, config.is_classification)
@@ -216,14 +215,14 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
 
 def _initialize(config: Config, network: nn.Module) -> None:
     """Draws the initial weights, unless a user's network is to keep those of its constructor."""
-    name, start, kind = config.network.name, config.weight_init, config.weight_init.conv_init
-    if "." in name and kind == "auto":
-        log.info("weights: as the constructor of %s has set them; weight_init.conv_init=normal draws them", name)
-        return
-    if "." in name:
-        log.info("weights: weight_init (conv_init %s) replaces those that the constructor of %s has set", kind, name)
-    kind = "normal" if kind == "auto" else kind
-    initialize(network, torch.Generator().manual_seed(config.seed), kind, start.conv_scale, start.conv_bias)
+    start, is_user = config.weight_init, "." in config.network.name
+    is_kept = is_user and start.conv_init == "auto"
+    if is_user:
+        source = "the constructor's, not drawn" if is_kept else "drawn in place of the constructor's"
+        log.info("initial weights: %s (weight_init.conv_init is %s)", source, start.conv_init)
+    if not is_kept:
+        kind = "normal" if start.conv_init == "auto" else start.conv_init
+        initialize(network, torch.Generator().manual_seed(config.seed), kind, start.conv_scale, start.conv_bias)
 
 
 def log_settings(config: Config, world: World) -> None:

@@ -52,7 +52,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
 
     def __init__(self, model: NetworkWithLoss, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
         network, self.loss, self.optimizer = model.network, model.loss, optimizer
-        self._trained, self._config, self._world, self._device = model, config, world, world.device
+        self._trained, self._config, self._ranks, self._device = model, config, world.size, world.device
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._autocast_dtype = getattr(torch, config.precision)
@@ -111,7 +111,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
             # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
             for _ in range(2 if self._config.static_graph else 1):
                 self._accumulate(batch)
-        self.check_gradients(self._world)
+        self.check_gradients(self._ranks)
         self._trained.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -150,18 +150,14 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
         averages = [] if self._average is None else self.network.parameters()
         return [*self._trained.network.parameters(), *averages, *replicated_state(self.optimizer)]
 
-    def check_gradients(self, world: World) -> None:
-        """Raises UserError if DistributedDataParallel in this world would wait for gradients that a pass lacks."""
-        config = self._config
-        if world.size == 1 or config.noddp or config.ddp == "manual" or config.static_graph:
-            return
-        parameters = self._trained.network.named_parameters()
+    def check_gradients(self, ranks: int) -> None:
+        """Raises UserError if DistributedDataParallel on `ranks` would wait for gradients that the last pass lacks."""
+        config, parameters = self._config, self._trained.network.named_parameters()
         unused = [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
-        if unused:
+        if unused and ranks > 1 and not (config.noddp or config.ddp == "manual" or config.static_graph):
             raise UserError(
-                f"network {config.network.name}: the loss does not depend on {', '.join(unused[:4])}"
-                f"{f' and {len(unused) - 4} more' if len(unused) > 4 else ''}, whose gradients DistributedDataParallel "
-                "waits for; remove these parameters, or set ddp=manual"
+                f"network {config.network.name}: the loss does not depend on {', '.join(unused)}, for whose gradients "
+                "DistributedDataParallel would wait; remove these parameters, or set ddp=manual"
             )
 
     def state(self) -> dict[str, Any]:

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from utils import user_code
 from utils.config import Config
 from utils.data.datasets import get_dataset
 from utils.data.loaders.base import Batch, meta_batch
 from utils.errors import UserError
-from utils.user_code import one_line
+from utils.lookup import build_user_class, one_line
 
 SHIPPED = ("unet",)  # networks for volumes whose outputs the tests check
 
@@ -23,9 +22,9 @@ def is_checked(config: Config) -> bool:
 
 
 def build(config: Config, offered: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
-    """The user's network of the config; UserError if it cannot be built or trained. Arguments as in user_code.py."""
+    """The user's network of the config; UserError if it cannot be built or trained. Arguments as in lookup.py."""
     name = config.network.name
-    network = user_code.build("network.name", name, nn.Module, offered, options)
+    network = build_user_class("network.name", name, nn.Module, offered, options)
     if any(map(is_lazy, network.parameters())):
         check_output(config, network, torch.device("cpu"))  # the first call gives lazy layers their shapes
     for parameter_name, parameter in network.named_parameters():
