@@ -9,19 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from networks import losses
 from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
 from networks.init import initialize
-from networks.losses import (
-    CrossEntropyLoss,
-    HuberLoss,
-    L1Loss,
-    Loss,
-    Metric,
-    MSELoss,
-    SpectralL1Loss,
-    accuracy,
-    top5_accuracy,
-)
 from networks.unet import UNet
 
 # A network whose constructor has the option `crop` takes volumes, one that has `classes` is a classifier.
@@ -34,14 +24,14 @@ NETWORKS: dict[str, type[nn.Module]] = {
 }
 # The samples that a network accepts if its constructor has the option; used in error messages.
 SAMPLES = {"crop": "volumes", "classes": "labeled samples", "vocabulary": "texts"}
-LOSSES: dict[str, type[Loss]] = {
-    "l1": L1Loss,
-    "mse": MSELoss,
-    "huber": HuberLoss,
-    "spectral_l1": SpectralL1Loss,
-    "cross_entropy": CrossEntropyLoss,
+LOSSES: dict[str, type[losses.Loss]] = {
+    "l1": losses.L1Loss,
+    "mse": losses.MSELoss,
+    "huber": losses.HuberLoss,
+    "spectral_l1": losses.SpectralL1Loss,
+    "cross_entropy": losses.CrossEntropyLoss,
 }
-METRICS: dict[str, Metric] = {"accuracy": accuracy, "top5_accuracy": top5_accuracy}
+METRICS: dict[str, losses.Metric] = {"accuracy": losses.accuracy, "top5_accuracy": losses.top5_accuracy}
 
 __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "build_network", "initialize"]
 
@@ -78,7 +68,7 @@ def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn
     return LOSSES[name]() if is_classification else LOSSES[name](**options)
 
 
-def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[Metric]:
+def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[losses.Metric]:
     """The metrics of these names in METRICS; ValueError if there are any but the dataset has no classes."""
     if names and not is_classification:
         raise ValueError(f"metrics {', '.join(names)} cannot be used with volumes; set metrics=[]")

@@ -23,40 +23,27 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from networks.layers import (
-    DENSE,
-    Conv3d,
-    OutputConvTranspose3d,
-    Pair,
-    autocast_dtype,
-    coarse_and_precise,
-    convolution_gradients,
-    is_channels_last,
-    operator,
-    precise_dtype,
-    with_bias,
-    without_autocast,
-)
+from networks import layers
 
 
-class SpaceToDepthConv3d(Conv3d):
+class SpaceToDepthConv3d(layers.Conv3d):
     """`Conv3d` for few input channels."""
 
     def without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        blocks = space_to_depth(input, autocast_dtype(input))  # autocast would convert them after the copy
+        blocks = space_to_depth(input, layers.autocast_dtype(input))  # autocast would convert them after the copy
         return F.conv3d(blocks, _move_to_channels(self.weight), bias)
 
 
-class DepthToSpaceConvTranspose3d(OutputConvTranspose3d):
+class DepthToSpaceConvTranspose3d(layers.OutputConvTranspose3d):
     """`OutputConvTranspose3d` for few output channels."""
 
     def without_kernels(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight = dense_weight(self.weight)
-        if precise_dtype(input) is None:
-            return with_bias(depth_to_space(F.conv3d(input, weight, padding=1)), bias)
-        with without_autocast(input):
-            result = _last(*coarse_and_precise(input, weight))
-        return with_bias(result, bias)
+        if layers.precise_dtype(input) is None:
+            return layers.with_bias(depth_to_space(F.conv3d(input, weight, padding=1)), bias)
+        with layers.without_autocast(input):
+            result = _last(*layers.coarse_and_precise(input, weight))
+        return layers.with_bias(result, bias)
 
 
 # --- shuffles --------------------------------------------------------------------------------------------------------
@@ -69,7 +56,7 @@ WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU can load at
 def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[N, C, 2D, 2H, 2W] -> [N, 8C, D + 1, H + 1, W + 1] of `dtype`, blocks of x padded with zeros."""
     dtype = dtype or x.dtype
-    if torch.compiler.is_compiling() or not is_channels_last(x):
+    if torch.compiler.is_compiling() or not layers.is_channels_last(x):
         return _move_to_channels(F.pad(x.to(dtype), (1,) * 6))
     return _Shuffle.apply(x, dtype, True)
 
@@ -77,9 +64,9 @@ def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 def depth_to_space(blocks: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[N, 8C, D + 1, H + 1, W + 1] -> [N, C, 2D, 2H, 2W] of `dtype`, the inverse of `space_to_depth`."""
     dtype = dtype or blocks.dtype
-    if torch.compiler.is_compiling() or not is_channels_last(blocks):
+    if torch.compiler.is_compiling() or not layers.is_channels_last(blocks):
         x = blocks.unflatten(1, (2, 2, 2, -1)).permute(0, 4, 5, 1, 6, 2, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
-        form = torch.channels_last_3d if is_channels_last(blocks) else torch.contiguous_format
+        form = torch.channels_last_3d if layers.is_channels_last(blocks) else torch.contiguous_format
         return F.pad(x, (-1,) * 6).to(dtype, memory_format=form)
     return _Shuffle.apply(blocks, dtype, False)
 
@@ -144,7 +131,7 @@ def _cells(blocks: torch.Tensor) -> torch.Tensor:
 def _move_to_channels(x: torch.Tensor) -> torch.Tensor:
     """[N, C, D, H, W] -> [N, 8C, D // 2, H // 2, W // 2] in the same memory format."""
     blocks = x.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2)  # [N, C, D/2, H/2, W/2, 2, 2, 2]
-    if is_channels_last(x):
+    if layers.is_channels_last(x):
         return blocks.permute(0, 2, 3, 4, 5, 6, 7, 1).flatten(4).permute(0, 4, 1, 2, 3)
     return blocks.permute(0, 5, 6, 7, 1, 2, 3, 4).flatten(1, 4)
 
@@ -156,7 +143,7 @@ def dense_weight(weight: torch.Tensor) -> torch.Tensor:
     """[I, O, 4, 4, 4] of a transposed convolution -> [8O, I, 2, 2, 2] of a convolution that returns blocks."""
     # Output cell 2b + r - 1 sums weight[2a + r] times input cell b - a: a convolution with the kernel reversed.
     parts = weight.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2).flip(2, 3, 4)  # [I, O, 2, 2, 2 (a), 2, 2, 2 (r)]
-    if is_channels_last(weight):
+    if layers.is_channels_last(weight):
         memory = parts.permute(5, 6, 7, 1, 2, 3, 4, 0).reshape(-1, 8, len(weight))
         return memory.unflatten(1, (2, 2, 2)).permute(0, 4, 1, 2, 3)
     return parts.permute(5, 6, 7, 1, 0, 2, 3, 4).flatten(0, 3)
@@ -166,11 +153,11 @@ def _last_forward(
     x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor
 ) -> torch.Tensor:
     # The shuffles also convert the results to float32 and their gradients to bfloat16.
-    return depth_to_space(torch.ops.aten.convolution(precise_x, precise_weight, None, *DENSE), torch.float32)
+    return depth_to_space(torch.ops.aten.convolution(precise_x, precise_weight, None, *layers.DENSE), torch.float32)
 
 
-def _last_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
-    return convolution_gradients(space_to_depth(gradient, x.dtype), x, weight, DENSE)
+def _last_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> layers.Pair:
+    return layers.convolution_gradients(space_to_depth(gradient, x.dtype), x, weight, layers.DENSE)
 
 
-_last = operator("dense_last", _last_forward, _last_backward)
+_last = layers.operator("dense_last", _last_forward, _last_backward)

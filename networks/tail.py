@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from networks import blocks, fused, padded
-from networks.layers import (
-    DENSE,
-    OutputConvTranspose3d,
-    convolution_gradients,
-    precise_dtype,
-    without_autocast,
-)
+from networks import blocks, fused, layers, padded
 from networks.losses import L1Loss, NetworkWithLoss
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, dense_weight
 from networks.unet import UNet
@@ -41,12 +34,12 @@ class NetworkWithFusedTail(NetworkWithLoss):
         self, inputs: torch.Tensor, targets: torch.Tensor, conditions: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert isinstance(self.network, UNet)
-        assert isinstance(self.network.last, OutputConvTranspose3d)
+        assert isinstance(self.network.last, layers.OutputConvTranspose3d)
         assert isinstance(self.loss, L1Loss)
         x, last = self.network.before_last(inputs, conditions), self.network.last
-        dtype = precise_dtype(x)
+        dtype = layers.precise_dtype(x)
         if dtype is not None and fused.fusible(targets):
-            with without_autocast(x):
+            with layers.without_autocast(x):
                 half, by_kernels = x.to(torch.bfloat16), last.own(x, torch.bfloat16)
                 if by_kernels:
                     return _Tail.apply(half, None, last.weight, last.bias, targets)
@@ -76,7 +69,7 @@ class _Tail(torch.autograd.Function):
             x = padded.padded(x)
             total, gradient, bias_gradient = blocks.tail(x, weight, bias, targets)
         else:
-            result = torch.ops.aten.convolution(precise, weight.to(precise.dtype), None, *DENSE)
+            result = torch.ops.aten.convolution(precise, weight.to(precise.dtype), None, *layers.DENSE)
             total, gradient, bias_gradient = _l1(result, bias, targets, x.dtype)
         ctx.save_for_backward(x, weight, gradient, bias_gradient)
         return total / ctx.count
@@ -90,7 +83,8 @@ class _Tail(torch.autograd.Function):
             weight_gradient = blocks.weight_gradient(x, gradient)
             x_gradient = blocks.blocks_to_rows(gradient, weight * factor)
         else:
-            x_gradient, weight_gradient = convolution_gradients(gradient, x, (weight * factor).to(x.dtype), DENSE)
+            scaled = (weight * factor).to(x.dtype)
+            x_gradient, weight_gradient = layers.convolution_gradients(gradient, x, scaled, layers.DENSE)
         return x_gradient, None, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None
 
 
