@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import common
+from utils.config.sections import TimeoutsConfig
 from utils.distributed.diagnosis import TICK
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch
@@ -56,7 +57,7 @@ class Simulated(Heartbeat):
 
 
 def heartbeat(rank: int, size: int, port: int, store: dist.Store, hang: float = 0.0) -> Simulated:
-    return Simulated(hang, Launch("", rank, 0, size, "127.0.0.1", port), store)
+    return Simulated(TimeoutsConfig(hang=hang), Launch("", rank, 0, size, "127.0.0.1", port), store)
 
 
 def send(rank: int, size: int, listener: socket.socket, ready: Any, _: Any, event: Any, messages: Any, __: int) -> None:

@@ -92,7 +92,8 @@ class VolumeEvaluation(Evaluation):
             log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
         from analysis.evaluation import training_figures  # matplotlib takes time to import
 
-        training_figures.record_evaluation(evaluation, self._run, step)
+        with self._world.heartbeat.quiet():
+            training_figures.record_evaluation(evaluation, self._run, step)
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
@@ -145,7 +146,10 @@ def report_on_run(config: Config, parts: Parts, run: Run, result: FitResult) -> 
         log.info("Computing the losses of the baselines")
     losses = baseline_losses(config, parts.loaders.valid, parts.step.loss, run.world) if config.report_baselines else {}
     draws = config.report_pictures and run.world.is_root
-    return losses, _draw(config, parts, run, result) if draws else []
+    if not draws:
+        return losses, []
+    with run.world.heartbeat.quiet():
+        return losses, _draw(config, parts, run, result)
 
 
 def _draw(config: Config, parts: Parts, run: Run, result: FitResult) -> list[str]:

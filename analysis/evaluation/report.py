@@ -64,7 +64,8 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         for line in tables.lines(evaluation):
             log.info(line)
         log.info("drawing pictures in %s", output)
-        pictures = _draw(evaluation)
+        with world.heartbeat.quiet():
+            pictures = _draw(evaluation)
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = to_json(_summary(evaluation, provenance)).encode()
         contents[PAGE] = page(evaluation, pictures | _training_curves(evaluation), provenance).encode()

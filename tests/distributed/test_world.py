@@ -108,7 +108,7 @@ def test_the_step_is_released_before_the_process_group_is_destroyed(
     [(True, "cuda", False), (False, "cuda", False), (True, "cuda", True), (True, "cpu", False)],
 )
 def test_nccl_is_used_only_to_exchange_gradients_between_gpus(monkeypatch, wanted, device, shared) -> None:
-    heartbeat, meeting = Heartbeat(0), Meeting(dist.HashStore(), torch.device(device), shared)
+    heartbeat, meeting = Heartbeat(), Meeting(dist.HashStore(), torch.device(device), shared)
 
     def init(backends: str, **_: Any) -> None:
         assert backends == ("cpu:gloo,cuda:nccl" if (wanted, device, shared) == (True, "cuda", False) else "gloo")

@@ -231,6 +231,7 @@ class TimeoutsConfig(Section):
     rendezvous: PositiveFloat = 600.0  # seconds until all ranks are connected
     collective: PositiveFloat = 1800.0  # seconds for one collective operation
     hang: Rate = 600.0  # seconds without progress of any rank; then the run ends; 0: no limit
+    silence: Rate = 30.0  # seconds without a heartbeat of a rank; then it is gone; 0: no limit
 
 
 class IntegrityConfig(Section):

@@ -1,17 +1,19 @@
 """Diagnosis: the rank that is gone, fails or hangs, from the reports of the ranks and the time."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from utils.config.sections import TimeoutsConfig
 from utils.distributed.pulse import Report
 from utils.errors import EXIT_HANG, EXIT_USER_ERROR, LocalError
 
 TICK = 0.25  # seconds between two reads of rank 0, and between two looks of each rank at its own progress
 RANKS_PER_SECOND = 512
-SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank is gone
+QUIET = 10  # times as long may a quiet rank send no heartbeat
 LOST_SECONDS = 2.0  # the same after a rank has lost a connection: then another one is gone for sure
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
@@ -29,10 +31,9 @@ class Diagnosis(NamedTuple):
 class Diagnoser:
     """Finds the cause: rank 0 among all ranks, the others watch rank 0. Callers give the time, `now`."""
 
-    def __init__(self, rank: int, size: int, hang_seconds: float) -> None:
-        """The run hangs if no rank makes progress for `hang_seconds`; 0: no limit."""
+    def __init__(self, rank: int, size: int, timeouts: TimeoutsConfig) -> None:
         self.interval = max(TICK, size / RANKS_PER_SECOND)  # seconds between reports of a rank other than 0
-        self.hang_seconds, self.is_lost = hang_seconds, False
+        self.hang_seconds, self.silent_seconds, self.is_lost = timeouts.hang, timeouts.silence or math.inf, False
         self.ranks = range(size) if rank == 0 else range(1)
         self._reports = dict.fromkeys(self.ranks, Report())
         self._heard = dict.fromkeys(self.ranks, 0.0)  # in the order of their times
@@ -55,10 +56,13 @@ class Diagnoser:
 
     def cause(self, now: float) -> Diagnosis | None:
         """The diagnosis of a silent rank or, if no rank makes progress, of the one furthest behind."""
-        limit = self._lost_seconds if self.is_lost else SILENT_SECONDS
-        rank = next((rank for rank in self._heard if self._reports[rank].state != "left"), None)  # the longest silent
-        if rank is not None and (silence := now - self._heard[rank]) > limit:
-            return self.gone(rank, f"sends no heartbeat for {silence:.0f} s")
+        limit = self._lost_seconds if self.is_lost else self.silent_seconds
+        for rank, heard in self._heard.items():  # the longest silent first
+            silence, report = now - heard, self._reports[rank]
+            if silence <= limit:
+                break
+            if report.state != "left" and silence > limit * (QUIET if report.quiet else 1):
+                return self.gone(rank, f"sends no heartbeat for {silence:.0f} s")
         seconds = now - self._changed
         if not self._detects_hangs or not self.hang_seconds or seconds < self.hang_seconds:
             return None

@@ -14,12 +14,14 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from utils.distributed.diagnosis import SILENT_SECONDS, TICK, Diagnoser, Diagnosis, failure, is_peer_gone
+from utils.config.sections import TimeoutsConfig
+from utils.distributed.diagnosis import TICK, Diagnoser, Diagnosis, failure, is_peer_gone
 from utils.distributed.flight_recorder import write_collectives
 from utils.distributed.launch import Launch
 from utils.distributed.pulse import Pulse
@@ -27,7 +29,9 @@ from utils.distributed.reports import STORE_ERRORS, ReportStore
 from utils.errors import EXIT_HANG, LocalError, Stopped, UserError, record_exit_code
 from utils.progress import Progress
 
+DEFAULT_TIMEOUTS = TimeoutsConfig()
 LOST_LIMIT = 10.0  # for rank 0 to find out which rank is gone after one has lost a connection
+FAILING_SECONDS = 30.0  # for the other ranks to end after an error, or after this one was suspended
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
 PRINT_SECONDS = 1.0  # for another rank to print its error, before a launcher sees that a rank has ended
 LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, waits for the normal end of the others
@@ -36,18 +40,22 @@ LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, wa
 class Heartbeat:
     """The heartbeat of one rank. A single rank has it as well, to notice that its main thread hangs."""
 
-    def __init__(self, hang_seconds: float, launch: Launch | None = None, store: dist.Store | None = None) -> None:
-        """The run hangs if no rank makes progress for `hang_seconds`; 0: no limit. A single rank needs no store."""
+    def __init__(
+        self, timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS, launch: Launch | None = None, store: dist.Store | None = None
+    ) -> None:
+        """A single rank needs no store."""
         launch = launch or Launch("single process")
         self.rank, self._size = launch.rank, launch.world_size
         # For the last collectives and the diagnosis; a training run sets its directory and its log.
         self.folder, self.log = Path(), Path(os.devnull)
         self.pulse, self._beats = Pulse(), 0
-        self.diagnoser = Diagnoser(self.rank, self._size, hang_seconds)
+        self.diagnoser = Diagnoser(self.rank, self._size, timeouts)
         self._reports = ReportStore(self.diagnoser.ranks, launch, store)
         self._failure: tuple[float, Diagnosis] | None = None  # of the main thread; when it is the cause at the latest
         self._now = 0.0  # seconds for which the thread has run, without those of a suspension
         self._own = (0, 0.0)  # number and time of the last progress of this rank
+        self._suspension = (0.0, 0.0)  # seconds of the last one that was longer than `silence`, and time of its end
+        self._outlives_store = False  # rank 0 has ended normally, and this rank has not yet
         self._over, self._exiting, self._woken = threading.Event(), threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -64,8 +72,9 @@ class Heartbeat:
         is_lost, diagnosis = is_peer_gone(error), failure(self.rank, self.pulse.report, error)
         if is_lost:
             self.diagnoser.is_lost, self.pulse.report = True, self.pulse.report._replace(state="lost a peer")
+        diagnosis = self._unless_suspended(diagnosis)
         self._failure = (self._now + is_lost * (LOST_LIMIT + self.diagnoser.interval), diagnosis)
-        self._wake(SILENT_SECONDS)
+        self._wake(FAILING_SECONDS)
         if is_lost:  # the thread has ended together with torchrun's store
             self._print(diagnosis.line)
             self._exit(diagnosis, has_store=False)
@@ -74,6 +83,19 @@ class Heartbeat:
         """Reports a normal end; returns when this rank may exit."""
         self.pulse.report = self.pulse.report._replace(state="left")
         self._wake(LEAVING_SECONDS + 1)
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """For the block, the heartbeats of this rank may be late: C code, such as that of drawing, holds the GIL."""
+        self.pulse.report, beats = self.pulse.report._replace(quiet=True), self._beats
+        self._woken.set()
+        # Until the others can know it: the second heartbeat from now on has certainly been written.
+        while self._size > 1 and beats and self._beats < beats + 2 and not self._over.is_set():
+            time.sleep(TICK / 10)
+        try:
+            yield
+        finally:
+            self.pulse.report = self.pulse.report._replace(quiet=False)
 
     def _wake(self, seconds: float) -> None:
         """Lets the thread report the end of the main thread, which does not return if the thread ends the process."""
@@ -85,14 +107,23 @@ class Heartbeat:
     # --- the threads -------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        last, due = time.monotonic(), 0.0
+        last, due, armed = time.monotonic(), 0.0, -1.0
         pause = self.diagnoser.interval * self.rank / self._size  # the first one spreads the ranks over the interval
         while not self._over.is_set():
             now = time.monotonic()
             self._now += min(now - last, GAP)
+            if now - last > self.diagnoser.silent_seconds:
+                self._suspension = now - last, self._now
             last = now
             self._note_progress()
+            if self._now > armed + 1 and self.diagnoser.hang_seconds:
+                # A call in C that never releases the GIL stops this thread, but not faulthandler's.
+                faulthandler.dump_traceback_later(self.diagnoser.hang_seconds + FAILING_SECONDS, exit=True, file=2)
+                armed = self._now
             try:
+                if self._outlives_store:
+                    self._watch_end()
+                    continue
                 self._reports.check()
                 if self.rank == 0 or self._woken.is_set() or self._now > due - TICK / 2:
                     self._woken.clear()
@@ -102,6 +133,19 @@ class Heartbeat:
                 self._lose_store("has ended")
             self._woken.wait(TICK)
 
+    def _watch_end(self) -> None:
+        """Ends this rank if it hangs although rank 0 has ended normally."""
+        seconds = self._now - self._own[1]
+        if self.pulse.report.state == "left":
+            self._stop()
+        elif 0 < self.diagnoser.hang_seconds < seconds:
+            place = f"rank {self.rank} (host {self.pulse.report.host}) hangs at {self.pulse.report} for {seconds:.0f} s"
+            line = f"{place}; the others have ended; exit code {EXIT_HANG}, and its stacks"
+            self._print(line)
+            self._write_stacks()
+            self._exit(Diagnosis(self.rank, line, EXIT_HANG, hangs=True), has_store=False)
+        time.sleep(TICK)
+
     def _note_progress(self) -> None:
         calls = self.pulse.report.calls + Progress.advances
         if calls != self._own[0]:
@@ -110,19 +154,19 @@ class Heartbeat:
     def _watch_store(self) -> None:
         """Ends the process if the store does not answer, because the other thread then waits for it forever."""
         beats, seconds = 0, 0  # for which this process has run since that beat
-        while not self._over.wait(1.0):
+        while not self._over.wait(1.0) and not self._outlives_store:
             seconds = seconds + 1 if beats == self._beats else 0
             beats = self._beats
-            if seconds > SILENT_SECONDS + self.diagnoser.interval:
+            if seconds > self.diagnoser.silent_seconds + self.diagnoser.interval:
                 self._lose_store(f"does not answer for {seconds} s")
 
     def _lose_store(self, what: str) -> None:
         """Handles the loss of the store, which ends the run; if torchrun held the store, its end stops the ranks."""
         if self.pulse.report.state == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            self._over.set()
+            self._stop()
             return
-        diagnosis = self.diagnoser.gone(0, what)
-        if self.rank == self._size - 1:  # the last rank is most likely on another machine
+        diagnosis = self._unless_suspended(self.diagnoser.gone(0, what))
+        if self.rank in (self._size - 1, diagnosis.rank):  # the last rank is most likely on another machine
             self._print(diagnosis.line)
         self._exit(diagnosis, has_store=False)
 
@@ -137,7 +181,10 @@ class Heartbeat:
         self._reports.write(self.rank, report)
         end, reports, is_lost = self._reports.read(reads_all=self.diagnoser.is_lost)
         self.diagnoser.add(self._now, reports, is_lost)
-        if end is not None:
+        if end is not None and end.code == 0 and report.state != "left":
+            self._reports.release(self.rank, 0, 0)
+            self._outlives_store = True
+        elif end is not None:
             self._end(end)
         elif report.state == "left":
             normal = Diagnosis(0, "", 0)
@@ -149,8 +196,17 @@ class Heartbeat:
             if self._failure is not None and self._now >= self._failure[0]:
                 diagnosis = self._failure[1]
             if diagnosis is not None:
+                diagnosis = self._unless_suspended(diagnosis)
                 agreed, is_first = self._reports.end(diagnosis)
                 self._end(agreed, speaks=is_first)
+
+    def _unless_suspended(self, diagnosis: Diagnosis) -> Diagnosis:
+        """The diagnosis that another rank is gone, unless this one was suspended, so that the others have ended."""
+        seconds, end = self._suspension
+        if not seconds or diagnosis.code != EXIT_HANG or diagnosis.hangs or self._now > end + FAILING_SECONDS:
+            return diagnosis
+        place = f"rank {self.rank} (host {self.pulse.report.host}) was suspended for {seconds:.0f} s"
+        return Diagnosis(self.rank, f"{place}: the other ranks have ended; exit code {EXIT_HANG}", EXIT_HANG)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -163,9 +219,13 @@ class Heartbeat:
         is_own_error = self._failure is not None and diagnosis.rank == self.rank and diagnosis.code != EXIT_HANG
         if diagnosis.code == 0 or is_own_error:
             self._release_store(diagnosis)
-            self._over.set()  # the main thread prints its error and ends the process
+            self._stop()  # the main thread prints its error and ends the process
         else:
             self._exit(diagnosis)
+
+    def _stop(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._over.set()
 
     def _release_store(self, diagnosis: Diagnosis) -> None:
         seconds = 2 * (PRINT_SECONDS + self.diagnoser.interval) if diagnosis.code else LEAVING_SECONDS
@@ -189,7 +249,7 @@ class Heartbeat:
     def _exit(self, diagnosis: Diagnosis, has_store: bool = True) -> None:
         """Ends the process from this thread, because the main thread may never return from a collective."""
         self._exiting.set()
-        self._over.set()
+        self._stop()
         record_exit_code(diagnosis.code)  # now, because the launcher may end this process during the delay
         if diagnosis.hangs:
             write_collectives(self.folder, self.rank)

@@ -27,6 +27,7 @@ MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID
 RESTART_COUNTS = {"slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
 DEFAULT_PORT = 29500
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM)
+EXIT_SECONDS = 600.0  # for the exit functions of libraries
 in_script = threading.Event()  # set by `run_script`: the process ends with the entry script
 HOW_TO_START = "start through torchrun, srun or mpiexec"
 
@@ -231,6 +232,7 @@ def run_script(main: Callable[[], None]) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     record_exit_code(code)
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)  # the heartbeat does not watch the exit functions
     try:
         size = read_launch().world_size
     except UserError:

@@ -20,6 +20,7 @@ class Report(NamedTuple):
     idle: float = 0.0  # seconds since the last of them
     beat: int = 0
     collectives: int = 0  # that the rank has entered
+    quiet: bool = False  # heartbeats may be late, see Heartbeat.quiet
 
     @property
     def position(self) -> tuple[int, int, int]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from utils.distributed.diagnosis import RANKS_PER_SECOND, SILENT_SECONDS, TICK, Diagnosis
+from utils.distributed.diagnosis import RANKS_PER_SECOND, TICK, Diagnosis
 from utils.distributed.launch import Launch
 from utils.distributed.pulse import Report
 
 # Keys: the diagnosis; set by a rank that has lost another one; the number of ranks that have read the diagnosis.
 END, LOST, READ = "heartbeat: end", "heartbeat: lost", "heartbeat: read"
+CONNECTION_SECONDS = 30.0
 STORE_ERRORS = (dist.DistError, OSError, RuntimeError)
 
 
@@ -35,7 +36,7 @@ class ReportStore:
             self._store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
             self._store.set_timeout(timedelta(hours=1))  # `Heartbeat._watch_store` has a lower limit
             # An idle connection, which closes when the store's process ends. Without it PyTorch prints a stack trace.
-            self._link = socket.create_connection((launch.master_addr, launch.master_port), SILENT_SECONDS)
+            self._link = socket.create_connection((launch.master_addr, launch.master_port), CONNECTION_SECONDS)
             self._closed.register(self._link, select.POLLIN)
         if launch.rank == 0:
             self._store.multi_set([END, LOST, *map(_key, ranks)], ["", "", *[json.dumps(Report())] * len(ranks)])

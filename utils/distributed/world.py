@@ -19,14 +19,13 @@ import torch.distributed as dist
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device
 from utils.distributed.flight_recorder import record_collectives
-from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.heartbeat import DEFAULT_TIMEOUTS, Heartbeat
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.pulse import Pulse
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError, as_local_error
 
-DEFAULT_TIMEOUTS = TimeoutsConfig()
 BROADCAST_BYTES = 2**26
 
 
@@ -36,7 +35,7 @@ class World:
 
     launch: Launch
     device: torch.device
-    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0), compare=False)  # the default is not started
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)  # the default is not started
 
     @property
     def pulse(self) -> Pulse:
@@ -168,13 +167,13 @@ def connect(
     """
     launch = read_launch()
     if launch.world_size == 1:
-        heartbeat = Heartbeat(timeouts.hang)
+        heartbeat = Heartbeat(timeouts)
         with _beating(heartbeat):
             yield _with_threads(World(launch, choose_device(device, launch.local_rank), heartbeat))
         return
     allow_open_files()
     meeting = rendezvous(device, launch, timeouts, identity)
-    store, heartbeat = meeting.store, Heartbeat(timeouts.hang, launch, meeting.store)
+    store, heartbeat = meeting.store, Heartbeat(timeouts, launch, meeting.store)
     with _beating(heartbeat):
         store.set_timeout(timedelta(seconds=timeouts.collective))
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
