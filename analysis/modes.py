@@ -5,7 +5,7 @@ in fundamentals: units of the fundamental wavenumber of the longest side.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,14 @@ class Modes:
         mean = float(slabs.world.sum(field.sum(dtype=torch.float64))) / math.prod(shape)
         pieces = (torch.fft.rfft2(field[slabs.local(part)] - mean, norm="forward") for part in slabs.pieces())
         return slabs.to_columns(pieces, shape[1], shape[2] // 2 + 1, dtype=torch.complex64)
+
+    def filtered(self, field: Tensor, factor: Callable[[Tensor], Tensor]) -> Tensor:
+        """The own planes [n, Y, Z] of a field without its mean, each mode times factor(k), with k in fundamentals."""
+        transformed, slabs = self.transform(field), self._slabs
+        for columns in self.batches():
+            modes = torch.fft.fft(transformed[:, columns.place], dim=0) * factor(columns.k).float()
+            transformed[:, columns.place] = torch.fft.ifft(modes, dim=0)
+        return torch.fft.irfft2(slabs.to_planes(transformed, slabs.shape[1]), s=slabs.shape[1:], norm="forward")
 
     def batches(self) -> Iterator[Columns]:
         """All own columns in parts of bounded size."""

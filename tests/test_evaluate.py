@@ -13,12 +13,18 @@ import h5py
 import numpy as np
 import pytest
 from log_lines import refusal
+from reference_samples import ALONE
+from volume_files import smooth_field
 
 import evaluate
 import predict
 from analysis.evaluation import figures, report, results
-from analysis.evaluation.volume import VolumeFields
+from analysis.evaluation.volume import VolumeFields, fit_gas
+from simulation import channels
 from simulation.simulate import main as simulate
+from utils.config import Config
+from utils.config.sections import TransformConfig
+from utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +69,29 @@ def test_results_agree_with_the_predicted_file(
     assert result.channels[1].scale == 500.0
 
 
+def test_baselines_are_fitted_to_the_relations_of_another_volume(tmp_path: Path) -> None:
+    """Gas whose log density is 0.8 times that of dark matter, on a power law of the temperature."""
+    path = tmp_path / "fit.h5"
+    dark = 0.05 * smooth_field(4, (16, 16, 16), np.random.default_rng(0))
+    dark[0] -= dark[0].mean()
+    logarithm = 0.8 * 14 * dark[0]
+    temperature = (np.log10(9000.0) + 0.45 * logarithm / np.log(10) - 5) / 2.5
+    with h5py.File(path, "w") as file:
+        file["Nbody"] = dark.astype(np.float32)
+        file["Hydro"] = np.stack([logarithm / 14, *dark[1:], temperature]).astype(np.float32)
+        file.attrs.update({**channels.TRANSFORM, "box_size_mpc_h": 8.0})
+    config = Config(transform=TransformConfig(**channels.TRANSFORM))
+    fit = fit_gas(str(path), config, ALONE)
+    assert (fit.kelvin, fit.gamma) == (pytest.approx(9000, rel=0.02), pytest.approx(1.45, abs=0.01))
+    np.testing.assert_allclose(fit.transfer, 0.8, rtol=1e-4)
+    with h5py.File(path, "a") as file:
+        del file.attrs["box_size_mpc_h"]
+    with pytest.raises(UserError, match="does not state box_size_mpc_h, which"):
+        fit_gas(str(path), config, ALONE)
+
+
 def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
-    pictures = {f"{name}.png" for name in ("slices", "spectra", "distributions", "phase_diagram")}
+    pictures = {f"{name}.png" for name in ("slices", "spectra", "distributions", "phase_diagram", "bispectrum")}
     assert {path.name for path in written.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz", *pictures}
     assert {(written / name).read_bytes() for name in pictures} == {b"PNG"}
     summary = json.loads((written / "evaluation.json").read_text())

@@ -18,12 +18,12 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from analysis.bispectrum import SHAPES
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
-from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
+from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
 from utils.volumes.channels import DARK_MATTER, DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
-COLORS = {TARGET: "black", PREDICTION: PALETTE[1]}  # of fields; those of the baselines follow
+COLORS = {TARGET: "black", PREDICTION: PALETTE[1], TRANSFER: PALETTE[2], f"{FGPA}, {FITTED}": PALETTE[5]}
 COLOR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
 RESIDUAL_COLORS = "PuOr_r"
 LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}

@@ -14,7 +14,7 @@ import numpy as np
 from analysis.evaluation import figures, results, tables
 from analysis.evaluation.loss_curves import loss_curves
 from analysis.evaluation.results import Results
-from analysis.lyman_alpha.results import FGPA, REAL_FGPA, Flux
+from analysis.lyman_alpha.results import FGPA, REAL_FGPA, TRANSFER, Flux
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory, to_json
@@ -206,4 +206,8 @@ def _baseline_text(flux: Flux) -> str:
         return "The unit of the dark-matter density is unknown, so there is no baseline."
     smoothing = f"smoothed by {flux.smoothing:g} Mpc/h" if flux.smoothing else "not smoothed: the cells are too large"
     velocities = "" if FGPA in flux.fields else ", in real space: the input has no velocities"
-    return f"The baseline, FGPA, is computed from the dark matter, {smoothing}{velocities}."
+    text = f"The baseline, FGPA, is computed from the dark matter, {smoothing}{velocities}."
+    if TRANSFER in flux.fields:
+        text += " Other baselines are fitted to another volume: the power law of the temperature, and for the transfer "
+        text += "function a factor for each wavenumber of log density."
+    return text

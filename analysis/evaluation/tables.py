@@ -10,6 +10,7 @@ from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT
 
 GOOD_CORRELATION = 0.9
 POWER_TOLERANCE = 0.1
+BEST = " *"  # after the value of the best method of a row
 
 Table = list[list[str]]  # rows; the first one is the header
 
@@ -139,18 +140,19 @@ def field_table(evaluation: Results) -> Table:
 
 
 def flux_table(flux: Flux) -> Table:
-    """A column per field: mean flux before rescaling, and deviations from the target."""
-    ks = [f"{flux.k[mode]:.2g}" for mode in flux.reference_modes]
-    header = ["flux (k in s/km)", "mean before rescaling", "factor of τ", *(f"P1D ratio at k = {k}" for k in ks)]
-    header += [f"mean |P1D ratio − 1| to {flux.largest_k:.2g}", *flux.errors(PREDICTION)]
-    rows = [[*header, "correlation", "PDF distance"]]
-    for name, field in flux.fields.items():
-        row = [name, _number(field.unscaled_mean), _number(field.scale)]
-        if name in flux.ratios:
-            values = [*flux.ratios[name][flux.reference_modes], flux.power_error(name), *flux.errors(name).values()]
-            row += map(_number, (*values, field.correlation, flux.pdf_distance(name)))
-        rows.append(row + [""] * (len(rows[0]) - len(row)))
-    return _transposed(rows)
+    """A column per field: mean flux before rescaling, and comparisons with the target; BEST marks the best method."""
+    fields, measures = flux.fields.values(), {name: flux.measures(name) for name in flux.ratios}
+    rows = [["flux (k in s/km)", *flux.fields]]
+    rows.append(["mean before rescaling", *(_number(field.unscaled_mean) for field in fields)])
+    rows.append(["factor of τ", *(_number(field.scale) for field in fields)])
+    for label in measures[PREDICTION]:
+        ideal = 1 if "ratio" in label or label == "correlation" else 0
+        errors = {name: abs(values[label] - ideal) for name, values in measures.items()}
+        best = min(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+        texts = [_number(values[label]) + BEST * (name == best) for name, values in measures.items()]
+        shown = f"mean |P1D ratio − 1| to {flux.largest_k:.2g}" if label == "P1D error" else label
+        rows.append([shown, "", *texts])
+    return rows
 
 
 def residual_unit(channel: Channel) -> str:

@@ -1,14 +1,19 @@
 """Evaluates one predicted volume, from a network or from a file, against the true fields."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from analysis.evaluation.results import Results
+import numpy as np
+import torch
+from torch import Tensor
+
+from analysis.evaluation.results import LOG_DENSITY, Results
 from analysis.evaluation.statistics import volume_statistics
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
-from analysis.lyman_alpha.setup import FluxSetup
+from analysis.lyman_alpha.setup import FluxSetup, GasFit
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
 from utils.distributed.world import World
@@ -20,6 +25,7 @@ from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, o
 from utils.volumes.values import check_sample
 
 INPUT, OUTPUT = DATASETS
+MODERATE, HOT = 0.5, 5.0  # log10 of density / mean and of K: limits of the gas that follows a power law
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
 
 
@@ -37,6 +43,8 @@ def evaluate_fields(
     """
     inputs, targets = volume_channels(config)
     setup = FluxSetup.of(volume, config)
+    if setup and config.evaluation.fitted_on and not (known and known.fields):
+        setup = replace(setup, fit=fit_gas(config.evaluation.fitted_on, config, slabs.world))
     slabs.world.pulse.enter("evaluation")
     results = volume_statistics(inputs, targets, volume.cell, fields, slabs, metadata)
     return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
@@ -107,6 +115,30 @@ class VolumeFields:
     def close(self) -> None:
         for field in self._all:
             field.close()
+
+
+def fit_gas(path: str, config: Config, world: World) -> GasFit:
+    """Measures the relations of gas to dark matter in a volume; every rank calls it."""
+    with world.raise_together():
+        source = VolumeFields(path, None, config)
+        if source.inputs.cell is None:
+            raise UserError(f"{path} does not state box_size_mpc_h, which evaluation.fitted_on needs")
+    slabs = Slabs(source.inputs.shape, world)
+    inputs, target = (slabs.reader(field.planes) for field in (source.inputs, source.target))
+
+    def copied(channels: slice, planes: slice) -> Tensor:
+        return torch.cat([inputs(slice(1), planes), target(slice(1, None), planes)])[channels]
+
+    with closing(source):
+        fields = SlabFields(inputs, copied, target)
+        results = volume_statistics(*volume_channels(config), source.inputs.cell, fields, slabs, {})
+    spectrum, diagram = results.spectra[LOG_DENSITY], results.phase_diagram
+    assert diagram is not None
+    edges = diagram.density_edges, diagram.temperature_edges
+    density, kelvin = np.meshgrid(*((ends[1:] + ends[:-1]) / 2 for ends in edges), indexing="ij")
+    used = (np.abs(density) < MODERATE) & (kelvin < HOT)
+    slope, level = np.polyfit(density[used], kelvin[used], 1, w=np.sqrt(diagram.target[used]))
+    return GasFit(float(10**level), float(1 + slope), spectrum.k, spectrum.cross / spectrum.predicted)
 
 
 def _identity(field: FieldReader) -> Simulation:

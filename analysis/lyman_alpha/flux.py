@@ -129,8 +129,13 @@ def fgpa_temperature(density: Tensor, redshift: float) -> Tensor:
     with the density and velocity of dark matter this is the fluctuating Gunn-Peterson approximation.
     """
     redshifts, temperatures, gammas = TEMPERATURE_DENSITY
-    gamma = float(np.interp(redshift, redshifts, gammas))
-    return float(np.interp(redshift, redshifts, temperatures)) * power(density, gamma - 1)
+    kelvin, gamma = (float(np.interp(redshift, redshifts, values)) for values in (temperatures, gammas))
+    return power_law(density, kelvin, gamma)
+
+
+def power_law(density: Tensor, kelvin: float, gamma: float) -> Tensor:
+    """Temperature in K of gas that has `kelvin` at the mean density."""
+    return kelvin * power(density, gamma - 1)
 
 
 # --- optical depth ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Lyman-alpha flux of a predicted volume: mean, distribution and power, of target, prediction and a baseline.
 
-The baseline is the fluctuating Gunn-Peterson approximation (FGPA; Croft et al. 1998, ApJ 495, 44): gas with the
+A baseline is the fluctuating Gunn-Peterson approximation (FGPA; Croft et al. 1998, ApJ 495, 44): gas with the
 density of the dark matter, smoothed as by its pressure, with the dark matter's velocity, and with the temperature of a
 power law. Evenly spaced sight-lines along x, y and z are shared over the ranks: a rank has those along y and z in its
 own planes, and those along x in its own columns. Optical depths are computed row by row, so that they do not depend on
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from analysis.bispectrum import SHAPES, Bispectra
-from analysis.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
+from analysis.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_law, power_sums, solve_scale
 from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
-from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux, FluxField
-from analysis.lyman_alpha.setup import FluxSetup
+from analysis.lyman_alpha.results import FITTED, PREDICTION, TARGET, TRANSFER, Flux, FluxField
+from analysis.lyman_alpha.setup import FluxSetup, GasFit
+from analysis.modes import Modes
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.errors import UserError
 
@@ -81,7 +82,7 @@ class FluxStatistics:
             known[TARGET] = self._measure(self._gas_depths(fields.target))
         prediction = self._measure(self._gas_depths(fields.predicted))
         if setup.dark and setup.baseline not in known:
-            known[setup.baseline] = self._measure(self._baseline_depths(fields.inputs))
+            known |= {name: self._measure(depths) for name, depths in self._baselines(fields.inputs)}
         width = setup.universe.pixel_width(setup.cell)
         wavenumbers = [
             2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
@@ -121,15 +122,27 @@ class FluxStatistics:
 
         return self._depths(3, values, depth)
 
-    def _baseline_depths(self, read: ReadPlanes) -> list[Tensor]:
-        setup, slabs = self._setup, self._slabs
-        density_channel, *velocity_channels = setup.dark
-        dark = slabs.empty()
+    def _baselines(self, read: ReadPlanes) -> Iterator[tuple[str, list[Tensor]]]:
+        """The optical depths of each baseline, by name."""
+        setup, slabs, fit, dark = self._setup, self._slabs, self._setup.fit, self._slabs.empty()
         with self._world.raise_together():
             for piece in slabs.pieces():
-                dark[slabs.local(piece)] = density_channel.to_physical(read(slice(0, 1), piece)[0])
+                dark[slabs.local(piece)] = setup.dark[0].to_physical(read(slice(0, 1), piece)[0])
+        gas = fit and _transferred(dark, fit, setup.cell, slabs)
         if setup.smoothing:
             dark = smooth(dark, setup.smoothing / setup.cell, slabs)
+        published = functools.partial(fgpa_temperature, redshift=setup.universe.redshift)
+        yield setup.baseline, self._baseline_depths(dark, published, read)
+        if fit and gas is not None:
+            fitted = functools.partial(power_law, kelvin=fit.kelvin, gamma=fit.gamma)
+            yield f"{setup.baseline}, {FITTED}", self._baseline_depths(dark, fitted, read)
+            yield TRANSFER, self._baseline_depths(gas, fitted, read)
+
+    def _baseline_depths(
+        self, dark: Tensor, temperature_of: Callable[[Tensor], Tensor], read: ReadPlanes
+    ) -> list[Tensor]:
+        """Of gas with this density in the own planes, the temperature that follows, and the velocity of dark matter."""
+        (_, *velocity_channels), setup, slabs = self._setup.dark, self._setup, self._slabs
 
         def values(axis: int, number: int, planes: slice) -> Tensor:
             return read(slice(1 + axis, 2 + axis), planes)[0] if number else dark[slabs.local(planes)]
@@ -137,8 +150,7 @@ class FluxStatistics:
         def depth(axis: int, row: Tensor) -> Tensor:
             density = row[0]
             velocity = velocity_channels[axis].to_physical(row[1]) if velocity_channels else torch.zeros_like(density)
-            temperature = fgpa_temperature(density, setup.universe.redshift)
-            return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
+            return optical_depth(density, velocity, temperature_of(density), setup.universe, setup.cell)
 
         return self._depths(2 if velocity_channels else 1, values, depth)
 
@@ -278,6 +290,17 @@ class FluxStatistics:
             modes[axis, bins], sums[axis, bins] = 1, value
         counts = np.array([lines.count for lines in self._lines])
         return np.where(modes > 0, sums, math.nan), counts @ sums / (counts @ modes)
+
+
+def _transferred(dark: Tensor, fit: GasFit, cell: float, slabs: Slabs) -> Tensor:
+    """The density of gas whose logarithm is that of dark matter, each mode times the fitted factor; its mean is 1."""
+    fundamental = 2 * math.pi / (max(slabs.shape) * cell)
+
+    def factor(k: Tensor) -> Tensor:
+        return torch.from_numpy(np.interp(fundamental * k.cpu().numpy(), fit.k, fit.transfer)).to(k)
+
+    density = Modes(slabs).filtered(dark.log(), factor).exp_()
+    return density.mul_(math.prod(slabs.shape) / slabs.world.sum(density.sum(dtype=torch.float64)))
 
 
 def smooth(field: Tensor, sigma: float, slabs: Slabs) -> Tensor:

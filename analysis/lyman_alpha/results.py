@@ -9,6 +9,7 @@ from utils.run import tags
 
 TARGET, PREDICTION = "target", "prediction"  # names of fields, and of the baseline:
 FGPA, REAL_FGPA = "FGPA", "FGPA in real space"  # with the dark matter's peculiar velocities, and without
+FITTED, TRANSFER = "fitted", "transfer function"  # the first one follows the name of the baseline
 BANDS = ((0.003, 0.01), (0.01, 0.03), (0.003, 0.03), (0.03, 0.1))  # s/km, of the errors of P1D
 FLUX_LARGEST_K = 0.1  # s/km; beyond it, metal lines and thermal broadening dominate measured spectra
 
@@ -109,31 +110,26 @@ class Flux:
         errors = np.linalg.norm((ours - target)[:, shells], axis=1) / np.linalg.norm(target[:, shells], axis=1)
         return dict(zip(SHAPES, map(float, errors), strict=True)) if shells.any() else {}
 
-    def errors(self, name: str) -> dict[str, float]:
-        """All errors in bands, by names such as "P1D error, 0.003 to 0.01 s/km"."""
-        quantities = {"P1D": self.band_errors, "P3D": self.p3d_errors, "bispectrum": self.bispectrum_errors}
-        return {
-            f"{key} error, {part}": error for key, errors in quantities.items() for part, error in errors(name).items()
-        }
-
     def pdf_distance(self, name: str) -> float:
         """Half the integral of |PDF − that of the target|: the share of pixels in the wrong bin, from 0 to 1."""
         return float(np.abs(self.fields[name].pdf - self.fields[TARGET].pdf) @ np.diff(self.edges)) / 2
 
+    def measures(self, name: str) -> dict[str, float]:
+        """All comparisons of a field with the target, by name; ideal are ratios and a correlation of 1, errors of 0."""
+        measures = {
+            f"P1D ratio at k = {self.k[mode]:.3g}": float(self.ratios[name][mode]) for mode in self.reference_modes
+        }
+        measures["P1D error"] = self.power_error(name)
+        quantities = {"P1D": self.band_errors, "P3D": self.p3d_errors, "bispectrum": self.bispectrum_errors}
+        for quantity, errors in quantities.items():
+            measures |= {f"{quantity} error, {part}": error for part, error in errors(name).items()}
+        return measures | {"correlation": self.fields[name].correlation, "PDF distance": self.pdf_distance(name)}
+
     def scalars(self) -> dict[str, float]:
         """Scalars for TensorBoard and metrics.jsonl, by tag."""
-        scalars = {}
-        for name, ratio in self.ratios.items():
-            for mode in self.reference_modes:
-                scalars[tags.evaluation("flux", f"P1D ratio at k = {self.k[mode]:.3g}, {name}")] = float(ratio[mode])
-            scalars[tags.evaluation("flux", f"P1D error, {name}")] = self.power_error(name)
-            for quantity, error in self.errors(name).items():
-                scalars[tags.evaluation("flux", f"{quantity}, {name}")] = error
-            scalars[tags.evaluation("flux", f"correlation, {name}")] = self.fields[name].correlation
-            scalars[tags.evaluation("flux", f"PDF distance, {name}")] = self.pdf_distance(name)
-        for name, field in self.fields.items():
-            scalars[tags.evaluation("flux", f"mean before rescaling, {name}")] = field.unscaled_mean
-        return scalars
+        values = {f"{label}, {name}": value for name in self.ratios for label, value in self.measures(name).items()}
+        values |= {f"mean before rescaling, {name}": field.unscaled_mean for name, field in self.fields.items()}
+        return {tags.evaluation("flux", name): value for name, value in values.items()}
 
 
 def band_name(band: tuple[float, float]) -> str:

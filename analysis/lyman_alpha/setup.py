@@ -4,7 +4,9 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from analysis.lyman_alpha.flux import STATED, Universe, published_mean_flux
 from analysis.lyman_alpha.results import FGPA, REAL_FGPA
@@ -22,6 +24,7 @@ FLAGS = {
     "mean_flux": "to which all fields are rescaled (the observed one at the file's redshift)",
     "sightlines": "number along each axis, at most; 0: all (%(default)s)",
     "pressure_smoothing": "of the dark matter for the baseline: standard deviation in Mpc/h (%(default)s)",
+    "fitted_on": "volume with gas, such as the training box, to which further baselines are fitted",
 }
 
 VELOCITY_UNITS = [VELOCITY_UNIT] * 3
@@ -44,6 +47,15 @@ def take_flux_options(arguments: dict[str, Any]) -> EvaluationConfig:
     return validate_section(EvaluationConfig, values, "Lyman-alpha flux")
 
 
+class GasFit(NamedTuple):
+    """Relations of gas to dark matter in one volume."""
+
+    kelvin: float  # temperature at the mean density
+    gamma: float  # T = kelvin · density ** (gamma − 1)
+    k: np.ndarray  # [shells] in h/Mpc
+    transfer: np.ndarray  # [shells] cross power of both log densities / power of the dark matter's
+
+
 @dataclass(frozen=True)
 class FluxSetup:
     """The constants of all evaluations of one volume's flux."""
@@ -55,6 +67,7 @@ class FluxSetup:
     dark: Sequence[Channel]  # density and velocity; density alone, or none, if the units of the others are unknown
     gas: Sequence[Channel]  # density, velocity and temperature
     options: EvaluationConfig
+    fit: GasFit | None = None
 
     @classmethod
     def of(cls, volume: Volume | FieldReader, config: Config) -> "FluxSetup | None":

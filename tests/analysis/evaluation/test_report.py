@@ -128,6 +128,9 @@ def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> Non
     shown = {row[table[0].index("FGPA")] for row in table}
     for value in (flux.fields["FGPA"].scale, flux.power_error("FGPA"), *flux.band_errors("FGPA").values()):
         assert f"{value:.3f}" in shown
+    marked = [[cell.endswith(tables.BEST) for cell in row[2:]] for row in table[3:]]
+    assert all(sum(row) == 1 for row in marked)
+    assert marked[-2] == [True, False], "the correlation of the prediction is the largest one"
     lines = tables.lines(evaluation)[:-1]
     assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
     page = report.page(evaluation, PICTURES, {})

@@ -1,6 +1,7 @@
 """The flux of a volume, and P(k, mu), agree with numpy and closed forms, on any number of ranks."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from analysis.bispectrum import Bispectra
 from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
 from analysis.lyman_alpha.power import RATIO, AnisotropicPower
-from analysis.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux, FluxField
-from analysis.lyman_alpha.setup import FluxSetup
+from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, REAL_FGPA, TARGET, TRANSFER, Flux, FluxField
+from analysis.lyman_alpha.setup import FluxSetup, GasFit
 from analysis.modes import bin_edges
 from analysis.slabs import Slabs
 from utils.config import Config
@@ -33,6 +34,7 @@ WIDTH = UNIVERSE.pixel_width(CELL)
 TRANSFORM = TransformConfig(velocity_scale_km_s=300.0)
 GAS = target_channels(5, TRANSFORM)
 HIGH = {**SIMULATION, "redshift": 6.0}
+FIT = GasFit(8000.0, 1.5, np.array([1.0, 8.0, 30.0]), np.array([1.1, 0.9, 0.2]))
 Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -196,6 +198,34 @@ def test_results_do_not_depend_on_ranks_and_pieces(base: Flux, monkeypatch: pyte
             agree(flux, first)
     monkeypatch.setattr("utils.volumes.hdf5.SLAB_VALUES", 300)  # three planes
     agree(measured(fields()), base)
+
+
+def with_fit(world: World) -> Flux:
+    slabs, prepared = Slabs(SHAPE, world), setup(mean_flux=0.7, pressure_smoothing=0.15)
+    assert prepared is not None
+    return FluxStatistics(replace(prepared, fit=FIT), slabs).results(slab_fields(slabs, *fields()))
+
+
+def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
+    """The transfer function acts on each mode of log density, whose mean density becomes 1."""
+    inputs = fields()[0].astype(np.float64)
+    dark = np.exp(14 * inputs[0])
+    waves = np.meshgrid(*(np.fft.fftfreq(side) / CELL for side in SHAPE), indexing="ij")
+    factor = np.interp(2 * np.pi * np.linalg.norm(waves, axis=0), FIT.k, FIT.transfer)
+    modes = np.fft.fftn(np.log(dark)) * factor
+    gas = np.exp(np.fft.ifftn(modes).real)
+    densities = {
+        f"{FGPA}, {FITTED}": gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0),
+        TRANSFER: gas / gas.mean(),
+    }
+    for flux in (with_fit(ALONE), *run_ranks(with_fit, 3)):
+        assert list(flux.fields) == [TARGET, PREDICTION, FGPA, *densities]
+        for name, density in densities.items():
+            taus = depths(density, 300 * inputs[1:4], FIT.kelvin * density ** (FIT.gamma - 1))
+            pixels = np.concatenate([tau.ravel() for tau in taus])
+            assert flux.fields[name].unscaled_mean == pytest.approx(np.exp(-pixels).mean(), rel=1e-4)
+            line = np.exp(-flux.fields[name].scale * taus[2].reshape(SHAPE)[6, 5])
+            np.testing.assert_allclose(flux.fields[name].sightline, line, rtol=1e-3)
 
 
 @pytest.mark.gpu
