@@ -216,18 +216,10 @@ def run_script(main: Callable[[], None]) -> None:
     _replace_closed_streams()
     faulthandler.enable()  # a traceback of a fatal signal, such as SIGBUS when a mapped file shrinks
     in_script.set()
-    code = 0
     try:
-        main()
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            sys.stderr.write(stop.code + "\n")
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = _exit_code_of(main)
     except KeyboardInterrupt:  # a second one, while the first was reported
         code = EXIT_INTERRUPTED
-    except BaseException:
-        traceback.print_exc()
-        code = 1
     if code in (0, EXIT_INTERRUPTED):  # a signal while the interpreter shuts down must not change that
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -244,6 +236,21 @@ def run_script(main: Callable[[], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _exit_code_of(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            sys.stderr.write(stop.code + "\n")
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _replace_closed_streams() -> None:
