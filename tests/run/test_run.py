@@ -480,16 +480,26 @@ def test_resume_no_removes_what_a_run_has_written_and_nothing_else(recorded: Pat
     assert "seed: 3" in (recorded / "config.yaml").read_text()
 
 
+def test_a_run_that_hung_before_its_first_step_leaves_the_directory_free(first: Path) -> None:
+    """Fixed: the same command started in 00-2, because 00 differed in config.yaml."""
+    first.mkdir(parents=True)
+    (first / "flight_recorder_rank1.json").write_text("{}")
+    assert chosen(first) == ("00", "")
+    begin(first)
+    assert names(first) == [".lock", "config.yaml", "out.log", "provenance.json"]
+
+
 def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, monkeypatch: Any) -> None:
-    """config.yaml goes first: without it no later command continues what is left of the run."""
+    """Fixed: the same command without --resume=no left a half-removed run, and --resume continued it."""
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             begin(recorded, resume="no")
-    assert not {"summary.json", "config.yaml"} & set(names(recorded))
     assert {"checkpoints", "metrics.jsonl", "provenance.json"} <= set(names(recorded))
-    assert name_of(recorded) == "00-2"
-    begin(recorded, resume="no")
+    assert name_of(recorded) == name_of(recorded, resume="auto") == "00"
+    with opened(recorded, resume="auto") as run:
+        assert run.start.path is None
+    begin(recorded)
     assert names(recorded) == [".lock", "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
 
 

@@ -28,6 +28,7 @@ class RunDirectory:
         self.metrics, self.tensorboard, self.wandb = path / "metrics.jsonl", path / "logs", path / "wandb"
         self.loss_curves, self.report = path / "loss_curves.png", path / "report.html"
         self.slices, self.error_slices = path / "slices.png", path / "slices_largest_error.png"
+        self.removal = path / ".removal"  # while the run is being removed
         self.learning_rate = path / "learning_rate.png"  # the preflight's plot
 
     def __str__(self) -> str:
@@ -41,10 +42,7 @@ class RunDirectory:
         return self.evaluations / f"step_{step:08d}.npz"
 
     def written(self) -> list[Path]:
-        """All that a run has written here; --resume=no removes it in this order, and nothing else.
-
-        Without its config a run cannot be continued, so the next start completes a removal that was interrupted.
-        """
+        """All that a run has written here; --resume=no removes it, and nothing else."""
         paths = [self.summary, self.config, self.checkpoints, self.metrics, self.tensorboard, self.log]
         paths += [self.evaluations, self.report, self.wandb, self.loss_curves, self.path / "slices*.png"]
         paths += [*self.profile("*"), self.path / RECORD.format("*"), self.provenance]
@@ -52,14 +50,16 @@ class RunDirectory:
 
     @property
     def is_free(self) -> bool:
-        """True if no run has begun here.
+        """True if no run has begun here, or its removal was interrupted, which the next start completes.
 
-        A process that was killed may have left hidden files, or the first record; a preflight its plot.
+        A process that was killed may have left hidden files, or the first record; one that hung before its first step
+        the last collectives; a preflight its plot.
         """
         if not self.path.is_dir():
             return not os.path.lexists(self.path)
-        remains = (self.provenance.name, self.learning_rate.name)
-        return all(name.startswith(".") or name in remains for name in os.listdir(self.path))
+        collectives = (file.name for file in self.path.glob(RECORD.format("*")))
+        remains = {self.provenance.name, self.learning_rate.name, *collectives}
+        return self.removal.exists() or all(name.startswith(".") or name in remains for name in os.listdir(self.path))
 
     @property
     def title(self) -> str:

@@ -72,6 +72,8 @@ class Run:
             with world.raise_together():
                 if world.is_root:
                     choice = files.enter_context(_claimed(request))
+                    if choice.directory.removal.exists():
+                        _remove_run(choice.directory)
                     if choice.resume != "no":
                         recover(choice.directory.checkpoints)
             path, resume = world.gather_json([str(choice.directory), choice.resume] if choice else None)[0]
@@ -158,6 +160,7 @@ class Run:
         changes: list[str] = []
         if not start.is_complete:  # otherwise the records of the process that trained it stay
             changes = self._write_records(record)
+        directory.removal.unlink(missing_ok=True)
         directory.summary.unlink(missing_ok=True)
         self._open_files.enter_context(log_file(directory.log))
         log.info("Run directory: %s", self.choice)
@@ -234,8 +237,8 @@ def _claimed(request: RunRequest) -> Iterator[Choice]:
 
 def _remove_run(directory: RunDirectory) -> None:
     """Removes what an earlier run has written."""
-    paths = directory.written()
-    for path in paths:
-        remove(path)
-    if paths:
+    if paths := directory.written():
+        directory.removal.touch()
+        for path in paths:
+            remove(path)
         log.info("Removed the earlier run in %s: %s", directory, ", ".join(path.name for path in paths))
