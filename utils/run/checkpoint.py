@@ -156,7 +156,9 @@ def share(saved: Checkpoint | None, world: World) -> Checkpoint | None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a regular file."""
+    """SHA-256 of a regular file; OSError for any other: a pipe would be read without end."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a regular file")
     sha256 = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**22):
@@ -189,8 +191,10 @@ def weights_file(path: Path) -> Path:
     folder = RunDirectory(path).checkpoints
     directory = best_checkpoint(folder) if folder.is_dir() else named_checkpoint(path)
     file = directory / WEIGHTS if directory.is_dir() else directory
-    if not file.exists():
-        raise UserError(f"no such file: {file}; give {ANY_CHECKPOINT}{runs_below(path)}")
+    if not file.is_file():
+        raise UserError(
+            f"{'not a regular' if file.exists() else 'no such'} file: {file}; give {ANY_CHECKPOINT}{runs_below(path)}"
+        )
     return file
 
 
