@@ -31,13 +31,15 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
             _flush(partial)
         for partial, target in zip(partials, targets, strict=True):
             os.replace(partial, target)
-        _flush(targets[0].parent)  # makes the new names survive a crash
-    except OSError as error:
-        error.filename = targets[0]
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for partial in partials:
+                partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = targets[0]
         raise
-    finally:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the files are complete under their names
+        _flush(targets[0].parent)  # makes the new names survive a crash
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -75,6 +75,7 @@ class ResumableHDF5File:
         check_target(self._target, self._overwrite)  # another process may have created it
         with self._os_errors():
             os.replace(self._partial, self._target)
+        with suppress(OSError):  # the target is complete
             self._record.unlink()
             self._journal_path.unlink()
         self.close()
