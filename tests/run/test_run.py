@@ -35,6 +35,7 @@ from utils.run.choice import RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
 from utils.run.provenance import BLOCKS, DATE, HEAD, command, data_changes, data_record
+from utils.run.state import TrainState
 from utils.steps import build
 from utils.volumes.opened import Volumes
 
@@ -487,6 +488,25 @@ def test_a_run_that_hung_before_its_first_step_leaves_the_directory_free(first: 
     assert chosen(first) == ("00", "")
     begin(first)
     assert names(first) == [".lock", "config.yaml", "out.log", "provenance.json"]
+
+
+def test_a_run_that_is_renamed_during_training_is_not_split(first: Path, caplog: Any) -> None:
+    """Fixed: its other checkpoints and its summary went to a new 00. A removed directory is created again."""
+    step, moved, state = mock.Mock(), first.with_name("best"), TrainState(step=16)
+    with opened(first) as run:
+        run.restore(build.Parts(SIZE, mock.Mock(), step))
+        first.rename(moved)
+        run.checkpoint_writer.save({"network": {}}, state, wait=True)
+        assert not first.exists()
+        assert f"{first} was renamed; rename it back; earlier ones are kept" in caplog.text
+        with pytest.raises(UserError, match="was renamed; rename it back; run the command again"):
+            run.checkpoint_writer.check()
+        moved.rename(first)
+        run.checkpoint_writer.save({"network": {}}, state, wait=True)
+        run.checkpoint_writer.check()
+        shutil.rmtree(first)
+        run.checkpoint_writer.save({"network": {}}, state, wait=True)
+        assert checkpoint.saved_steps(first / "checkpoints") == [16]
 
 
 def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, monkeypatch: Any) -> None:

@@ -5,6 +5,7 @@ holds the directory's lock while the run is open, so that one process at a time 
 """
 
 import contextlib
+import io
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -49,6 +50,7 @@ class Run:
     world: World
     start: Start
     _open_files: contextlib.ExitStack
+    _lock: io.FileIO | None
     records: Logger = field(default_factory=Logger)
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
     earlier_seconds: float = 0.0  # of the processes of this run before this one
@@ -68,10 +70,10 @@ class Run:
         check_loggers(request.config.loggers, world)
         request = replace(request, data=data_record(volumes, world))
         with contextlib.ExitStack() as files:
-            choice = None
+            choice = lock = None
             with world.raise_together():
                 if world.is_root:
-                    choice = files.enter_context(_claimed(request))
+                    choice, lock = files.enter_context(_claimed(request))
                     if choice.directory.removal.exists():
                         _remove_run(choice.directory)
                     if choice.resume != "no":
@@ -81,7 +83,7 @@ class Run:
             directory = choice.directory
             world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
             start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
-            run = cls(request, volumes, choice, world, start, files)
+            run = cls(request, volumes, choice, world, start, files, lock)
             try:
                 yield run
             except BaseException as error:
@@ -173,7 +175,9 @@ class Run:
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else FROM_SCRATCH
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
-        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, self.volumes.simulation)
+        self.checkpoint_writer = writer = BackgroundWriter(
+            directory.checkpoints, config, self.volumes.simulation, self._lock
+        )
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:
@@ -204,8 +208,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def _claimed(request: RunRequest) -> Iterator[Choice]:
-    """Chooses, creates and locks a directory for the duration of the block.
+def _claimed(request: RunRequest) -> Iterator[tuple[Choice, io.FileIO]]:
+    """Chooses, creates and locks a directory for the duration of the block; also yields the locked file.
 
     Removes the directories that it has created if nothing was written there. Raises UserError if the chosen run is
     being trained.
@@ -225,7 +229,7 @@ def _claimed(request: RunRequest) -> Iterator[Choice]:
                 if choice.resume == "no" or not is_new:  # else another new run has just taken the directory
                     raise
     try:
-        yield choice
+        yield choice, lock
     finally:
         if created and directory.is_free:
             directory.lock.unlink(missing_ok=True)

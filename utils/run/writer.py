@@ -1,6 +1,7 @@
 """Writes checkpoints of a run: in the background, from copies in host memory, keeping the last and the best ones."""
 
 import contextlib
+import io
 import os
 import shutil
 import threading
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 
 from utils.config import Config
+from utils.distributed.locks import was_renamed
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import remove
 from utils.log import once_per_job
 from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
+from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 from utils.steps.size import ModelSize
 
@@ -101,9 +104,14 @@ class BackgroundWriter(CheckpointWriter):
 
     WAIT_SECONDS, CLOSE_SECONDS = 60.0, 300.0
 
-    def __init__(self, folder: Path, config: Config, simulation: Mapping[str, Any]) -> None:
-        """`simulation` is what the training data state about their origin; predictions compare it with their input."""
-        self._folder, self._keep_last = folder, config.checkpoint.keep_last
+    def __init__(
+        self, folder: Path, config: Config, simulation: Mapping[str, Any], lock: io.FileIO | None = None
+    ) -> None:
+        """`simulation` is what the training data state about their origin; predictions compare it with their input.
+
+        Nothing is written while the file of the run's lock has another name than that of a `.lock` next to the folder.
+        """
+        self._folder, self._keep_last, self._lock = folder, config.checkpoint.keep_last, lock
         self._record = {"config": stored_config(config.model_dump()), "simulation": dict(simulation)}
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
@@ -174,6 +182,8 @@ class BackgroundWriter(CheckpointWriter):
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
+            if self._lock is not None and was_renamed(self._lock, RunDirectory(self._folder.parent).lock):
+                raise OSError(f"{self._folder.parent} was renamed; rename it back")
             write(target, weights, training)
         except Exception as error:  # no error of a checkpoint ends a run
             self._fault = os_reason(error) if isinstance(error, OSError) else repr(error)
