@@ -66,16 +66,18 @@ def demo(directory: Path = DEMO) -> list[Point]:
 
 def draw(curves: Curves, path: Path) -> None:
     """Validation loss after samples, and after seconds for runs whose log has the first epoch."""
+    plotted = [
+        (config, number, points) for config, runs in curves.items() for number, points in enumerate(runs.values())
+    ]
     with common.plot(path, (9, 4), 2, sharey=True) as panels:
         for panel, key in zip(panels, ("samples", "seconds"), strict=True):
-            for config, runs in curves.items():
-                for number, points in enumerate(runs.values()):
-                    if key == "samples" or points[0].epoch == 1:
-                        name = "demo, this project" if config == "demo" else f"{config}, published"
-                        places = [getattr(point, key) for point in points]
-                        losses = [point.validation_loss for point in points]
-                        label = "" if number else name  # once per config
-                        panel.plot(places, losses, "o-", markersize=3, color=COLORS[config], label=label)
+            for config, number, points in plotted:
+                if key == "samples" or points[0].epoch == 1:
+                    name = "demo, this project" if config == "demo" else f"{config}, published"
+                    places = [getattr(point, key) for point in points]
+                    losses = [point.validation_loss for point in points]
+                    label = "" if number else name  # once per config
+                    panel.plot(places, losses, "o-", markersize=3, color=COLORS[config], label=label)
             panel.set(xscale="log", yscale="log", xlabel=key)
             panel.grid(alpha=0.3, which="both")
         panels[0].set_ylabel("validation loss")
