@@ -104,7 +104,7 @@ def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
     for values, measured in zip(stored.values(), (spectrum.k, spectrum.ratio, spectrum.correlation), strict=False):
         np.testing.assert_allclose(values, measured, rtol=1e-5)
     assert {f"k at {level}": k for level, k in spectrum.resolutions.items()}.items() <= stored.items()
-    np.testing.assert_allclose(summary["bispectrum"]["B ratio"], result.bispectrum.ratio, rtol=1e-5)
+    np.testing.assert_allclose(summary["bispectrum"]["predicted"], result.bispectrum.predicted, rtol=1e-5)
     page = (written / "report.html").read_text()
     assert "gas velocity x" in page
     assert page.count("data:image/png;base64,") == 1 + len(pictures), "also the losses of the checkpoint's run"
@@ -127,7 +127,7 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (flux.p3d_k.size, flux.fields["prediction"].correlation) == (0, pytest.approx(1)), "64 of 144 sight-lines"
     assert (output / "flux.png").exists()
     summary = json.loads((output / "evaluation.json").read_text())["flux"]
-    np.testing.assert_allclose(summary["fields"]["FGPA"]["P1D (km/s)"], flux.fields["FGPA"].power, rtol=1e-5)
+    np.testing.assert_allclose(summary["fields"]["FGPA"]["power"], flux.fields["FGPA"].power, rtol=1e-5)
     without_page(monkeypatch)
     evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux"])
     assert results.load(tmp_path / "none" / "evaluation.npz").flux is None

@@ -4,7 +4,7 @@ import base64
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from analysis.evaluation import figures, results, tables
 from analysis.evaluation.loss_curves import loss_curves
 from analysis.evaluation.results import Results
-from analysis.lyman_alpha.results import FGPA, REAL_FGPA, TRANSFER, Flux
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory, to_json
@@ -112,62 +111,33 @@ def _training_curves(evaluation: Results) -> dict[str, bytes]:
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of evaluation.json."""
-    unit, bispectrum = evaluation.wavenumber_unit, evaluation.bispectrum
-    triangles = {}
-    if bispectrum:  # of log density
-        triangles = {f"k ({unit})": bispectrum.k, "B ratio": bispectrum.ratio, "B of the target": bispectrum.target}
+    """The content of evaluation.json; bispectrum and flux have the names of evaluation.npz."""
+    bispectrum, flux = evaluation.bispectrum, evaluation.flux
     return {
         "scalars": evaluation.scalars(),
         "spectra": {
             name: {
-                f"k ({unit})": _rounded(spectrum.k),
+                f"k ({evaluation.wavenumber_unit})": _rounded(spectrum.k),
                 "P ratio": _rounded(spectrum.ratio),
                 "r": _rounded(spectrum.correlation),
                 **{f"k at {level}": k for level, k in spectrum.resolutions.items()},
             }
             for name, spectrum in evaluation.spectra.items()
         },
-        "bispectrum": {name: _rounded(values) for name, values in triangles.items()},
-        **({"flux": _flux_summary(evaluation.flux)} if evaluation.flux else {}),
+        **({"bispectrum": _rounded(asdict(bispectrum))} if bispectrum else {}),
+        **({"flux": _rounded(asdict(flux))} if flux else {}),
         "metadata": {**evaluation.metadata, "cell": evaluation.cell},
         "provenance": dict(provenance),
     }
 
 
-def _flux_summary(flux: Flux) -> dict[str, Any]:
-    """The flux in evaluation.json."""
-    return {
-        "redshift": flux.redshift,
-        "mean flux": flux.mean_flux,
-        "sight-lines along x, y, z": flux.sightlines,
-        "smoothing of the baseline (Mpc/h)": flux.smoothing,
-        "k (s/km)": _rounded(flux.k),
-        **{f"k along {axis} (s/km)": _rounded(k) for axis, k in zip("xyz", flux.axis_k, strict=True)},
-        "PDF bin edges": _rounded(flux.edges),
-        "mu bin edges": _rounded(flux.mu_edges),
-        "k of P3D, by mu (h/Mpc)": [*map(_rounded, flux.p3d_k)],
-        "k of the bispectra (h/Mpc)": _rounded(flux.flux_bispectrum_k),
-        "fields": {
-            name: {
-                "scale": float(f"{field.scale:.6g}"),
-                "P1D (km/s)": _rounded(field.power),
-                **{
-                    f"P1D along {axis} (km/s)": _rounded(power)
-                    for axis, power in zip("xyz", field.axis_power, strict=True)
-                },
-                "P3D, by mu ((Mpc/h)³)": [*map(_rounded, field.p3d)],
-                "bispectra, equilateral and squeezed ((Mpc/h)⁶)": [*map(_rounded, field.flux_bispectrum)],
-                "PDF": _rounded(field.pdf),
-            }
-            for name, field in flux.fields.items()
-        },
-    }
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    """Six significant digits."""
-    return [float(f"{value:.6g}") for value in values]
+def _rounded(value: Any) -> Any:
+    """Arrays as lists with six significant digits, also in dictionaries."""
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, np.ndarray | list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.6g}")
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -184,9 +154,8 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
         validation_loss=_validation_loss(evaluation.metadata),
         channels=tables.channel_table(evaluation),
         fields=tables.field_table(evaluation),
-        flux=tables.flux_table(flux) if flux else None,
-        mean_flux=f", {flux.mean_flux:.4g} at redshift {flux.redshift:g}" if flux else "",
-        baseline=_baseline_text(flux) if flux else "",
+        flux=flux,
+        flux_table=tables.flux_table(flux) if flux else None,
         pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},
         origin=[(key, metadata[key]) for key in ORIGIN if key in metadata],
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
@@ -198,16 +167,3 @@ def _validation_loss(metadata: Mapping[str, Any]) -> str:
     value = metadata.get("final_loss")
     parts = [metadata.get("loss"), f"{value:.5f}" if isinstance(value, float) else None]
     return f" ({', '.join(filter(None, parts))})" if any(parts) else ""
-
-
-def _baseline_text(flux: Flux) -> str:
-    """The definition of the baseline, as far as it differs between evaluations."""
-    if REAL_FGPA not in flux.fields and FGPA not in flux.fields:
-        return "The unit of the dark-matter density is unknown, so there is no baseline."
-    smoothing = f"smoothed by {flux.smoothing:g} Mpc/h" if flux.smoothing else "not smoothed: the cells are too large"
-    velocities = "" if FGPA in flux.fields else ", in real space: the input has no velocities"
-    text = f"The baseline, FGPA, is computed from the dark matter, {smoothing}{velocities}."
-    if TRANSFER in flux.fields:
-        text += " Other baselines are fitted to another volume: the power law of the temperature, and for the transfer "
-        text += "function a factor for each wavenumber of log density."
-    return text

@@ -148,9 +148,9 @@ def volume_statistics(
     distributions, phase_diagram = histograms.results()
     if complete.divergence is not None:
         distributions["velocity divergence"] = complete.divergence
-    reads = {"input": (fields.inputs, inputs), "target": (fields.target, targets)}
-    reads["predicted"] = fields.predicted, targets
-    middle = slabs.shape[0] // 2
+    reads = {"input": fields.inputs, "target": fields.target, "predicted": fields.predicted}
+    sizes = {"input": len(inputs), "target": len(targets), "predicted": len(targets)}
+    planes = {name: _plane(read, sizes[name], slabs.shape[0] // 2, slabs) for name, read in reads.items()}
     return Results(
         channels=tuple(targets),
         input_channels=tuple(inputs),
@@ -164,9 +164,7 @@ def volume_statistics(
         divergence_r2=complete.divergence_r2,
         mass_ratio=complete.mass_ratio,
         bispectrum=complete.bispectrum,
-        slices={
-            name: _plane(read, len(channels), middle, slabs).cpu().numpy() for name, (read, channels) in reads.items()
-        },
+        slices={name: plane.cpu().numpy() for name, plane in planes.items()},
         metadata=dict(metadata),
     )
 

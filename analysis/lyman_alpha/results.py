@@ -107,8 +107,8 @@ class Flux:
         weights = self.flux_bispectrum_k**3
         ours, target = (weights * self.fields[field].flux_bispectrum for field in (name, TARGET))
         shells = np.isfinite(target).all(0)
-        errors = np.linalg.norm((ours - target)[:, shells], axis=1) / np.linalg.norm(target[:, shells], axis=1)
-        return dict(zip(SHAPES, map(float, errors), strict=True)) if shells.any() else {}
+        difference, size = (np.linalg.norm(values[:, shells], axis=1) for values in (ours - target, target))
+        return dict(zip(SHAPES, quotient(difference, size).tolist(), strict=True)) if shells.any() else {}
 
     def pdf_distance(self, name: str) -> float:
         """Half the integral of |PDF − that of the target|: the share of pixels in the wrong bin, from 0 to 1."""

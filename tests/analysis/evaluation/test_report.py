@@ -149,7 +149,7 @@ def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp
         values[0, gaps] = np.nan
     report.write_report(tmp_path / "report", evaluation, {}, ALONE)
     summary = read_strictly(tmp_path / "report" / report.SUMMARY)["flux"]
-    for values in (summary["k along x (s/km)"], summary["fields"]["FGPA"]["P1D along x (km/s)"]):
+    for values in (summary["axis_k"][0], summary["fields"]["FGPA"]["axis_power"][0]):
         assert [place for place, value in enumerate(values) if value is None] == gaps
     assert np.isfinite([*evaluation.scalars().values()]).all()
     assert "non-finite" not in " ".join(tables.lines(evaluation))
