@@ -14,9 +14,9 @@ from docs.modules import ROOT, tracked
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
 UTILS = "constants launchers powers | errors | progress log | files | config | cli lookup | distributed | optim"
 UTILS += " | volumes | data | steps | run | training | profiling | preflight"
-ANALYSIS = "slabs | modes | bispectrum inference | lyman_alpha | evaluation"
+ANALYSIS = "slabs | modes | inference | lyman_alpha | evaluation"
 LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")]
-LAYERS += [[f"analysis.{name}" for name in names.split()] for names in ANALYSIS.split("|")] + [["simulation"]]
+LAYERS += [[f"analysis.{name.strip()}"] for name in ANALYSIS.split("|")] + [["simulation"]]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 WINGS = ("networks", "utils", "simulation", "analysis")
 # Libraries that training on existing data does not need. Functions that use them import them.

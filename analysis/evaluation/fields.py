@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.bispectrum import Bispectra
 from analysis.evaluation.results import LOG_DENSITY, Bispectrum, Distribution, Spectrum
 from analysis.evaluation.spectra import KShells
+from analysis.modes import Bispectra
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 

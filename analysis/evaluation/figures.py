@@ -15,10 +15,10 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.image import AxesImage, imsave
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from analysis.bispectrum import SHAPES
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
+from analysis.modes import SHAPES
 from utils.volumes.channels import DARK_MATTER, DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).

@@ -146,8 +146,7 @@ def volume_statistics(
         slabs.world.pulse.meet()
     l1, copied_l1, r2_by_channel = errors.results()
     distributions, phase_diagram = histograms.results()
-    if complete.divergence is not None:
-        distributions["velocity divergence"] = complete.divergence
+    distributions |= {"velocity divergence": complete.divergence} if complete.divergence else {}
     reads = {"input": fields.inputs, "target": fields.target, "predicted": fields.predicted}
     sizes = {"input": len(inputs), "target": len(targets), "predicted": len(targets)}
     planes = {name: _plane(read, sizes[name], slabs.shape[0] // 2, slabs) for name, read in reads.items()}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.bispectrum import SHAPES
+from analysis.modes import SHAPES
 from utils.run import tags
 
 TARGET, PREDICTION = "target", "prediction"  # names of fields, and of the baseline:

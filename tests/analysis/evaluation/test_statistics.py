@@ -15,10 +15,10 @@ from sample_results import slab_fields
 from volume_files import smooth_field
 
 from analysis import modes
-from analysis.bispectrum import Bispectra
 from analysis.evaluation.results import Results, Spectrum
 from analysis.evaluation.spectra import KShells
 from analysis.evaluation.statistics import volume_statistics
+from analysis.modes import Bispectra
 from analysis.slabs import Slabs
 from utils.config.sections import TransformConfig
 from utils.distributed.launch import Launch

@@ -13,13 +13,12 @@ from sample_results import SIMULATION, slab_fields
 from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
-from analysis.bispectrum import Bispectra
 from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
 from analysis.lyman_alpha.power import RATIO, AnisotropicPower
 from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, REAL_FGPA, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxSetup, GasFit
-from analysis.modes import bin_edges
+from analysis.modes import Bispectra, bin_edges
 from analysis.slabs import Slabs
 from utils.config import Config
 from utils.config.sections import TransformConfig
