@@ -119,13 +119,9 @@ def evaluate(
         return fields.evaluate(change(predictor), f"{checkpoint} on {Path(file).stem}", {"input": file}, world)
 
 
-def evaluation(checkpoint: Path, file: str, runs: Path, smoothing: float | None = None) -> results.Results:
-    """The evaluation of a network on a volume, which is kept as long as both are older.
-
-    `smoothing` is that of the dark matter for FGPA, in Mpc/h, instead of the default.
-    """
-    settings: dict[str, Any] = {} if smoothing is None else {"pressure_smoothing": smoothing}
-    stem = "_".join([Path(file).stem, *(f"smoothing={value:g}" for value in settings.values())])
+def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:
+    """The evaluation of a network on a volume with these settings, which is kept as long as both are older."""
+    stem = "_".join([Path(file).stem, *(f"{key}={Path(str(value)).name}" for key, value in settings.items())])
     path = runs / "evaluations" / checkpoint.parents[1].name / f"{stem}.npz"
     if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
         return results.load(path)

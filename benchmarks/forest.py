@@ -1,11 +1,11 @@
-"""The Lyman-alpha forest of predicted gas and of FGPA, compared with that of simulated gas on boxes of other seeds.
+"""The Lyman-alpha forest of predicted gas and of baselines, compared with that of gas in boxes of other seeds.
 
 python -m benchmarks.forest --seeds 3
 
 Trains the study `forest` of benchmarks/studies.yaml, if it is not trained. FGPA smooths the dark matter over the length
-with the smallest error on the box that the network is trained on. An error of the flux power in a band is the rms of
-P1D / that of the target - 1 over the modes of the band. Its square is that of the mean over the boxes, the bias, plus
-the variance between the boxes.
+with the smallest error on the box that the network is trained on; two other baselines are fitted to that box. An error
+of the flux power in a band is the rms of P1D / that of the target - 1 over the modes of the band. Its square is that of
+the mean over the boxes, the bias, plus the variance between the boxes.
 """
 
 import math
@@ -18,7 +18,7 @@ import numpy as np
 
 from analysis.evaluation.results import PhaseDiagram, Results
 from analysis.evaluation.volume import VolumeFields, config_of_files
-from analysis.lyman_alpha.results import BANDS, FGPA, PREDICTION, TARGET, Flux, band_name
+from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux, band_name
 from benchmarks import boxes, common, study
 from utils.config.sections import EvaluationConfig
 
@@ -27,7 +27,12 @@ BAND = BANDS[2]  # of the fit of the smoothing and of the scatter between boxes
 LENGTHS = (0.0, 0.1, 0.15, 0.2, 0.3)  # Mpc/h
 FIT = (-0.5, 0.5)  # log10 of density / mean
 HOT = 1e5  # K
-METHODS = {PREDICTION: "tab:orange", FGPA: "tab:blue"}  # with their colors
+METHODS = {  # with their colors
+    PREDICTION: "tab:orange",
+    FGPA: "tab:blue",
+    f"{FGPA}, {FITTED}": "tab:cyan",
+    TRANSFER: "tab:green",
+}
 
 
 def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float]:
@@ -50,8 +55,8 @@ def measures(result: Results) -> dict[str, float]:
     values: dict[str, float] = {}
     fields = result.flux.fields
     for name in METHODS:
-        for quantity, errors in (("P1D", result.flux.band_errors(name)), ("P3D", result.flux.p3d_errors(name))):
-            values |= {f"{quantity} error, {band}, {name}": error for band, error in errors.items()}
+        measured = result.flux.measures(name).items()
+        values |= {f"{label}, {name}": value for label, value in measured if " error, " in label}
         values[f"correlation of the flux, {name}"] = fields[name].correlation
         values[f"PDF distance, {name}"] = result.flux.pdf_distance(name)
         mean = fields[name].unscaled_mean / fields[TARGET].unscaled_mean
@@ -110,10 +115,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise failure
     made = study.STUDIES[STUDY].simulated(options.runs)
     (volume,) = made.volumes
-    errors = errors_of_smoothing(made.training_keys([volume])["train_path"][0])
+    (training_box,) = made.training_keys([volume])["train_path"]
+    errors = errors_of_smoothing(training_box)
     smoothing, files = min(errors, key=lambda length: errors[length]), made.held_out(volume)
     pairs = [(run.checkpoint, file) for run in training_runs for file in files]
-    evaluations = [boxes.evaluation(*pair, options.runs, smoothing) for pair in pairs]
+    settings = {"pressure_smoothing": smoothing, "fitted_on": training_box}
+    evaluations = [boxes.evaluation(*pair, options.runs, **settings) for pair in pairs]
     fluxes = [evaluation.flux for evaluation in evaluations if evaluation.flux is not None]
     ratios = {name: [flux.ratios[name] for flux in fluxes] for name in METHODS}
     values = boxes.spreads([measures(evaluation) for evaluation in evaluations])
