@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 STARTED = time.time()  # of this process, in seconds since 1970
@@ -25,22 +24,16 @@ if _missing:
 if "ipykernel" not in sys.modules:
     os.environ.pop("MPLBACKEND", None)
 
+# Ctrl-C while modules are imported. Python ends itself by SIGINT afterward, which shells report as exit code 130.
+sys.excepthook = lambda kind, *rest: (
+    sys.stderr.write("interrupted\n") if kind is KeyboardInterrupt else sys.__excepthook__(kind, *rest)
+)
+
 # libgomp reads this when PyTorch is imported, which entry scripts do after this package. By default a thread that waits
 # for the others of an operation spins for 300,000 rounds, which take milliseconds. If another program uses one of the
 # cores, that happens at every operation.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Without a traceback, Ctrl-C while modules are imported; shells report exit code 130."""
-    if kind is KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = _report
 
 
 def version_line() -> str:

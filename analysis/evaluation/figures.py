@@ -268,11 +268,6 @@ def _ratio_panels(
 # --- slices ----------------------------------------------------------------------------------------------------------
 
 
-def slices(results: Results) -> Figure:
-    """The volume's middle plane along x; see draw_slices."""
-    return draw_slices(results.input_channels, results.channels, results.slices, results.cell)
-
-
 def _slices_layout(rows: int) -> tuple[Figure, np.ndarray, list[tuple[Axes, Axes]]]:
     """A figure with panels [rows, 4], and below each row the axes of two color bars: of three panels, and of the last.
 
@@ -370,7 +365,7 @@ def _add_color_bar(figure: Figure, image: AxesImage, axes: Axes, panels: int, la
 
 
 PICTURES: dict[str, Callable[[Results], Figure]] = {
-    "slices": slices,
+    "slices": lambda results: draw_slices(results.input_channels, results.channels, results.slices, results.cell),
     "spectra": spectra,
     "distributions": distributions,
     "phase_diagram": phase_diagram,
