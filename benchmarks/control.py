@@ -23,9 +23,9 @@ from benchmarks import common
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.diagnosis import TICK
 from utils.distributed.heartbeat import Heartbeat
-from utils.distributed.launch import Launch
+from utils.distributed.launch import Launch, allow_open_files
 from utils.distributed.reports import LOST as LOST_KEY
-from utils.distributed.world import allow_open_files, connect
+from utils.distributed.world import connect
 
 CLIENTS, HANG, MOST_PROCESSES, TRIALS, LIMIT = 4, 15.0, 128, 3, 200.0
 # The last rank is silent, as if its machine were gone; another rank has lost its connection to it; all ranks hang.

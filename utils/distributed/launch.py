@@ -6,10 +6,12 @@ otherwise there is one rank.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -206,6 +208,16 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group()) if first else ""
 
 
+def allow_open_files() -> None:
+    """Raises the number of open files to the limit.
+
+    A run may have hundreds of volumes, and rank 0 holds three connections per rank to the store.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Runs an entry script's `main` and exits; with several ranks, without the interpreter's shutdown.
 
@@ -214,6 +226,7 @@ def run_script(main: Callable[[], None]) -> None:
     system counted a completed training as failed.
     """
     _replace_closed_streams()
+    allow_open_files()
     faulthandler.enable()  # a traceback of a fatal signal, such as SIGBUS when a mapped file shrinks
     in_script.set()
     try:

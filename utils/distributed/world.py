@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import os
-import resource
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,7 +170,6 @@ def connect(
         with _beating(heartbeat):
             yield _with_threads(World(launch, choose_device(device, launch.local_rank), heartbeat))
         return
-    allow_open_files()
     meeting = rendezvous(device, launch, timeouts, identity)
     store, heartbeat = meeting.store, Heartbeat(timeouts, launch, meeting.store)
     with _beating(heartbeat):
@@ -194,13 +192,6 @@ def connect(
             world = _with_threads(World(launch, meeting.device, heartbeat))
         with _leaving_group():
             yield world
-
-
-def allow_open_files() -> None:
-    """Raises the number of open files to the limit: rank 0 holds three connections per rank to the store."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _with_threads(world: World) -> World:
