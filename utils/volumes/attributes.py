@@ -11,6 +11,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from pydantic import TypeAdapter
 
 from utils.config import validate_section
 from utils.config.sections import NetworkConfig, TransformConfig
@@ -37,6 +38,8 @@ Simulation = dict[str, float | str]
 # Keys of a Simulation by the name of the condition.
 CONDITIONS = {name: key for name, (key, _) in UNIVERSE.items()}
 CONDITIONS |= {"cell": CELL, "sigma8": "cosmology_sigma8", "n_s": "cosmology_ns"}
+TYPES: dict[str, type] = {"periodic": bool, "box_size_mpc_h": float, FLOOR: float}  # of attributes of a file
+TYPES |= dict.fromkeys([*TransformConfig.model_fields, *CONDITIONS.values()], float)
 
 CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc"}  # the others have none
 
@@ -60,18 +63,50 @@ def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> N
 
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
-    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them."""
-    domain = dict(file["domain"].attrs) if "domain" in file else {}
+    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them.
+
+    Raises UserError if one of TYPES is of another type.
+    """
     attributes: dict[str, Any] = {**universe_of(file)}
-    if "size" in domain and tuple(np.ravel(domain.get("shape", cells))) == tuple(cells):
-        attributes["box_size_mpc_h"] = float(np.max(domain["size"]))
-    return {**attributes, **plain_attributes(file)}
+    lengths = domain_of(file)
+    if lengths is not None and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):
+        attributes["box_size_mpc_h"] = max(lengths)
+    stated = plain_attributes(file)
+    typed = {name: typed_value(kind, stated[name], file, name) for name, kind in TYPES.items() if name in stated}
+    return {**attributes, **stated, **typed}
 
 
 def universe_of(file: h5py.File) -> dict[str, float]:
     """This project's attributes for those of the group `universe` of a file."""
-    universe = plain_attributes(file["universe"]) if "universe" in file else {}
-    return {key: factor * universe[name] for name, (key, factor) in UNIVERSE.items() if name in universe}
+    universe = file["universe"].attrs if "universe" in file else {}
+    return {
+        key: factor * typed_value(float, universe[name], file, f"universe/{name}")
+        for name, (key, factor) in UNIVERSE.items()
+        if name in universe
+    }
+
+
+def domain_of(file: h5py.File) -> list[float] | None:
+    """The three lengths of the group `domain` in comoving Mpc/h, if the file has it."""
+    size = file["domain"].attrs.get("size") if "domain" in file else None
+    if size is None:
+        return None
+    lengths = [typed_value(float, length, file, "domain/size") for length in np.ravel(size)]
+    if len(lengths) not in (1, 3):
+        raise UserError(f"{file.filename}: attribute domain/size has {len(lengths)} lengths; write three")
+    return lengths * (3 // len(lengths))
+
+
+def typed_value(kind: type, value: Any, file: h5py.File, name: str) -> Any:
+    """The number or truth value of an attribute, also from a text or from equal values, such as those of three axes."""
+    try:
+        (single,) = set(np.ravel(value).tolist())
+        return TypeAdapter(kind).validate_python(single)
+    except (TypeError, ValueError):
+        expected = "true or false" if kind is bool else "a number"
+        raise UserError(
+            f"{file.filename}: attribute {name} is {value!r}, expected {expected}; correct or remove it"
+        ) from None
 
 
 def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:

@@ -133,7 +133,7 @@ class FieldReader:
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
-        self.periodic = bool(self.attributes.get("periodic", True))
+        self.periodic: bool = self.attributes.get("periodic", True)
 
     def box(self, x: slice, y: slice, z: slice, channels: slice = slice(None)) -> np.ndarray:
         """Values [C, x, y, z]; raises UserError if they cannot be read or are not all finite."""

@@ -55,7 +55,8 @@ from utils.volumes.snapshots import (
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
 # Plausible values; others are in other units.
-LIMITS = {"cosmology_H0": (10.0, 200.0), CELL: (1e-5, 50.0)}
+LIMITS = {"cosmology_H0": (10.0, 200.0), "redshift": (0.0, 1e4), CELL: (1e-5, 50.0)}
+LIMITS |= {"cosmology_Om0": (0.0, 2.0), "cosmology_Ode0": (-2.0, 2.0), "cosmology_Ob0": (0.0, 1.0)}
 MEAN_RANGE = (0.5, 2.0)  # of a density in units of the mean; that of a part of a box is not exactly 1
 COLDEST_MEAN = 100.0  # K, of a temperature; decimal logarithms are about 4
 VELOCITY_RANGE = (1.0, 3000.0)  # km/s, of the root mean square of a component

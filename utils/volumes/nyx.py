@@ -14,8 +14,8 @@ import h5py
 import numpy as np
 
 from utils.errors import UserError
-from utils.volumes.attributes import CELL, UNIVERSE, plain_attributes, universe_of
-from utils.volumes.hdf5 import NATIVE, open_file, reading
+from utils.volumes.attributes import CELL, UNIVERSE, domain_of, plain_attributes, typed_value, universe_of
+from utils.volumes.hdf5 import NATIVE
 from utils.volumes.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
 
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
@@ -33,13 +33,13 @@ def open_nyx(path: Path) -> Snapshot:
         group = file[NATIVE]
         fields = {name: _field(path, name, group[name]) for name in FIELDS if name in group}
         simulation = universe_of(file)
-        if fields and "domain" in file and "size" in file["domain"].attrs:
-            cells = np.asarray(file["domain"].attrs["size"]) / Snapshot(str(path), fields).shape
+        if fields and (lengths := domain_of(file)) is not None:
+            cells = np.array(lengths) / Snapshot(str(path), fields).shape
             if max(cells) > min(cells) * (1 + CELL_TOLERANCE):
                 sides = " × ".join(f"{cell:.6g}" for cell in cells)
                 raise UserError(f"{path}: cells of {sides} Mpc/h (domain/size over shape) are not cubes; resample them")
             simulation[CELL] = float(cells[0])
-        periodic = bool(plain_attributes(file).get("periodic", True))  # predict.py writes it
+        periodic = typed_value(bool, file.attrs.get("periodic", True), file, "periodic")  # predict.py writes it
         return Snapshot(str(path), fields, simulation, periodic)
 
 
