@@ -22,6 +22,7 @@ from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
+from utils.volumes.attributes import file_transform
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.nyx import FORMATS
 
@@ -43,7 +44,8 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
     with world.raise_together():
         trained = TrainedNetwork.load(weights, world.device, content)
         config = trained.config
-        source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels, config.transform)
+        source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels)
+        file_transform(config.transform, {source.path: source.attributes})
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
         layout = choose_layout(options.format, options.physical, trained.channels, source)

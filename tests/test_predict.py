@@ -132,7 +132,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_r
     assert {key: attributes[key] for key in expected} == expected
     assert "width: 4" in attributes["config"]
     assert {"command", "git_commit", "versions"} <= set(json.loads(attributes["provenance"]))
-    fields = FieldReader(str(whole), "Hydro", 5, transform)  # a training run or evaluation can read it
+    fields = FieldReader(str(whole), "Hydro", 5)  # a training run or evaluation can read it
     assert (fields.shape, fields.cell) == (BOX, 0.5)
     fields.close()
 

@@ -75,9 +75,9 @@ class VolumeFields:
         stored prediction, so that physical values are allowed there.
         """
         transform, outputs = config.transform, config.N_out_channels
-        self.inputs = FieldReader(path, config.dataset_names[0], config.N_in_channels, transform)
-        self.target = FieldReader(path, config.dataset_names[1], outputs, transform)
-        self.prediction = FieldReader(prediction, OUTPUT, outputs, transform) if prediction else None
+        self.inputs = FieldReader(path, config.dataset_names[0], config.N_in_channels)
+        self.target = FieldReader(path, config.dataset_names[1], outputs)
+        self.prediction = FieldReader(prediction, OUTPUT, outputs) if prediction else None
         self._all = [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
         shape = self.inputs.shape
         for output in self._all[1:]:

@@ -103,6 +103,6 @@ def test_groups_of_nyx_stand_in_for_attributes_of_a_volume(tmp_path: Path) -> No
         file["Nbody"] = np.zeros((4, *shape), np.float32)
         file.attrs["redshift"] = np.array([2.0], np.float32)
         file.attrs["cosmology"] = np.bytes_("planck18")
-    reader = FieldReader(str(path), "Nbody", 4, TransformConfig())
+    reader = FieldReader(str(path), "Nbody", 4)
     stated = [reader.simulation[name] for name in ("cosmology_H0", "redshift", "cosmology")]
     assert (reader.cell, stated) == (0.5, [67.5, 2.0, "planck18"])

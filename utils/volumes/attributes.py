@@ -114,7 +114,7 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
 
     Each key comes from the config if it is set there explicitly, else from a file's attribute of the same name, else
     from the defaults. Raises UserError if a file contradicts the config or another file. None, which only a config can
-    set, contradicts nothing.
+    set, contradicts nothing. A file that does not state a value other than the default is a warning.
     """
     known: dict[str, tuple[float | None, str | None]]  # value, and the file that states it; None: the config
     known = {key: (getattr(config, key), None) for key in config.model_fields_set}
@@ -132,6 +132,14 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
                 f"{fault}, the config has {expected:.8g}; import the file again with --{key} {expected:.8g}, or "
                 f"remove transform.{key} from the config of a run on such files"
             )
+    for path, attributes in files.items():
+        for key, (value, source) in known.items():
+            default = TransformConfig.model_fields[key].default
+            if value is not None and key not in attributes and not math.isclose(value, default):
+                log.warning(
+                    f"{path} does not state {key}: {value:.8g} is assumed, as in {source or 'the config'}; that of the "
+                    f"published data is {default:.8g}"
+                )
     return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
 
 

@@ -16,10 +16,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from utils.config.sections import TransformConfig
-from utils.errors import UserError, os_reason, os_remedy
+from utils.errors import UserError
 from utils.progress import Progress
-from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, file_transform, simulation_of
+from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
 
 DATASETS = ("Nbody", "Hydro")
@@ -115,7 +114,6 @@ class FieldReader:
         path: str,
         name: str,
         channels: int | None,
-        transform: TransformConfig | None = None,
         remedy: str = "if it has another name: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
         file: h5py.File | None = None,
     ) -> None:
@@ -128,8 +126,6 @@ class FieldReader:
             self.attributes = attributes_of(file, self.shape)
             self.file = str(dataset.file.filename)  # the dataset may be a link into another file
             self.values = float32_field(dataset)
-        if transform is not None:
-            file_transform(transform, {path: self.attributes})
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
