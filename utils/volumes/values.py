@@ -1,6 +1,7 @@
 """Checks of a volume's values: of a sample before each training run, of all of them in a preflight."""
 
 import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
 LEAST_ROWS, SAMPLED_VALUES = 16, 4096
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over [0, 1)
 
+
+log = logging.getLogger(__name__)
 
 def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
     """Raises UserError for values in samples that a run cannot succeed with.
@@ -52,17 +55,23 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
 
 
 def check_all(volume: Volume) -> None:
-    """Reads the whole volume; raises UserError for constant datasets and for the first NaN or infinite value."""
-    ranges: list[set[float]] = [set(), set()]
+    """Reads the whole volume; raises UserError for constant datasets and for the first NaN or infinite value.
+
+    A constant channel is a warning.
+    """
+    ranges: list[list[set[float]]] = [[set() for _ in range(field.shape[0])] for field in volume.fields]
     for number, channel, start, values in volume.slabs(f"checking all values of {volume.path}"):
         if (place := nonfinite_place(values)) is not None:
             x, y, z = place
             raise _nonfinite(volume.path, volume.names[number], (channel, start + x, y, z), values[place])
-        ranges[number] |= {float(values.min()), float(values.max())}
-    for name, extremes in zip(volume.names, ranges, strict=True):
-        if len(extremes) == 1:
+        ranges[number][channel] |= {float(values.min()), float(values.max())}
+    for name, channels in zip(volume.names, ranges, strict=True):
+        if len(extremes := set.union(*channels)) == 1:
             raise _constant(volume.path, name, extremes.pop())
 
+        for number, extremes in enumerate(channels):
+            if len(extremes) == 1:
+                log.warning("%s", _constant(volume.path, f"{name}[{number}]", *extremes))
 
 def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
     """Warnings about volumes of training that are also used for validation, from samples."""
