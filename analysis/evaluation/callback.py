@@ -26,8 +26,9 @@ from utils.run.state import FitResult
 from utils.steps.build import Parts
 from utils.training.hooks import Evaluation
 from utils.volumes.attributes import conditions_of
-from utils.volumes.hdf5 import Volume, reading
+from utils.volumes.hdf5 import Volume
 from utils.volumes.opened import Volumes
+from utils.volumes.storage import reading
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from utils.errors import UserError
 from utils.progress import Progress
 from utils.volumes.attributes import Simulation, differences_of, file_transform
 from utils.volumes.channels import INPUTS, TARGETS, VELOCITY, volume_channels
-from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading
+from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset
+from utils.volumes.storage import open_file, reading
 from utils.volumes.values import check_sample
 
 INPUT, OUTPUT = DATASETS

@@ -28,13 +28,14 @@ from utils.distributed.launch import lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.files import BLOCKS, HEAD
 from utils.run import checkpoint, provenance
 from utils.run import open_run as runs
 from utils.run.checkpoint import step_directory
 from utils.run.choice import RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
-from utils.run.provenance import BLOCKS, DATE, HEAD, command, data_changes, data_record
+from utils.run.provenance import DATE, command, data_changes, data_record
 from utils.run.state import TrainState
 from utils.steps import build
 from utils.volumes.opened import Volumes

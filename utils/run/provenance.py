@@ -1,7 +1,5 @@
 """Provenance of a result: command, commit, versions, machines, and the data files of a training run."""
 
-import hashlib
-import os
 import platform
 import re
 import socket
@@ -19,12 +17,11 @@ from utils.distributed.launch import name_ranks
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import MIB
+from utils.files import sample_digest
 from utils.volumes.opened import Volumes
 
 DATE = "%Y-%m-%dT%H:%M:%S%z"  # the start of the process
 DIGEST = "sha256_of_samples"
-HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times
 
 
 def provenance(world: World) -> dict[str, Any]:
@@ -131,13 +128,6 @@ def _change(before: int, now: int) -> str:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """The digest is of the size, the first MiB, which holds the header, and blocks at equal distances up to the end."""
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        digest = hashlib.sha256(f"{status.st_size} ".encode())
-        digest.update(file.read(HEAD))
-        for number in range(1, BLOCKS + 1):
-            file.seek(max(HEAD, number * (status.st_size - BLOCK) // BLOCKS))
-            digest.update(file.read(BLOCK))
+    status = path.stat()
     modified = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(status.st_mtime))
-    return {"path": str(path.resolve()), "bytes": status.st_size, "modified": modified, DIGEST: digest.hexdigest()}
+    return {"path": str(path.resolve()), "bytes": status.st_size, "modified": modified, DIGEST: sample_digest(path)}

@@ -19,8 +19,9 @@ from utils.cli import Parser
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.volumes.hdf5 import DATASETS, checked_dataset, open_file, stored_slabs
+from utils.volumes.hdf5 import DATASETS, checked_dataset, stored_slabs
 from utils.volumes.npy import ENDINGS
+from utils.volumes.storage import open_file, storage_files
 
 
 def convert(
@@ -33,7 +34,7 @@ def convert(
     source, remedy = Path(source), "give another --output_dir"
     with open_file(str(source)) as file:
         datasets = [checked_dataset(file, str(source), name, remedy="choose datasets with -d and -l") for name in names]
-        shapes = [dataset.shape for dataset in datasets]
+        shapes = [dataset.shape for dataset in datasets if storage_files(dataset)]
         if shapes[0][1:] != shapes[1][1:]:
             raise UserError(
                 f"{source}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal"

@@ -4,7 +4,6 @@ Contiguous datasets are mapped into memory: a crop reads only its own bytes, and
 cache. Chunked or compressed datasets, and those of other types of numbers, are read through h5py and converted.
 """
 
-import contextlib
 import functools
 import logging
 import math
@@ -20,10 +19,10 @@ from utils.errors import UserError
 from utils.progress import Progress
 from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
+from utils.volumes.storage import IMPORTER, open_file, reading, storage_files
 
 DATASETS = ("Nbody", "Hydro")
 NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
-IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent, checked and converted in slabs
 LARGE_CHUNK = 2**28  # bytes
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
@@ -124,7 +123,7 @@ class FieldReader:
             dataset = checked_dataset(file, path, name, channels, remedy)
             self.shape: tuple[int, int, int] = dataset.shape[1:]
             self.attributes = attributes_of(file, self.shape)
-            self.file = str(dataset.file.filename)  # the dataset may be a link into another file
+            self.files = storage_files(dataset)  # the dataset may be a link into another file
             self.values = float32_field(dataset)
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
@@ -157,7 +156,7 @@ def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -
     inputs, targets = (FieldReader(str(path), name, None, remedy=remedy, file=file) for name in names)
     if inputs.shape != targets.shape:
         raise UserError(f"{path}: {names[0]} has {inputs.shape} cells, {names[1]} {targets.shape}; make them equal")
-    files = tuple(dict.fromkeys((inputs.file, targets.file)))
+    files = tuple(dict.fromkeys((*inputs.files, *targets.files)))
     fields = inputs.values, targets.values
     return Volume(str(path), *fields, files, inputs.cell, names, inputs.simulation, inputs.periodic, inputs.attributes)
 
@@ -230,34 +229,6 @@ def check_real(dtype: np.dtype, name: str) -> None:
 def _log_large_chunks(path: str, name: str, size: int) -> None:
     text = "%s: %s has chunks of %.1f GB, and a crop needs whole ones: this is slow; rewrite it contiguously"
     log.info(text, path, name, size / 1e9)
-
-
-def open_file(path: str) -> h5py.File:
-    """Opens an HDF5 file for reading; raises UserError if that fails."""
-    if not os.path.isfile(path):
-        fault = f"cannot read {path}: it is not a regular file" if os.path.exists(path) else f"no such file: {path}"
-        raise UserError(f"{fault}; give another path")
-    with reading(path):
-        return h5py.File(path, "r")
-
-
-@contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Converts the errors of h5py, which raises many types for a damaged file, to UserErrors."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        text = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split())
-        if "truncated" in text:
-            text = "the file is truncated"
-        (remedy,) = os_remedy(error) or ["copy or recreate it"]
-        if "signature" in text:
-            text = "it is not an HDF5 file"
-            if path.endswith(".npy"):
-                remedy = f"{IMPORTER} makes one of the .npy files in a directory"
-        raise UserError(f"cannot read {path}: {text}; {remedy}") from None
 
 
 def nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:

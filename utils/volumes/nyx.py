@@ -17,6 +17,7 @@ from utils.errors import UserError
 from utils.volumes.attributes import CELL, UNIVERSE, domain_of, plain_attributes, typed_value, universe_of
 from utils.volumes.hdf5 import NATIVE
 from utils.volumes.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
+from utils.volumes.storage import open_file, reading, storage_files
 
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 FORMAT = "nyx-lyaf"
@@ -47,6 +48,7 @@ def _field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
     name, quantity = f"{path}: {NATIVE}/{field}", quantity_of(field)
     if len(dataset.shape) != 3:
         raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z); give another file")
+    storage_files(dataset)
     unit = str(plain_attributes(dataset).get("units", DEFAULT_UNITS[quantity]))
     return GridField(name, quantity, dataset, unit.strip("() "))
 

@@ -14,7 +14,7 @@ from typing import Any
 from utils.config import Config, validate_section
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import GIB, atomic_write, copy_file
+from utils.files import GIB, atomic_write, copy_file, sample_digest
 from utils.volumes.attributes import (
     Simulation,
     common_simulation,
@@ -124,13 +124,21 @@ class Volumes:
         self._opened.clear()
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """The files that the loader may read: the config's key, with the number in a list of several, and the path."""
+        """The files that the loader may read: the config's key, with the number in a list of several, and the path.
+
+        Files that an HDF5 file refers to follow it.
+        """
         npy = self.reads == "npy" or self.config.data_loader_config == "auto"
         for source in PATH_KEYS.values() if self.has_files else ():
             for key in [source, *npy_keys(source)] if npy else [source]:
                 paths = self.config.paths(key)
                 for number, path in enumerate(paths):
-                    yield key if len(paths) == 1 else f"{key}[{number}]", Path(path)
+                    name = key if len(paths) == 1 else f"{key}[{number}]"
+                    yield name, Path(path)
+                    with contextlib.suppress(UserError):
+                        files = self._open(path, key).files if key == source else ()
+                        sources = [file for file in files if file != path]
+                        yield from ((f"{name}: source {place}", Path(file)) for place, file in enumerate(sources))
 
     # --- open --------------------------------------------------------------------------------------------------------
 
@@ -173,14 +181,19 @@ class Volumes:
             splits = self.splits(npy)
         if directory is None:
             return splits
-        keys = npy_keys(*PATH_KEYS.values()) if npy else [*PATH_KEYS.values()]
-        for path in [path for key in keys for path in self.config.paths(key)]:
+        # Of a file that refers to other files, a copy would not find them.
+        alone = [volume for volume in all_volumes(splits) if npy or volume.files == (volume.path,)]
+        copied = [path for volume in alone for path in volume.files]
+        for path in copied:
             with world.raise_together():
                 if world.is_node_leader:
                     stage(path, directory)
+        keys = npy_keys(*PATH_KEYS.values()) if npy else [*PATH_KEYS.values()]
         with world.raise_together():
-            # Finds the leader's copies.
-            copies = {key: [stage(path, directory) for path in self.config.paths(key)] for key in keys}
+            copies = {
+                key: [str(staged_path(path, directory)) if path in copied else path for path in self.config.paths(key)]
+                for key in keys
+            }
             return self.changed(**copies).splits(npy)
 
     def _open(self, path: str, key: str) -> Volume:
@@ -304,22 +317,18 @@ def _remedy(path: str) -> str:
     return f"simulate one with python -m simulation --output {path}"
 
 
-def stage(path: str, directory: str) -> str:
-    """Copies `path` into a node-local `directory` unless an up-to-date copy exists; returns the copy's path.
-
-    The copy is atomic.
-    """
+def staged_path(path: str, directory: str) -> Path:
+    """The place of the copy of a file in a node-local directory."""
     source = Path(path)
     digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # distinguishes files of the same name
-    target = Path(directory) / f"{source.stem}-{digest}{source.suffix}"
+    return Path(directory) / f"{source.stem}-{digest}{source.suffix}"
+
+
+def stage(path: str, directory: str) -> None:
+    """Copies a file to its `staged_path`, atomically, unless a copy exists whose samples are equal."""
+    target = staged_path(path, directory)
     with os_errors_for_users(f"cannot stage {path} in use_cache={directory}", "choose another use_cache"):
-        original = source.stat()
-        if target.exists():
-            copy = target.stat()
-            if (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
-                return str(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write([target]) as (partial,):
-            copy_file(source, partial, f"staging {source.name} in {directory}")
-            os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
-    return str(target)
+        if not target.exists() or sample_digest(target) != sample_digest(path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write([target]) as (partial,):
+                copy_file(path, partial, f"staging {os.path.basename(path)} in {directory}")

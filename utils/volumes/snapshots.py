@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
-from utils.volumes.hdf5 import check_real, reading
+from utils.volumes.hdf5 import check_real
+from utils.volumes.storage import reading
 
 Shape = tuple[int, int, int]
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
-from utils.volumes.hdf5 import IMPORTER, Volume, nonfinite_place, reading
+from utils.volumes.hdf5 import Volume, nonfinite_place
+from utils.volumes.storage import IMPORTER, reading
 
 # Channels are scaled to lie roughly in [-1, 1]. A channel is taken for physical if a tenth of its values are beyond
 # PHYSICAL. No transform comes close: the published one reaches about 3 (shocks of 3000 km/s), standardized fields have
@@ -23,8 +24,8 @@ PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
 LEAST_ROWS, SAMPLED_VALUES = 16, 4096
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over [0, 1)
 
-
 log = logging.getLogger(__name__)
+
 
 def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
     """Raises UserError for values in samples that a run cannot succeed with.
@@ -68,10 +69,10 @@ def check_all(volume: Volume) -> None:
     for name, channels in zip(volume.names, ranges, strict=True):
         if len(extremes := set.union(*channels)) == 1:
             raise _constant(volume.path, name, extremes.pop())
-
         for number, extremes in enumerate(channels):
             if len(extremes) == 1:
                 log.warning("%s", _constant(volume.path, f"{name}[{number}]", *extremes))
+
 
 def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
     """Warnings about volumes of training that are also used for validation, from samples."""

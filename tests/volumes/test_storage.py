@@ -1,0 +1,157 @@
+"""Where HDF5 stores values: virtual datasets, external files, chunks; values that nobody wrote are refused."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from reference_samples import ALONE
+from volume_files import write_volume
+
+from utils import config as configs
+from utils.data.loaders import get_loader, open_volumes
+from utils.errors import UserError
+from utils.run.provenance import data_changes, data_record
+from utils.volumes.convert_to_npy import convert
+from utils.volumes.hdf5 import open_volume
+
+SHAPES = {"Nbody": (4, 16, 16, 16), "Hydro": (5, 16, 16, 16)}
+
+
+def write_virtual(path: Path, source: str, planes: int = 16) -> Path:
+    """A volume whose first planes are those of the file `source`, which is written next to it."""
+    with contextlib.suppress(OSError):
+        write_volume(path.parent / Path(source).name, seed=1)
+    with h5py.File(path, "w", libver="latest") as file:
+        for name, shape in SHAPES.items():
+            layout = h5py.VirtualLayout(shape, "f4")
+            layout[:, :planes] = h5py.VirtualSource(source, name, shape)[:, :planes]
+            file.create_virtual_dataset(name, layout, fillvalue=0)
+    return path
+
+
+def missing_source(path: Path) -> None:
+    write_virtual(path, "source.h5").with_name("source.h5").unlink()
+
+
+def source_without_dataset(path: Path) -> None:
+    with h5py.File(write_virtual(path, "source.h5").with_name("source.h5"), "r+") as file:
+        del file["Hydro"]
+
+
+def truncated_source(path: Path) -> None:
+    os.truncate(write_virtual(path, "source.h5").with_name("source.h5"), 90_000)
+
+
+def source_of_a_source(path: Path) -> None:
+    missing_source(path.with_name("nested.h5"))
+    write_virtual(path, "deeper.h5")
+    shutil.copy(path.with_name("nested.h5"), path.with_name("deeper.h5"))
+
+
+def gap(path: Path) -> None:
+    write_virtual(path, "source.h5", planes=12)
+
+
+def external_file(path: Path, share: float) -> None:
+    with h5py.File(path, "w") as file:
+        for name, shape in SHAPES.items():
+            raw, size = path.with_name(f"{name}.raw"), 4 * int(np.prod(shape))
+            raw.write_bytes(os.urandom(int(size * share)))
+            file.create_dataset(name, shape, "f4", external=[(str(raw), 0, size)])
+        if not share:
+            raw.unlink()
+            path.with_name("Nbody.raw").unlink()
+
+
+def partly_written(path: Path, chunks: Any, planes: int) -> None:
+    with h5py.File(path, "w") as file:
+        for name, shape in SHAPES.items():
+            file.create_dataset(name, shape, "f4", chunks=chunks)[:, :planes] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (missing_source, r"no such file: source\.h5; the virtual dataset .*volume\.h5: Nbody needs it"),
+        (source_without_dataset, r"source\.h5 has no dataset Hydro; the virtual dataset .*volume\.h5: Hydro needs it"),
+        (truncated_source, r"cannot read .*source\.h5: the file is truncated"),
+        (source_of_a_source, r"no such file: source\.h5; the virtual dataset .*deeper\.h5: Nbody needs it"),
+        (gap, r"volume\.h5: Nbody: 25\.000% of its values were never written; recreate the file"),
+        (lambda path: external_file(path, 0.75), r"25\.000% of its values were never written in .*Nbody\.raw"),
+        (
+            lambda path: external_file(path, 0),
+            r"cannot read its external file .*Nbody\.raw: .*; restore it",
+        ),
+        (lambda path: partly_written(path, (1, 4, 16, 16), 8), r"Nbody: 50\.000% of its values were never written"),
+        (lambda path: partly_written(path, None, 0), r"Nbody: 100\.000% of its values were never written"),
+    ],
+)
+def test_values_that_nobody_wrote_are_refused(tmp_path: Path, write: Callable[[Path], None], says: str) -> None:
+    """Fixed: HDF5 reads them as zeros, and runs and predictions on them ended without a word."""
+    write(path := tmp_path / "volume.h5")
+    for read in (open_volume, convert):
+        with pytest.raises(UserError, match=says):
+            read(path)
+
+
+def test_a_source_is_found_where_hdf5_finds_it(tmp_path: Path, monkeypatch: Any) -> None:
+    """Next to the file, in the working directory, behind a link, by its name alone if an absolute path is gone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "volume.h5").symlink_to(write_virtual(tmp_path / "volume.h5", "source.h5"))
+    moved = write_virtual(tmp_path / "moved.h5", "/nowhere/source.h5")
+    (tmp_path / "data").mkdir()
+    shutil.copy("volume.h5", "data/volume.h5")
+    expected = open_volume("source.h5").targets
+    for path in ("volume.h5", "links/volume.h5", moved, "data/volume.h5"):
+        volume = open_volume(path)
+        assert [os.path.realpath(file) for file in volume.files] == [*map(os.path.realpath, (path, "source.h5"))]
+        np.testing.assert_array_equal(volume.targets[:], expected)
+
+
+def test_a_virtual_volume_is_not_staged_and_its_sources_are_recorded(tmp_path: Path) -> None:
+    """Fixed: the copy had no sources next to it, and was read as zeros; other sources were not noticed."""
+    path = write_virtual(tmp_path / "volume.h5", "source.h5")
+    keys = {"train_path": str(path), "val_path": str(write_volume(tmp_path / "val.h5"))}
+    config = configs.load("config/UNet.yaml", "test", keys | {"use_cache": str(tmp_path / "cache")})
+    volumes = open_volumes(config.for_world(1))
+    record = data_record(volumes, ALONE)
+    assert record.keys() == {"train_path", "train_path: source 0", "val_path"}
+    with get_loader("lowmem").build(volumes, ALONE) as loaders:
+        assert next(loaders.train.epoch(0)).targets.std() > 0
+    assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == ["val"]
+    os.replace(write_volume(tmp_path / "new.h5", seed=2), tmp_path / "source.h5")
+    (change,) = data_changes(record, data_record(open_volumes(config), ALONE))
+    assert "source.h5 differs" in change
+
+
+@pytest.mark.parametrize(("number", "name"), [(32015, "Zstandard"), (32099, "unknown")])
+def test_a_missing_filter_is_named_with_its_plugin(tmp_path: Path, number: int, name: str) -> None:
+    """Fixed: "can't open directory /usr/local/lib/plugin; copy or recreate it"."""
+    with h5py.File(path := tmp_path / "a.h5", "w") as file:
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_chunk(SHAPES["Nbody"])
+        layout.set_filter(number, h5py.h5z.FLAG_OPTIONAL, ())
+        space = h5py.h5s.create_simple(SHAPES["Nbody"])
+        h5py.h5d.create(file.id, b"Nbody", h5py.h5t.IEEE_F32LE, space, layout).write_direct_chunk((0,) * 4, b"x" * 99)
+    if h5py.h5z.filter_avail(number):
+        pytest.skip("the filter is installed")
+    with pytest.raises(UserError, match=rf"Nbody needs the HDF5 filter {name} \(number {number}\); .*hdf5plugin"):
+        open_volume(path)
+
+
+def test_a_locked_file_names_the_lock(tmp_path: Path) -> None:
+    """Fixed: "Resource temporarily unavailable; copy or recreate it"."""
+
+    path = write_volume(tmp_path / "a.h5")
+    with path.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"the file is locked.*HDF5_USE_FILE_LOCKING=FALSE"):
+            open_volume(path)
