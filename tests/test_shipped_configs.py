@@ -92,7 +92,7 @@ def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_s
     path.write_text(TUTORIAL_KEYS)
     assert load(str(path), "base").symmetries == "full"
     own_weights = {"weight_init.conv_init": "auto"}  # the same for this network
-    assert load(str(path), "base", {"symmetries": "grid", **own_weights}) == load(YAML, "base")
+    assert load(str(path), "base", {"symmetries": "tutorial", **own_weights}) == load(YAML, "base")
     opt = load(str(path), "opt")
     assert (opt.enable_amp, opt.enable_jit, opt.global_batch_size, opt.use_cache) == (True, False, 512, None)
     monkeypatch.setattr(preflight, "fits_one_step", lambda *_: False)

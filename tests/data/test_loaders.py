@@ -150,7 +150,7 @@ def test_a_batch_of_several_validation_volumes_is_of_one_of_them(paths: Paths, n
 
 
 @EVERY_LOADER
-@pytest.mark.parametrize(("symmetries", "channels_last"), [("full", True), ("grid", False), ("none", True)])
+@pytest.mark.parametrize(("symmetries", "channels_last"), [("full", True), ("tutorial", False), ("none", True)])
 def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_last: bool) -> None:
     config = config_for(paths, name, symmetries=symmetries, channels_last=channels_last)
     readings = [Reading("train", 0), Reading("valid", 0)]

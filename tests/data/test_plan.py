@@ -33,7 +33,9 @@ def test_validation_is_fixed_and_only_training_with_augmentation_has_symmetries(
     first = SamplePlan(60, cubes(32), crop=8, seed=0, split="valid").epoch(0)
     again = SamplePlan(60, cubes(32), crop=8, seed=7, split="valid").epoch(9)
     np.testing.assert_array_equal(again.origins, first.origins)
-    plain = SamplePlan(50, cubes(32), crop=8, augment=False).epoch(2)
+    tutorial = SamplePlan(2000, cubes(32), crop=8, mode="tutorial").epoch(2)
+    assert set(tutorial.symmetries) == set(symmetry.TUTORIAL)
+    plain = SamplePlan(50, cubes(32), crop=8, mode="none").epoch(2)
     np.testing.assert_array_equal(plain.origins, SamplePlan(50, cubes(32), crop=8).epoch(2).origins)
     assert set(first.symmetries) == set(again.symmetries) == set(plain.symmetries) == {symmetry.IDENTITY}
 

@@ -58,3 +58,16 @@ def test_vectors_in_any_channels_and_any_order() -> None:
         np.testing.assert_array_equal(on_device, moved)
         np.testing.assert_array_equal(symmetry.apply(moved, symmetry.inverse(index), vectors), field)
         np.testing.assert_array_equal(grid, [symmetry.apply(channel[None], index, [])[0] for channel in field])
+
+
+def test_the_symmetries_of_the_tutorial_are_16_rotations_and_8_reflections() -> None:
+    """Two examples of its table: x and y exchanged, then x reversed; a cyclic exchange with all axes reversed."""
+    chosen = np.array(symmetry.TUTORIAL)
+    parity = [np.linalg.det(np.eye(3)[axes]) for axes in symmetry.PERMUTATIONS[chosen]]
+    determinants = np.round(parity * symmetry.SIGNS[chosen].prod(axis=1)).astype(int)
+    assert (len({*symmetry.TUTORIAL}), np.sum(determinants == 1), np.sum(determinants == -1)) == (24, 16, 8)
+    field = np.arange(27.0).reshape(3, 3, 3)
+    moved = [symmetry.move_axes(field, index) for index in symmetry.TUTORIAL]
+    for expected in (field.transpose(1, 0, 2)[::-1], field.transpose(1, 2, 0)[::-1, ::-1, ::-1]):
+        assert any(np.array_equal(expected, view) for view in moved)
+    assert not any(np.array_equal(field[::-1], view) for view in moved)

@@ -153,8 +153,8 @@ class Config(NeutralKeys):
     channel_weights: list[PositiveFloat] | None = None  # of the target channels in the loss, normalized to mean 1
     vector_channels: VectorChannelsConfig = VectorChannelsConfig()
     transform: TransformConfig = TransformConfig()
-    # Augmentation by rotations and reflections; grid: vector components unchanged, as in the tutorial.
-    symmetries: Literal["full", "grid", "none"] = "full"
+    # Augmentation by rotations and reflections; grid: vector components unchanged; tutorial: likewise, 24 of the 48.
+    symmetries: Literal["full", "grid", "tutorial", "none"] = "full"
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py

@@ -44,7 +44,7 @@ class SamplePlan:
     crop: int
     seed: int = 0
     split: str = "train"
-    augment: bool = True
+    mode: str = "full"  # the config's symmetries
 
     @property
     def parts(self) -> int:
@@ -54,7 +54,7 @@ class SamplePlan:
     @property
     def is_augmented(self) -> bool:
         """True if samples are rotated and reflected; validation samples never are."""
-        return self.augment and self.split != "valid"
+        return self.mode != "none" and self.split != "valid"
 
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch. No position occurs twice as long as there are enough of them.
@@ -75,11 +75,9 @@ class SamplePlan:
             chosen = volumes == number
             places = flat[chosen] - (end - math.prod(grid))
             origins[chosen] = np.stack(np.unravel_index(places, grid), axis=1)
-        if not self.is_augmented:
-            symmetries = np.full(self.samples, symmetry.IDENTITY, dtype=np.int64)
-        else:
-            symmetries = _below(words, symmetry.COUNT, self.samples)
-        return EpochPlan(volumes, origins, symmetries)
+        choices = np.array(symmetry.TUTORIAL if self.mode == "tutorial" else range(symmetry.COUNT))
+        choices = choices if self.is_augmented else choices[[symmetry.IDENTITY]]
+        return EpochPlan(volumes, origins, choices[_below(words, len(choices), self.samples)])
 
     def _volume_by_volume(self) -> EpochPlan:
         """The samples of each volume, which are those of a plan of this volume alone."""

@@ -19,6 +19,8 @@ PERMUTATIONS = np.array([p for p in itertools.permutations(range(3)) for _ in ra
 SIGNS = np.array([s for _ in range(6) for s in itertools.product((1, -1), repeat=3)])  # [48, 3]
 COUNT, REFLECTIONS = len(PERMUTATIONS), 8
 IDENTITY = 0
+# What the tutorial draws from: 16 rotations and 8 reflections, no group. Source: RandomRotator in its data_loader.py.
+TUTORIAL = (0, 3, 5, 6, 9, 10, 13, 14, 18, 19, 20, 21, 27, 29, 30, 31, 35, 37, 38, 39, 41, 43, 44, 46)
 
 
 def move_axes(field: Any, symmetry: int) -> Any:
@@ -32,7 +34,7 @@ def move_axes(field: Any, symmetry: int) -> Any:
 def channel_table(channels: int, vectors: Vectors, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """The source channel [48, C] and its sign [48, C] for each symmetry and output channel.
 
-    Channels that are not in `vectors` are scalars. In mode 'grid' all are.
+    Channels that are not in `vectors` are scalars. In other modes than 'full' all are.
     """
     sources = np.tile(np.arange(channels), (COUNT, 1))
     signs = np.ones((COUNT, channels), dtype=np.int64)

@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 # Values of the key symmetries, for the log.
 SYMMETRIES = {
-    "full": "48 rotations and reflections that also turn vectors; symmetries=grid is the tutorial's",
+    "full": "48 rotations and reflections that also turn vectors; symmetries=tutorial is the tutorial's",
     "grid": "48 rotations and reflections that leave vector components unchanged; symmetries=full also turns vectors",
+    "tutorial": "16 rotations and 8 reflections that leave vector components unchanged; symmetries=full has all 48",
     "none": "no rotations and reflections; symmetries=full adds 48",
 }
 

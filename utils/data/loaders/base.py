@@ -139,8 +139,8 @@ def meta_batch(config: Config, samples: int) -> Batch:
 
 def sample_plan(config: Config, split: str, boxes: Iterable[Shape]) -> SamplePlan:
     """The plan of one split, 'train' or 'valid', for volumes of these shapes."""
-    samples, augment = split_samples(config, split), config.symmetries != "none"
-    plan = SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, augment)
+    samples = split_samples(config, split)
+    plan = SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, config.symmetries)
     return replace(plan, samples=samples - samples % plan.parts)
 
 
