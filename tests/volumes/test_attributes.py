@@ -73,6 +73,56 @@ def test_a_box_size_that_cannot_be_one_is_refused() -> None:
             cell_size({"box_size_mpc_h": length}, 24, "a.h5")
 
 
+def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_both_values(caplog: Any) -> None:
+    """Fixed: a checkpoint of other transforms predicted such a file silently."""
+    for files, keys, path in (([{}], OTHER, "a.h5"), ([OTHER, {}], {}, "b.h5")):
+        caplog.clear()
+        from_files(*files, **keys)
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert warning.startswith(f"{path} does not state its transforms")
+        assert "velocity_scale_km_s 500 (published data: 900), temperature_log10_center 4 (" in warning
+    caplog.clear()
+    from_files({}, OTHER | DEFAULT.model_dump())
+    from_files({}, density_log_scale=None)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("periodic", "False", False),
+        ("periodic", np.bytes_("no"), False),
+        ("periodic", "0", False),
+        ("periodic", [True, True, True], True),
+        ("periodic", [True, True, False], "expected true or false"),
+        ("periodic", h5py.Empty("b"), "expected true or false"),
+        ("box_size_mpc_h", [20.0, 20.0, 20.0], 20.0),
+        ("box_size_mpc_h", "20", 20.0),
+        ("box_size_mpc_h", "20 Mpc/h", "expected a number"),
+        ("box_size_mpc_h", [20.0, 20.0, 10.0], "expected a number"),
+        ("box_size_mpc_h", "nan", "make it a length"),
+        ("redshift", np.bytes_("3.0"), 3.0),
+        ("redshift", [], "expected a number"),
+        ("cosmology_H0", "67.7", 67.7),
+        ("density_log_scale", [14.0, 14.0], 14.0),
+        ("density_log_scale", h5py.Empty("f8"), "expected a number"),
+    ],
+)
+def test_attributes_of_other_types_are_read_or_refused_in_one_line(
+    tmp_path: Path, name: str, value: Any, expected: Any
+) -> None:
+    """Fixed: periodic "False" wrapped predictions around a cut box; vectors and texts gave tracebacks."""
+    path = write_volume(tmp_path / "a.h5", **{name: value})
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=rf"a\.h5: .*{name} is .*{expected}"):
+            FieldReader(str(path), "Nbody", 4)
+        return
+    reader = FieldReader(str(path), "Nbody", 4)
+    assert reader.attributes[name] == expected
+    assert type(reader.attributes[name]) is type(expected)
+    assert reader.periodic is (expected if name == "periodic" else True)
+
+
 def test_the_density_term_of_the_loss_has_the_density_log_scale_of_the_files(tmp_path: Path) -> None:
     """Fixed: it had 14, that of the published data set."""
     path = str(write_volume(tmp_path / "a.h5", density_log_scale=10.0))

@@ -91,7 +91,7 @@ def domain_of(file: h5py.File) -> list[float] | None:
     size = file["domain"].attrs.get("size") if "domain" in file else None
     if size is None:
         return None
-    lengths = [typed_value(float, length, file, "domain/size") for length in np.ravel(size)]
+    lengths = [typed_value(float, length, file, "domain/size") for length in np.ravel(size).tolist()]
     if len(lengths) not in (1, 3):
         raise UserError(f"{file.filename}: attribute domain/size has {len(lengths)} lengths; write three")
     return lengths * (3 // len(lengths))
@@ -132,15 +132,19 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
                 f"{fault}, the config has {expected:.8g}; import the file again with --{key} {expected:.8g}, or "
                 f"remove transform.{key} from the config of a run on such files"
             )
+    transform = TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
     for path, attributes in files.items():
-        for key, (value, source) in known.items():
-            default = TransformConfig.model_fields[key].default
-            if value is not None and key not in attributes and not math.isclose(value, default):
-                log.warning(
-                    f"{path} does not state {key}: {value:.8g} is assumed, as in {source or 'the config'}; that of the "
-                    f"published data is {default:.8g}"
-                )
-    return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
+        assumed = [
+            f"{key} {value:.8g} (published data: {TransformConfig.model_fields[key].default:.8g})"
+            for key, value in transform.model_dump(exclude_defaults=True, exclude_none=True).items()
+            if key not in attributes
+        ]
+        if assumed:
+            log.warning(
+                f"{path} does not state its transforms; those of the config or of other files are assumed: "
+                f"{', '.join(assumed)}"
+            )
+    return transform
 
 
 def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
