@@ -139,16 +139,19 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
 
 
 @pytest.mark.parametrize(
-    ("cells", "parent", "crop", "scales"), [(64, "base", 64, 0), (63, "demo", 32, 0), (13, "demo", 8, 2)]
+    ("cells", "gpu", "parent", "crop", "scales"),
+    [(64, True, "base", 64, 0), (64, False, "demo", 32, 0), (63, True, "demo", 32, 0), (13, False, "demo", 8, 2)],
 )
-def test_the_written_config_extends_one_whose_crops_fit(
-    tmp_path: Path, cells: int, parent: str, crop: int, scales: int
+def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
+    tmp_path: Path, monkeypatch: Any, cells: int, gpu: bool, parent: str, crop: int, scales: int
 ) -> None:
-    """Fixed: data_size was that of the demo for smaller parts, too. Paths may have a dollar sign."""
+    """Fixed: base has 117 million parameters, too many for a laptop. Paths may have a dollar sign."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     folder = tmp_path / "my $HOME"
     folder.mkdir()
     volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
     lines = imported_config.write_config(folder / "512.yaml", volumes, (4, 5))
+    assert ("let it extend base" in lines[0]) == (cells == 64 and not gpu)
     options = cli.parse(shlex.split(lines[-1])[2:])
     shipped = configs.load("config/UNet.yaml", parent)
     config = configs.load(options.yaml_config, options.config)
@@ -205,6 +208,12 @@ TEMPERATURE = "native_fields/temperature"
         (nyx(velocity_x=None), [], "all components of a velocity"),
         (nyx("domain", "size", [6.0, 3.0, 4.1]), [], "are not cubes"),
         (nyx("universe", "hubble", 67.5), [], "cosmology_H0 is 6750, expected 10 to 200"),
+        (nyx("universe", "redshift", np.nan), [], "redshift is nan, expected 0 to 10000"),
+        (nyx("universe", "redshift", -0.5), [], "redshift is -0.5, expected 0 to 10000"),
+        (nyx("universe", "omega_m", "flat"), [], "attribute universe/omega_m is 'flat', expected a number"),
+        (nyx("domain", "size", "6 Mpc"), [], "attribute domain/size is '6 Mpc', expected a number"),
+        (nyx("domain", "size", [6.0, 3.0]), [], "attribute domain/size has 2 lengths; write three"),
+        (nyx("/", "periodic", "maybe"), [], "attribute periodic is 'maybe', expected true or false"),
         (nyx(TEMPERATURE, (3, 4, 5), np.nan), [], "native_fields/temperature[3, 4, 5] is nan"),
         (nyx(TEMPERATURE, (0, 1, 2), 0), [], "native_fields/temperature[0, 1, 2] is 0, which is impossible"),
         (nyx(), ["--velocity_units=km/s"], "is implausible; give its unit with --velocity_units"),

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from utils.config.yaml_files import EXTENDS, dump
 from utils.errors import os_errors_for_users
 from utils.files import atomic_write
 from utils.volumes.channels import vectors_of
 from utils.volumes.hdf5 import DATASETS
-from utils.volumes.opened import PATH_KEYS, box_entry, npy_keys
+from utils.volumes.opened import PATH_KEYS, box_entry, largest_crop, npy_keys
 
 SHIPPED = "UNet.yaml"
 CROPS = {"base": 64, "demo": 32}  # data_size of the configs to extend
@@ -34,8 +36,10 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     if path.exists():
         return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
     smallest = min(map(min, volumes.values()))
-    parent = "base" if smallest >= CROPS["base"] else "demo"
-    crop = min(CROPS[parent], 1 << smallest.bit_length() - 1)
+    fits = smallest >= CROPS["base"]
+    parent = "base" if fits and torch.cuda.is_available() else "demo"  # base has 117 million parameters
+    largest, scales = largest_crop(smallest)
+    crop = min(CROPS[parent], largest)
     inputs, targets = counts
     keys: dict[str, Any] = {
         EXTENDS: parent,
@@ -49,13 +53,14 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
         "symmetries": "full",
         "expdir": "./runs",
     }
-    if crop < CROPS[parent]:  # a bottleneck of two cells, as in the demo
-        keys |= {"data_size": crop, "network": {"scales": max(1, crop.bit_length() - 2)}}
+    if crop < CROPS[parent]:
+        keys |= {"data_size": crop, "network": {"scales": scales}}
     header = HEADER.format(command=command, parent=parent) + ("" if len(volumes) > 1 else ONE_VOLUME)
     text = f"{header}{dump({EXTENDS: SHIPPED, path.stem: keys})}"
     with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
-    lines = [f"wrote {path}, a config that extends {parent}"]
+    base = ", for lack of a GPU; to train the tutorial's network on one, let it extend base"
+    lines = [f"wrote {path}, a config that extends {parent}{base if fits and parent == 'demo' else ''}"]
     if len(volumes) == 1:
         lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
     if crop < CROPS[parent]:

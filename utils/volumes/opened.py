@@ -69,6 +69,12 @@ def box_entry(shapes: Sequence[Sequence[int]]) -> int | list[list[int]]:
     return shapes[0][0] if len(shapes) == 1 and len(set(shapes[0])) == 1 else [list(shape) for shape in shapes]
 
 
+def largest_crop(side: int) -> tuple[int, int]:
+    """The largest data_size that fits a side, a power of two, and the scales that leave a bottleneck of two cells."""
+    crop = 1 << side.bit_length() - 1
+    return crop, max(1, crop.bit_length() - 2)
+
+
 @dataclass(frozen=True)
 class Volumes:
     """The volumes of a config, which a process opens once. A file is opened when it is first requested.
@@ -165,9 +171,10 @@ class Volumes:
             raise UserError(f"{volumes[0].path}: {fault}; set box_size to {sizes}")
         for volume in volumes:
             if min(volume.shape) < crop:
+                fitting, scales = largest_crop(min(volume.shape))
                 raise UserError(
                     f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do "
-                    f"not fit; lower data_size, or choose another file"
+                    f"not fit; set data_size={fitting} and network.scales={scales}, or choose another file"
                 )
         return volumes
 
@@ -220,7 +227,8 @@ class Volumes:
                 )
         volumes = []
         for source, *pair in itertools.zip_longest(sources, *paths):
-            volume, files = self._open(source, key) if os.path.exists(source) else None, (source, pair[0], pair[1])
+            needed = os.path.exists(source) or None in pair  # without copies it must be there to be converted
+            volume, files = self._open(source, key) if needed else None, (source, pair[0], pair[1])
             if files not in self._opened:
                 self._opened[files] = open_npy_volume(files[1:], keys, source, volume, self.config.dataset_names)
             volumes.append(self._opened[files])
