@@ -56,7 +56,7 @@ def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[E
     """One training run, from its directory to its summary. Every rank calls it."""
     config, volume = volumes.config, evaluation_volume(volumes, world)
     with Run.open(run_request(config, options, world), volumes, world) as run:
-        if run.is_finished():
+        if run is None or run.is_finished():
             return
         with build.assemble(volumes, world, step_class) as parts:
             state = run.restore(parts)

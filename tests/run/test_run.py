@@ -332,6 +332,19 @@ def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path, run: 
         assert predecessor.closed
 
 
+def test_a_restarted_job_whose_run_another_job_has_continued_ends_without_an_error(
+    first: Path, run: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    """Fixed: it ended with exit code 2, although nothing was lost."""
+    monkeypatch.setattr(runs, "RESTART_SECONDS", 0.1)
+    run(1, jobs=["slurm 7"])
+    record = json.loads((first / "provenance.json").read_text())
+    (first / "provenance.json").write_text(json.dumps({**record, "jobs": ["slurm 8"], "earlier": [record]}))
+    with open_locked(first / ".lock", "locked"), opened(first, restarted=("slurm 7",)) as again:
+        assert again is None
+    assert any(line.startswith("Nothing to do: another job") for line in caplog.messages)
+
+
 def open_on_ranks(world: World, first: str, blocked: str) -> list[Any]:
     """Rank 0 decides; the request of the others leads elsewhere. Then a directory that cannot be created."""
     volumes = Volumes(TEST, "hdf5")

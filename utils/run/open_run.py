@@ -61,8 +61,10 @@ class Run:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, request: RunRequest, volumes: Volumes, world: World) -> "Iterator[Run]":
+    def open(cls, request: RunRequest, volumes: Volumes, world: World) -> "Iterator[Run | None]":
         """Chooses, creates and locks the directory, and reads the checkpoint to start from; every rank enters.
+
+        None, with a warning, if another job has continued the run of a restarted job in the meantime.
 
         Nothing else is written before `restore`. A directory in which nothing was written is removed again, so that bad
         input leaves none.
@@ -74,12 +76,16 @@ class Run:
             with world.raise_together():
                 if world.is_root:
                     choice, lock = files.enter_context(_claimed(request))
-                    if choice.directory.removal.exists():
+                    if choice and choice.directory.removal.exists():
                         _remove_run(choice.directory)
-                    if choice.resume != "no":
+                    if choice and choice.resume != "no":
                         recover(choice.directory.checkpoints)
-            path, resume = world.gather_json([str(choice.directory), choice.resume] if choice else None)[0]
-            choice = choice or Choice(RunDirectory(Path(path)), resume)
+            place = world.gather_json([str(choice.directory), choice.resume] if choice else None)[0]
+            if place is None:
+                log.warning("Nothing to do: another job has continued the run of this one, and trains it now")
+                yield None
+                return
+            choice = choice or Choice(RunDirectory(Path(place[0])), place[1])
             directory = choice.directory
             world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
             start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
@@ -208,8 +214,10 @@ class Run:
 
 
 @contextlib.contextmanager
-def _claimed(request: RunRequest) -> Iterator[tuple[Choice, io.FileIO]]:
-    """Chooses, creates and locks a directory for the duration of the block; also yields the locked file.
+def _claimed(request: RunRequest) -> Iterator[tuple[Choice, io.FileIO] | tuple[None, None]]:
+    """Chooses, creates and locks a directory for the duration of the block; yields the choice and the locked file.
+
+    None and None if another job trains this job's run.
 
     Removes the directories that it has created if nothing was written there. Raises UserError if the chosen run is
     being trained.
@@ -226,6 +234,10 @@ def _claimed(request: RunRequest) -> Iterator[tuple[Choice, io.FileIO]]:
             try:
                 lock = open_locked(directory.lock, fault, RESTART_SECONDS if request.restarted else 0.0)
             except UserError:
+                jobs = directory.read_provenance().get("jobs", [])  # of the process that trains it
+                if jobs and request.restarted and not {*request.restarted} & {*jobs}:
+                    yield None, None
+                    return
                 if choice.resume == "no" or not is_new:  # else another new run has just taken the directory
                     raise
     try:
