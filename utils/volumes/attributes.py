@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -46,13 +47,28 @@ CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc
 log = logging.getLogger(__name__)
 
 
-def plain_attributes(owner: h5py.HLObject) -> dict[str, Any]:
-    """The attributes as Python values; some programs write arrays of one element, and texts as bytes."""
+def plain_attributes(owner: h5py.HLObject, types: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any]:
+    """The attributes as Python values; some programs write arrays of one element, and texts as bytes.
+
+    Raises UserError if one of `types` cannot be read as a value of its type.
+    """
     attributes = {}
     for name, value in owner.attrs.items():
         plain = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
         attributes[name] = plain.decode(errors="replace") if isinstance(plain, bytes) else plain
+        if name in types:
+            attributes[name] = _typed(types[name], value, f"{owner.file.filename}: attribute {owner.name[1:]} {name}")
     return attributes
+
+
+def _typed(kind: type, value: Any, name: str) -> Any:
+    """The number or truth value of an attribute, also from a text or from equal values, such as those of three axes."""
+    try:
+        (single,) = set(np.ravel(value).tolist())
+        return TypeAdapter(kind).validate_python(single)
+    except (TypeError, ValueError):
+        expected = "true or false" if kind is bool else "a number"
+        raise UserError(f"{' '.join(name.split())} is {value!r}, expected {expected}; correct or remove it") from None
 
 
 def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> None:
@@ -63,50 +79,24 @@ def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> N
 
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
-    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them.
-
-    Raises UserError if one of TYPES is of another type.
-    """
+    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them."""
     attributes: dict[str, Any] = {**universe_of(file)}
     lengths = domain_of(file)
-    if lengths is not None and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):
+    if lengths and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):
         attributes["box_size_mpc_h"] = max(lengths)
-    stated = plain_attributes(file)
-    typed = {name: typed_value(kind, stated[name], file, name) for name, kind in TYPES.items() if name in stated}
-    return {**attributes, **stated, **typed}
+    return {**attributes, **plain_attributes(file, TYPES)}
 
 
 def universe_of(file: h5py.File) -> dict[str, float]:
     """This project's attributes for those of the group `universe` of a file."""
-    universe = file["universe"].attrs if "universe" in file else {}
-    return {
-        key: factor * typed_value(float, universe[name], file, f"universe/{name}")
-        for name, (key, factor) in UNIVERSE.items()
-        if name in universe
-    }
+    universe = plain_attributes(file["universe"], dict.fromkeys(UNIVERSE, float)) if "universe" in file else {}
+    return {key: factor * universe[name] for name, (key, factor) in UNIVERSE.items() if name in universe}
 
 
-def domain_of(file: h5py.File) -> list[float] | None:
-    """The three lengths of the group `domain` in comoving Mpc/h, if the file has it."""
-    size = file["domain"].attrs.get("size") if "domain" in file else None
-    if size is None:
-        return None
-    lengths = [typed_value(float, length, file, "domain/size") for length in np.ravel(size).tolist()]
-    if len(lengths) not in (1, 3):
-        raise UserError(f"{file.filename}: attribute domain/size has {len(lengths)} lengths; write three")
-    return lengths * (3 // len(lengths))
-
-
-def typed_value(kind: type, value: Any, file: h5py.File, name: str) -> Any:
-    """The number or truth value of an attribute, also from a text or from equal values, such as those of three axes."""
-    try:
-        (single,) = set(np.ravel(value).tolist())
-        return TypeAdapter(kind).validate_python(single)
-    except (TypeError, ValueError):
-        expected = "true or false" if kind is bool else "a number"
-        raise UserError(
-            f"{file.filename}: attribute {name} is {value!r}, expected {expected}; correct or remove it"
-        ) from None
+def domain_of(file: h5py.File) -> list[float]:
+    """The lengths of the group `domain` in comoving Mpc/h, three or that of a cube; empty if the file states none."""
+    size = file["domain"].attrs.get("size", []) if "domain" in file else []
+    return [_typed(float, length, f"{file.filename}: attribute domain size") for length in np.ravel(size).tolist()]
 
 
 def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:

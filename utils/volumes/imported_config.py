@@ -36,8 +36,7 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     if path.exists():
         return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
     smallest = min(map(min, volumes.values()))
-    fits = smallest >= CROPS["base"]
-    parent = "base" if fits and torch.cuda.is_available() else "demo"  # base has 117 million parameters
+    parent = "base" if smallest >= CROPS["base"] and torch.cuda.is_available() else "demo"  # base has 117 M parameters
     largest, scales = largest_crop(smallest)
     crop = min(CROPS[parent], largest)
     inputs, targets = counts
@@ -59,8 +58,9 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     text = f"{header}{dump({EXTENDS: SHIPPED, path.stem: keys})}"
     with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
-    base = ", for lack of a GPU; to train the tutorial's network on one, let it extend base"
-    lines = [f"wrote {path}, a config that extends {parent}{base if fits and parent == 'demo' else ''}"]
+    lines = [f"wrote {path}, a config that extends {parent}"]
+    if parent == "demo" and smallest >= CROPS["base"]:
+        lines.append("demo has a small network, as there is no GPU; with one, let the config extend base")
     if len(volumes) == 1:
         lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
     if crop < CROPS[parent]:

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from utils.errors import UserError
-from utils.volumes.attributes import CELL, UNIVERSE, domain_of, plain_attributes, typed_value, universe_of
+from utils.volumes.attributes import CELL, TYPES, UNIVERSE, domain_of, plain_attributes, universe_of
 from utils.volumes.hdf5 import NATIVE
 from utils.volumes.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
 from utils.volumes.storage import open_file, reading, storage_files
@@ -34,13 +34,13 @@ def open_nyx(path: Path) -> Snapshot:
         group = file[NATIVE]
         fields = {name: _field(path, name, group[name]) for name in FIELDS if name in group}
         simulation = universe_of(file)
-        if fields and (lengths := domain_of(file)) is not None:
+        if fields and (lengths := domain_of(file)):
             cells = np.array(lengths) / Snapshot(str(path), fields).shape
             if max(cells) > min(cells) * (1 + CELL_TOLERANCE):
                 sides = " × ".join(f"{cell:.6g}" for cell in cells)
                 raise UserError(f"{path}: cells of {sides} Mpc/h (domain/size over shape) are not cubes; resample them")
             simulation[CELL] = float(cells[0])
-        periodic = typed_value(bool, file.attrs.get("periodic", True), file, "periodic")  # predict.py writes it
+        periodic = plain_attributes(file, TYPES).get("periodic", True)  # predict.py writes it
         return Snapshot(str(path), fields, simulation, periodic)
 
 
