@@ -11,11 +11,13 @@ from log_lines import refusal
 from reference_samples import read_fields
 from volume_files import write_volume
 
+from utils import config as configs
 from utils.errors import UserError
 from utils.volumes import hdf5
 from utils.volumes.convert_to_npy import convert, main
 from utils.volumes.hdf5 import open_volume
 from utils.volumes.npy import open_npy_volume
+from utils.volumes.opened import Volumes
 
 KEYS = ("train_path_npy_data", "train_path_npy_label")
 ZEROS = np.zeros((12, 12, 12, 4), np.float32)
@@ -84,3 +86,10 @@ def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(tmp_path:
     assert "\n" not in str(caught.value)
     assert str(inputs) in str(caught.value)
     assert f"python -m utils.volumes.convert_to_npy -i {source}" in str(caught.value)
+
+
+def test_without_keys_of_copies_a_missing_source_is_named(tmp_path: Path) -> None:
+    """Fixed: the advice was to convert a file that does not exist."""
+    config = configs.load("config/UNet.yaml", "test", {"train_path": "/nowhere/a.h5", "train_path_npy_data": None})
+    with pytest.raises(UserError, match=r"no such file: /nowhere/a\.h5; simulate one"):
+        Volumes.open(config, "npy").split("train", npy=True)

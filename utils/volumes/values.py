@@ -40,13 +40,13 @@ def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
 
 def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None:
     """The check of one dataset [C, X, Y, Z]."""
-    sample, places = _sample(path, field), _places(field.shape[1:])
-    if (place := nonfinite_place(sample)) is not None:
+    stored, places = sample(path, field), _places(field.shape[1:])
+    if (place := nonfinite_place(stored)) is not None:
         channel, row, z = place
-        raise _nonfinite(path, name, (channel, *places[row], z), sample[place])
-    if sample.min() == sample.max():
-        raise _constant(path, name, sample.flat[0])
-    for number, values in enumerate(sample):
+        raise _nonfinite(path, name, (channel, *places[row], z), stored[place])
+    if stored.min() == stored.max():
+        raise _constant(path, name, stored.flat[0])
+    for number, values in enumerate(stored):
         if not allow_physical and np.count_nonzero(np.abs(values) > PHYSICAL) > PHYSICAL_SHARE * values.size:
             raise UserError(
                 f"{path}: {name}[{number}] holds physical values (up to {np.abs(values).max():.3g}), but networks "
@@ -85,7 +85,7 @@ def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
 
 
 def _samples(volume: Volume) -> list[np.ndarray]:
-    return [_sample(volume.path, field) for field in volume.fields]
+    return [sample(volume.path, field) for field in volume.fields]
 
 
 def _places(shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -94,7 +94,7 @@ def _places(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(row * shape[0] // rows, int(row * GOLDEN % 1 * shape[1])) for row in range(rows)]
 
 
-def _sample(path: str, field: Any) -> np.ndarray:
+def sample(path: str, field: Any) -> np.ndarray:
     """Values [C, rows, Z] of a field [C, X, Y, Z]."""
     with reading(path):
         return np.stack([field[:, x, y] for x, y in _places(field.shape[1:])], axis=1)
