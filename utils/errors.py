@@ -23,7 +23,6 @@ REMEDIES = {
     errno.EACCES: "change its permissions",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), or use fewer files"),
 }
-LOCK = "unable to lock file"  # in HDF5's error
 
 
 def record_exit_code(code: int) -> None:
@@ -108,15 +107,13 @@ def as_local_error(error: BaseException) -> BaseException:
 
 def os_reason(error: OSError) -> str:
     """The reason of an OSError in one line; HDF5's own text is a paragraph."""
-    if LOCK in str(error):
-        return "the file is locked, because a program writes it or the file system has no locks"
     return os.strerror(error.errno) if error.errno else " ".join(str(error).split()) or type(error).__name__
 
 
 def os_remedy(error: BaseException) -> list[str]:
     """The remedy that follows from the number of an OSError, or from HDF5's text; empty for others."""
-    if LOCK in str(error):
-        return ["end that program, or set HDF5_USE_FILE_LOCKING=FALSE if no program writes the file"]
+    if "unable to lock file" in str(error):
+        return ["end the program that writes it, or set HDF5_USE_FILE_LOCKING=FALSE if the file system has no locks"]
     return [REMEDIES[error.errno]] if isinstance(error, OSError) and error.errno in REMEDIES else []
 
 

@@ -1,6 +1,7 @@
 """Launchers' environments, errors before the ranks are connected, and exits."""
 
 import os
+import resource
 import subprocess
 import sys
 import zlib
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from processes import GENEROUS, TOP, rank_variables
 
-from utils.distributed.launch import Launch, read_launch
+from utils.distributed.launch import Launch, allow_open_files, read_launch
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.launchers import launched_rank
 
@@ -179,3 +180,14 @@ def test_one_of_several_ranks_skips_the_interpreters_shutdown_but_loses_no_outpu
     assert (done.returncode, done.stdout) == (code, output)
     assert done.stderr.endswith(error)
     assert bool(done.stderr) is bool(error)
+
+
+def test_one_rank_may_open_as_many_files_as_the_hard_limit_allows() -> None:
+    """Fixed: the limit was raised for several ranks only, and 80 chunked volumes exceeded one of 64."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,6 +11,8 @@ import pytest
 from reference_samples import read_fields
 from volume_files import write_volume
 
+from utils import config as configs
+from utils.data.loaders import open_volumes
 from utils.errors import UserError
 from utils.volumes import hdf5
 from utils.volumes.hdf5 import Volume, as_float32, open_volume
@@ -167,3 +169,28 @@ def test_a_volume_for_training_and_validation_gets_a_warning(tmp_path: Path) -> 
     (line,) = check_distinct({"train": [changed, train], "valid": [copy]})
     assert line.startswith(f"{train.path} and {copy.path}: training and validation use the same volume")
     assert check_distinct({"train": [train], "valid": [changed]}) == []
+
+
+def test_the_preflight_names_a_constant_channel_among_others(caplog: Any) -> None:
+    """Fixed: only a dataset that is constant as a whole was noticed."""
+    fields = [values.copy() for values in FIELDS]
+    fields[1][3] = 0.25
+    check_all(Volume("a.h5", *fields))
+    assert [record.getMessage() for record in caplog.records] == [
+        "a.h5: Hydro[3] is 0.25 everywhere; write its values, or choose another file or dataset"
+    ]
+
+
+def test_a_file_without_gas_or_with_few_cells_gets_the_remedy(tmp_path: Path) -> None:
+    """Fixed: "lower data_size" led from one error to the next."""
+    path = write_volume(tmp_path / "a.h5", 20)
+    with h5py.File(path, "r+") as file:
+        gas = file["Hydro"][:]
+        del file["Hydro"]
+    with pytest.raises(UserError, match=r"no dataset Hydro; it contains Nbody; .*only predict\.py needs no Hydro"):
+        open_volume(path)
+    with h5py.File(path, "r+") as file:
+        file["Hydro"] = gas
+    config = configs.load("config/UNet.yaml", "base", {"train_path": str(path), "box_size": [20, 20]})
+    with pytest.raises(UserError, match=r"20³ cells, .* set data_size=16 and network\.scales=3, or"):
+        open_volumes(config).split("train")

@@ -153,5 +153,5 @@ def test_a_locked_file_names_the_lock(tmp_path: Path) -> None:
     path = write_volume(tmp_path / "a.h5")
     with path.open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"the file is locked.*HDF5_USE_FILE_LOCKING=FALSE"):
+        with pytest.raises(UserError, match=r"the program that writes it.*HDF5_USE_FILE_LOCKING=FALSE"):
             open_volume(path)

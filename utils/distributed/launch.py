@@ -209,10 +209,7 @@ def first_host(nodelist: str) -> str:
 
 
 def allow_open_files() -> None:
-    """Raises the number of open files to the limit.
-
-    A run may have hundreds of volumes, and rank 0 holds three connections per rank to the store.
-    """
+    """Raises the number of open files to the limit: of volumes, and rank 0 holds three connections per rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

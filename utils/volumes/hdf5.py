@@ -152,11 +152,9 @@ class FieldReader:
 
 def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -> Volume:
     """Opens a volume with any numbers of channels; raises UserError if the file has no such datasets."""
-    remedy, file = "choose another file, or set dataset_names", open_file(str(path))
-    remedies = remedy, f"training needs it, predict.py does not; {remedy}"
-    inputs, targets = (
-        FieldReader(str(path), name, None, text, file) for name, text in zip(names, remedies, strict=True)
-    )
+    file = open_file(str(path))
+    remedy = f"choose another file, or set dataset_names (only predict.py needs no {names[1]})"
+    inputs, targets = (FieldReader(str(path), name, None, remedy, file) for name in names)
     if inputs.shape != targets.shape:
         raise UserError(f"{path}: {names[0]} has {inputs.shape} cells, {names[1]} {targets.shape}; make them equal")
     files = tuple(dict.fromkeys((*inputs.files, *targets.files)))
