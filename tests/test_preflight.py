@@ -112,6 +112,28 @@ def test_an_existing_run_is_reported_kept_and_refused_as_by_the_training(
     assert report(*same, "--resume", "--set=network.width=5", "--num_epochs=2")[0] == 2
 
 
+def test_a_run_without_a_checkpoint_is_continued_from_scratch(
+    report: Report, tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fixed: its checkpoints, of which there were none, were to be replaced."""
+    train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", "--set=checkpoint.every_epochs=0"])
+    run = directory(tmp_path / "runs")
+    capsys.readouterr()
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints")
+    assert f"{run} exists, without a checkpoint: the run starts there from scratch\n" in report()[1]
+    assert f"{run} exists: its logs will be replaced\n" in report("--resume=no")[1]
+
+
+@pytest.mark.parametrize(("seconds", "says"), [(1, "2:08 on"), (100, "3:33:20 on this CPU; use a GPU, more ranks, ")])
+def test_the_time_of_all_steps_follows_from_one(report: Report, seconds: int, says: str, monkeypatch: Any) -> None:
+    """Fixed: a laptop was silent for hours. Here the clock advances by `seconds` at each call."""
+    clock = itertools.count(0, seconds)
+    monkeypatch.setattr(preflight, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    warning = "warning: " if seconds == 100 else ""
+    assert f"\n{warning}all 16 steps would take about {says}" in report()[1]
+
+
 def test_first_nonfinite_value_is_located(report: Report, tmp_path: Path, volume_file: Any) -> None:
     path = volume_file(tmp_path / "bad.h5")
     with h5py.File(path, "r+") as file:

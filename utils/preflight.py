@@ -23,6 +23,8 @@ from utils.errors import UserError, value_errors_for_users
 from utils.optim.schedules import log_learning_rate, plot_learning_rate
 from utils.profiling.benchmark import read_settings
 from utils.profiling.profiler import build_profiler
+from utils.progress import format_duration
+from utils.run.checkpoint import saved_steps
 from utils.run.choice import choose, first_directory, run_request
 from utils.run.directory import RunDirectory
 from utils.run.loggers import check_loggers
@@ -36,6 +38,7 @@ from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
+HOUR = 3600.0  # seconds
 Check = Callable[[Volumes, World], object]
 
 
@@ -125,8 +128,11 @@ def _find_start(
         log.info("run directory: %s is new", choice)
     elif start.path is not None:
         log.info("run directory: %s exists: the run resumes from its newest checkpoint", choice)
+    elif choice.resume != "no":
+        log.info("run directory: %s exists, without a checkpoint: the run starts there from scratch", choice)
     else:
-        log.info("run directory: %s exists: its logs and checkpoints will be replaced", choice)
+        content = "logs and checkpoints" if saved_steps(choice.directory.checkpoints) else "logs"
+        log.info("run directory: %s exists: its %s will be replaced", choice, content)
     for line in start.describe():
         log.info(line)
     if start.is_complete:
@@ -139,9 +145,10 @@ def _find_start(
 def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize, start: Start | None) -> None:
     """Opens the loaders and trains one step on the smallest batch that the network accepts, if memory allows.
 
-    An eager step without compilation, which runs on every device and takes seconds.
+    An eager step without compilation, which runs on every device and takes seconds. On the CPU that the run uses, a
+    second one tells the time of all steps.
     """
-    samples = build.smallest_batch(volumes.config)
+    run, samples = volumes.config, build.smallest_batch(volumes.config)
     volumes = volumes.changed(local_batch_size=samples, accumulation_steps=1, enable_jit=False, use_cache=None)
     config = volumes.config
     if not fits_one_step(build.model_size(config), world):
@@ -153,7 +160,23 @@ def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize,
         started = time.perf_counter()
         if start is not None:
             start.restore(parts.step, world)
-        loss = float(parts.step(next(parts.loaders.train.epoch(0)), config.lr_schedule.start_lr))
+        batch = next(parts.loaders.train.epoch(0))
+        loss = float(parts.step(batch, config.lr_schedule.start_lr))
         parts.step.check_gradients(ranks)
-    seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
-    log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)
+        seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
+        log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)
+        if world.device.type == "cpu" and run.device != "cuda" and not run.enable_benchy:
+            started = time.perf_counter()
+            parts.step(batch, config.lr_schedule.start_lr)
+            _estimate(run, (time.perf_counter() - started) / samples)
+
+
+def _estimate(config: Config, seconds: float) -> None:
+    """Logs the time of all steps from that of one sample; warns if it exceeds an hour."""
+    assert config.local_batch_size is not None
+    total = seconds * config.local_batch_size * config.total_steps
+    line = f"all {config.total_steps} steps would take about {format_duration(total)} on this CPU"
+    if total > HOUR:
+        log.warning("%s; use a GPU, more ranks, or a smaller config such as demo", line)
+    else:
+        log.info(line)
