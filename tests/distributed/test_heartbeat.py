@@ -273,7 +273,7 @@ SCENARIOS: dict[str, tuple[Callable[[World], None], list[int | None], str, str]]
     "rank_1_hangs_while_it_leaves": (
         rank_1_hangs_while_it_leaves,
         [0, 76],
-        HANGS.format(1, 0, "start", "the others have ended"),
+        HANGS.format(1, 0, "start", "exit"),
         STACKS.format(1),
     ),
     "single_hangs_with_the_gil": (single_hangs_with_the_gil, [1], "", r"(?s)Timeout \(0:00:12\)!.*in hold_gil.*"),

@@ -31,10 +31,11 @@ class Diagnosis(NamedTuple):
 class Diagnoser:
     """Finds the cause: rank 0 among all ranks, the others watch rank 0. Callers give the time, `now`."""
 
-    def __init__(self, rank: int, size: int, timeouts: TimeoutsConfig) -> None:
+    def __init__(self, rank: int, size: int, timeouts: TimeoutsConfig, first: int = 0) -> None:
+        """Rank 0 watches `size` ranks from `first` on."""
         self.interval = max(TICK, size / RANKS_PER_SECOND)  # seconds between reports of a rank other than 0
         self.hang_seconds, self.silent_seconds, self.is_lost = timeouts.hang, timeouts.silence or math.inf, False
-        self.ranks = range(size) if rank == 0 else range(1)
+        self.ranks = range(first, first + size) if rank == 0 else range(1)
         self._reports = dict.fromkeys(self.ranks, Report())
         self._heard = dict.fromkeys(self.ranks, 0.0)  # in the order of their times
         self._changed = 0.0  # the last progress of any rank

@@ -49,13 +49,12 @@ class Heartbeat:
         # For the last collectives and the diagnosis; a training run sets its directory and its log.
         self.folder, self.log = Path(), Path(os.devnull)
         self.pulse, self._beats = Pulse(), 0
-        self.diagnoser = Diagnoser(self.rank, self._size, timeouts)
+        self._timeouts, self.diagnoser = timeouts, Diagnoser(self.rank, self._size, timeouts)
         self._reports = ReportStore(self.diagnoser.ranks, launch, store)
         self._failure: tuple[float, Diagnosis] | None = None  # of the main thread; when it is the cause at the latest
         self._now = 0.0  # seconds for which the thread has run, without those of a suspension
         self._own = (0, 0.0)  # number and time of the last progress of this rank
         self._suspension = (0.0, 0.0)  # seconds of the last one that was longer than `silence`, and time of its end
-        self._outlives_store = False  # rank 0 has ended normally, and this rank has not yet
         self._over, self._exiting, self._woken = threading.Event(), threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -121,9 +120,6 @@ class Heartbeat:
                 faulthandler.dump_traceback_later(self.diagnoser.hang_seconds + FAILING_SECONDS, exit=True, file=2)
                 armed = self._now
             try:
-                if self._outlives_store:
-                    self._watch_end()
-                    continue
                 self._reports.check()
                 if self.rank == 0 or self._woken.is_set() or self._now > due - TICK / 2:
                     self._woken.clear()
@@ -133,19 +129,6 @@ class Heartbeat:
                 self._lose_store("has ended")
             self._woken.wait(TICK)
 
-    def _watch_end(self) -> None:
-        """Ends this rank if it hangs although rank 0 has ended normally."""
-        seconds = self._now - self._own[1]
-        if self.pulse.report.state == "left":
-            self._stop()
-        elif 0 < self.diagnoser.hang_seconds < seconds:
-            place = f"rank {self.rank} (host {self.pulse.report.host}) hangs at {self.pulse.report} for {seconds:.0f} s"
-            line = f"{place}; the others have ended; exit code {EXIT_HANG}, and its stacks"
-            self._print(line)
-            self._write_stacks()
-            self._exit(Diagnosis(self.rank, line, EXIT_HANG, hangs=True), has_store=False)
-        time.sleep(TICK)
-
     def _note_progress(self) -> None:
         calls = self.pulse.report.calls + Progress.advances
         if calls != self._own[0]:
@@ -154,7 +137,7 @@ class Heartbeat:
     def _watch_store(self) -> None:
         """Ends the process if the store does not answer, because the other thread then waits for it forever."""
         beats, seconds = 0, 0  # for which this process has run since that beat
-        while not self._over.wait(1.0) and not self._outlives_store:
+        while not self._over.wait(1.0):
             seconds = seconds + 1 if beats == self._beats else 0
             beats = self._beats
             if seconds > self.diagnoser.silent_seconds + self.diagnoser.interval:
@@ -182,8 +165,10 @@ class Heartbeat:
         end, reports, is_lost = self._reports.read(reads_all=self.diagnoser.is_lost)
         self.diagnoser.add(self._now, reports, is_lost)
         if end is not None and end.code == 0 and report.state != "left":
+            # The store ends with rank 0. This rank may still hang, so it watches itself.
             self._reports.release(self.rank, 0, 0)
-            self._outlives_store = True
+            self.diagnoser = Diagnoser(0, 1, self._timeouts, first=self.rank)
+            self._reports = ReportStore(self.diagnoser.ranks, Launch("single process"))
         elif end is not None:
             self._end(end)
         elif report.state == "left":
