@@ -103,13 +103,16 @@ def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(tmp_
         # The error of a read names no file, and was a traceback.
         (OSError(errno.ESTALE, ""), "the file system has failed; run the command again when it works"),
         (OSError(errno.ENOENT, "", "file"), ""),
+        # Fixed: "Read-only file system; the file system is read-only; choose another directory, or choose another …"
+        (OSError(errno.EROFS, "", "file"), "choose another directory"),
     ],
 )
 def test_an_os_error_is_one_line_with_its_file_or_action_and_remedy(error: OSError, remedy: str, capsys: Any) -> None:
     reason = os.strerror(error.errno)
     with pytest.raises(UserError) as caught, os_errors_for_users("cannot write a", "move"):
         raise error
-    assert str(caught.value) == f"cannot write a: {reason}; {remedy + ', or ' if remedy else ''}move"
+    general = remedy + ", or " if remedy and error.errno != errno.EROFS else ""
+    assert str(caught.value) == f"cannot write a: {reason}; {general}move"
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         raise error
     parts = filter(None, (f"file: {reason}" if error.filename else reason, remedy))

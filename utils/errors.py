@@ -19,7 +19,7 @@ GRACE_SECONDS = 10.0
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space and run the command again"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system has failed; run the command again when it works"),
-    errno.EROFS: "the file system is read-only; choose another directory",
+    errno.EROFS: "choose another directory",
     errno.EACCES: "change its permissions",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), or use fewer files"),
 }
@@ -123,5 +123,6 @@ def os_errors_for_users(action: str, remedy: str = "", error_type: type[UserErro
     try:
         yield
     except OSError as error:
-        remedy = ", or ".join([*os_remedy(error), *([remedy] if remedy else [])])
+        if not remedy or error.errno != errno.EROFS:  # of which the given remedy says more
+            remedy = ", or ".join([*os_remedy(error), *([remedy] if remedy else [])])
         raise error_type("; ".join(filter(None, (f"{action}: {os_reason(error)}", remedy)))) from error
