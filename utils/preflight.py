@@ -168,15 +168,9 @@ def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize,
         if world.device.type == "cpu" and run.device != "cuda" and not run.enable_benchy:
             started = time.perf_counter()
             parts.step(batch, config.lr_schedule.start_lr)
-            _estimate(run, (time.perf_counter() - started) / samples)
-
-
-def _estimate(config: Config, seconds: float) -> None:
-    """Logs the time of all steps from that of one sample; warns if it exceeds an hour."""
-    assert config.local_batch_size is not None
-    total = seconds * config.local_batch_size * config.total_steps
-    line = f"all {config.total_steps} steps would take about {format_duration(total)} on this CPU"
-    if total > HOUR:
-        log.warning("%s; use a GPU, more ranks, or a smaller config such as demo", line)
-    else:
-        log.info(line)
+            total = (time.perf_counter() - started) / samples * (run.local_batch_size or samples) * run.total_steps
+            line = f"all {run.total_steps} steps would take about {format_duration(total)} on this CPU"
+            if total < HOUR:
+                log.info(line)
+            else:
+                log.warning("%s; use a GPU, more ranks, or a smaller config such as demo", line)

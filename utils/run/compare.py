@@ -61,7 +61,8 @@ def compare(runs: Sequence[Path], order: str) -> list[Row]:
     """A row for each run, the best one first: config keys that differ, then results."""
     values = [_flat_config(run) for run in runs]
     keys = [key for key in dict.fromkeys(chain(*values)) if key != "local_batch_size"]
-    shown = {key: [_shown(config.get(key, NOTHING)) for config in values] for key in keys}
+    cells = {key: [config.get(key, NOTHING) for config in values] for key in keys}
+    shown = {key: [x if isinstance(x, str) else json.dumps(x, default=str) for x in row] for key, row in cells.items()}
     differing = [key for key, cells in shown.items() if len(set(cells)) > 1]
     rows: list[Row] = []
     for number, (run, config) in enumerate(zip(runs, values, strict=True)):
@@ -73,7 +74,10 @@ def compare(runs: Sequence[Path], order: str) -> list[Row]:
 
 def table(rows: Sequence[Row], width: int) -> list[str]:
     """A line for each run, of the columns that fit into the width, and lines about the other columns."""
-    columns = {name: [LABELS.get(name, name), *(_text(name, row[name]) for row in rows)] for name in rows[0]}
+    columns = {}
+    for name in rows[0]:
+        cells = [NOTHING if row[name] is None else FORMATS.get(name, str)(row[name]) for row in rows]
+        columns[name] = [LABELS.get(name, name), *cells]
     differing = [name for name, (_, first, *rest) in columns.items() if not rest or {*rest} != {first}]
     lines, omitted, shown = [""] * (len(rows) + 1), [], dict.fromkeys((RUN, FINAL, BEST, *differing))
     for name in shown:
@@ -87,12 +91,6 @@ def table(rows: Sequence[Row], width: int) -> list[str]:
     if equal := [" ".join(cells[:2]) for name, cells in columns.items() if name not in shown]:
         lines.append(f"equal: {', '.join(equal)}")
     return [*lines, f"not shown: {', '.join(omitted)}; --csv has all columns"] if omitted else lines
-
-
-def remark(rows: Sequence[Row]) -> str:
-    """A line if the runs' losses have different definitions or samples; empty otherwise."""
-    differing = [key for key in rows[0] if key.partition(".")[0] in OF_THE_LOSS]
-    return f"warning: these losses cannot be compared, because of different {', '.join(differing)}" if differing else ""
 
 
 def write_csv(rows: Sequence[Row], file: IO[str]) -> None:
@@ -134,15 +132,6 @@ def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
     }
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _text(name: str, value: Any) -> str:
-    """A cell of the table."""
-    return NOTHING if value is None else FORMATS.get(name, str)(value)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
@@ -155,8 +144,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--csv", metavar="FILE", nargs="?", const="-", help="write CSV; without FILE to stdout")
         options = parser.parse_args(argv)
         rows = compare(find_runs(options.runs), options.sort)
-        if line := remark(rows):
-            sys.stderr.write(f"{line}\n")
+        if differing := [key for key in rows[0] if key.partition(".")[0] in OF_THE_LOSS]:
+            reason = f"because of different {', '.join(differing)}"
+            sys.stderr.write(f"warning: these losses cannot be compared, {reason}\n")
         if options.csv is None:
             print("\n".join(table(rows, shutil.get_terminal_size((10**6, 0)).columns)))
         elif options.csv == "-":
