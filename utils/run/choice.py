@@ -15,6 +15,7 @@ A run number belongs to the runs that record it in provenance.json, because 00-2
 array.
 """
 
+import io
 import os
 import re
 from collections.abc import Mapping
@@ -70,6 +71,7 @@ class Choice:
     directory: RunDirectory
     resume: str | None = None
     reason: str = ""
+    lock: io.FileIO | None = None  # of the directory, while it is open
 
     def __str__(self) -> str:
         return f"{self.directory} ({self.reason})" if self.reason else str(self.directory)

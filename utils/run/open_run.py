@@ -5,7 +5,6 @@ holds the directory's lock while the run is open, so that one process at a time 
 """
 
 import contextlib
-import io
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -50,7 +49,6 @@ class Run:
     world: World
     start: Start
     _open_files: contextlib.ExitStack
-    _lock: io.FileIO | None
     records: Logger = field(default_factory=Logger)
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
     earlier_seconds: float = 0.0  # of the processes of this run before this one
@@ -72,10 +70,10 @@ class Run:
         check_loggers(request.config.loggers, world)
         request = replace(request, data=data_record(volumes, world))
         with contextlib.ExitStack() as files:
-            choice = lock = None
+            choice = None
             with world.raise_together():
                 if world.is_root:
-                    choice, lock = files.enter_context(_claimed(request))
+                    choice = files.enter_context(_claimed(request))
                     if choice and choice.directory.removal.exists():
                         _remove_run(choice.directory)
                     if choice and choice.resume != "no":
@@ -89,7 +87,7 @@ class Run:
             directory = choice.directory
             world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
             start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
-            run = cls(request, volumes, choice, world, start, files, lock)
+            run = cls(request, volumes, choice, world, start, files)
             try:
                 yield run
             except BaseException as error:
@@ -182,7 +180,7 @@ class Run:
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
         self.checkpoint_writer = writer = BackgroundWriter(
-            directory.checkpoints, config, self.volumes.simulation, self._lock
+            directory.checkpoints, config, self.volumes.simulation, self.choice.lock
         )
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
@@ -214,10 +212,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def _claimed(request: RunRequest) -> Iterator[tuple[Choice, io.FileIO] | tuple[None, None]]:
-    """Chooses, creates and locks a directory for the duration of the block; yields the choice and the locked file.
-
-    None and None if another job trains this job's run.
+def _claimed(request: RunRequest) -> Iterator[Choice | None]:
+    """Chooses, creates and locks a directory for the duration of the block; None if another job trains this job's run.
 
     Removes the directories that it has created if nothing was written there. Raises UserError if the chosen run is
     being trained.
@@ -236,12 +232,12 @@ def _claimed(request: RunRequest) -> Iterator[tuple[Choice, io.FileIO] | tuple[N
             except UserError:
                 jobs = directory.read_provenance().get("jobs", [])  # of the process that trains it
                 if jobs and request.restarted and not {*request.restarted} & {*jobs}:
-                    yield None, None
+                    yield None
                     return
                 if choice.resume == "no" or not is_new:  # else another new run has just taken the directory
                     raise
     try:
-        yield choice, lock
+        yield replace(choice, lock=lock)
     finally:
         if created and directory.is_free:
             directory.lock.unlink(missing_ok=True)

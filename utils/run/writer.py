@@ -107,10 +107,7 @@ class BackgroundWriter(CheckpointWriter):
     def __init__(
         self, folder: Path, config: Config, simulation: Mapping[str, Any], lock: io.FileIO | None = None
     ) -> None:
-        """`simulation` is what the training data state about their origin; predictions compare it with their input.
-
-        Nothing is written while the file of the run's lock has another name than that of a `.lock` next to the folder.
-        """
+        """`simulation` is what the training data state about their origin; predictions compare it with their input."""
         self._folder, self._keep_last, self._lock = folder, config.checkpoint.keep_last, lock
         self._record = {"config": stored_config(config.model_dump()), "simulation": dict(simulation)}
         self._copy = HostCopy()
