@@ -168,7 +168,9 @@ def connect(
     if launch.world_size == 1:
         heartbeat = Heartbeat(timeouts)
         with _beating(heartbeat):
-            yield _with_threads(World(launch, choose_device(device, launch.local_rank), heartbeat))
+            world = World(launch, choose_device(device, launch.local_rank), heartbeat)
+            set_threads(world.rank, world.gather_json)
+            yield world
         return
     meeting = rendezvous(device, launch, timeouts, identity)
     store, heartbeat = meeting.store, Heartbeat(timeouts, launch, meeting.store)
@@ -189,14 +191,10 @@ def connect(
                 world_size=launch.world_size,
                 timeout=timedelta(seconds=timeouts.collective),
             )
-            world = _with_threads(World(launch, meeting.device, heartbeat))
+            world = World(launch, meeting.device, heartbeat)
+            set_threads(world.rank, world.gather_json)
         with _leaving_group():
             yield world
-
-
-def _with_threads(world: World) -> World:
-    set_threads(world.rank, world.gather_json)
-    return world
 
 
 @contextlib.contextmanager
