@@ -55,6 +55,11 @@ def source_of_a_source(path: Path) -> None:
     shutil.copy(path.with_name("nested.h5"), path.with_name("deeper.h5"))
 
 
+def missing_file_of_a_link(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file["Nbody"] = h5py.ExternalLink("source.h5", "/dm")
+
+
 def gap(path: Path) -> None:
     write_virtual(path, "source.h5", planes=12)
 
@@ -83,6 +88,7 @@ def partly_written(path: Path, chunks: Any, planes: int) -> None:
         (source_without_dataset, r"source\.h5 has no dataset Hydro; the virtual dataset .*volume\.h5: Hydro needs it"),
         (truncated_source, r"cannot read .*source\.h5: the file is truncated"),
         (source_of_a_source, r"no such file: source\.h5; the virtual dataset .*deeper\.h5: Nbody needs it"),
+        (missing_file_of_a_link, r"volume\.h5: Nbody is a link to /dm in source\.h5, which is missing; restore it"),
         (gap, r"volume\.h5: Nbody: 25\.000% of its values were never written; recreate the file"),
         (lambda path: external_file(path, 0.75), r"25\.000% of its values were never written in .*Nbody\.raw"),
         (

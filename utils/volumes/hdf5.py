@@ -201,6 +201,9 @@ def checked_dataset(
     """A dataset [C, X, Y, Z]; `channels` None accepts any number. `remedy` is that for a missing dataset."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
+        link = file.get(name, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            raise UserError(f"{path}: {name} is a link to {link.path} in {link.filename}, which is missing; restore it")
         if NATIVE in file:
             command = f"{IMPORTER} --input {path} --output VOLUME.h5"
             raise UserError(f"{path} is a snapshot of Nyx; import it with {command}, and give VOLUME.h5")
