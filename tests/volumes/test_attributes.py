@@ -16,6 +16,7 @@ from simulation import channels as simulated
 from utils import config as configs
 from utils.config.sections import TransformConfig
 from utils.errors import UserError
+from utils.log import warn_once
 from utils.steps import build
 from utils.volumes.attributes import cell_size, common_simulation, file_transform
 from utils.volumes.hdf5 import FieldReader
@@ -77,6 +78,7 @@ def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_both_values(c
     """Fixed: a checkpoint of other transforms predicted such a file silently."""
     for files, keys, path in (([{}], OTHER, "a.h5"), ([OTHER, {}], {}, "b.h5")):
         caplog.clear()
+        warn_once.cache_clear()
         from_files(*files, **keys)
         (warning,) = (record.getMessage() for record in caplog.records)
         assert warning.startswith(f"{path} does not state its transforms")

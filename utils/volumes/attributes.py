@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from utils.config import validate_section
 from utils.config.sections import NetworkConfig, TransformConfig
 from utils.errors import UserError
+from utils.log import warn_once
 
 TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to six digits
 SIMULATION_TOLERANCE = 1e-3  # relative: a snapshot is seldom at exactly the redshift that was asked for
@@ -130,10 +131,8 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
             if key not in attributes
         ]
         if assumed:
-            log.warning(
-                f"{path} does not state its transforms; those of the config or of other files are assumed: "
-                f"{', '.join(assumed)}"
-            )
+            text = "does not state its transforms; those of the config, the checkpoint or another file are assumed"
+            warn_once(f"{path} {text}: {', '.join(assumed)}")
     return transform
 
 
