@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
 def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """One training run, from its directory to its summary. Every rank calls it."""
     config, volume = volumes.config, evaluation_volume(volumes, world)
-    with Run.open(run_request(config, options, world), volumes, world) as run:
+    with Run.open(run_request(options, volumes, world), volumes, world) as run:
         if run is None or run.is_finished():
             return
         with build.assemble(volumes, world, step_class) as parts:

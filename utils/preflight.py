@@ -24,11 +24,9 @@ from utils.optim.schedules import log_learning_rate, plot_learning_rate
 from utils.profiling.benchmark import read_settings
 from utils.profiling.profiler import build_profiler
 from utils.progress import format_duration
-from utils.run.checkpoint import saved_steps
 from utils.run.choice import choose, first_directory, run_request
 from utils.run.directory import RunDirectory
 from utils.run.loggers import check_loggers
-from utils.run.provenance import data_record
 from utils.run.start import Start, find_start
 from utils.run.writer import check_space
 from utils.steps import build
@@ -116,8 +114,7 @@ def _find_start(
 
     Raises UserError if it could not be written, or has no space for a checkpoint.
     """
-    config, data = volumes.config, data_record(volumes, world)
-    request = dataclasses.replace(run_request(config, options, world), directory=directory, data=data)
+    config, request = volumes.config, dataclasses.replace(run_request(options, volumes, world), directory=directory)
     choice = choose(request)
     path = choice.directory.path.absolute()
     parent = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
@@ -131,7 +128,7 @@ def _find_start(
     elif choice.resume != "no":
         log.info("run directory: %s exists, without a checkpoint: the run starts there from scratch", choice)
     else:
-        content = "logs and checkpoints" if saved_steps(choice.directory.checkpoints) else "logs"
+        content = "logs and checkpoints" if choice.directory.has_checkpoints else "logs"
         log.info("run directory: %s exists: its %s will be replaced", choice, content)
     for line in start.describe():
         log.info(line)

@@ -21,6 +21,7 @@ from processes import run_ranks
 from trainings import ALONE, YAML, killed
 from volume_files import write_volume
 
+from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data.loaders import open_volumes
@@ -32,7 +33,7 @@ from utils.files import BLOCKS, HEAD
 from utils.run import checkpoint, provenance
 from utils.run import open_run as runs
 from utils.run.checkpoint import step_directory
-from utils.run.choice import RunRequest, choose
+from utils.run.choice import RunRequest, choose, run_request
 from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
 from utils.run.provenance import DATE, command, data_changes, data_record
@@ -255,8 +256,8 @@ def test_the_second_directory_of_a_run_and_the_task_of_an_array_stay_apart(first
 
 
 def opened(first: Path, **options: Any) -> contextlib.AbstractContextManager[Run]:
-    wanted = request(first, **options)
-    return Run.open(wanted, Volumes(wanted.config, "hdf5"), ALONE)
+    volumes = Volumes(options.get("config", TEST), "hdf5")
+    return Run.open(request(first, data=data_record(volumes, ALONE), **options), volumes, ALONE)
 
 
 def begin(first: Path, **options: Any) -> None:
@@ -569,8 +570,8 @@ def error_in_own_directory(world: World, folder: str) -> str:
     os.chdir(Path(folder, str(world.rank)))
     given = config(train_path="train_path.h5", val_path="val_path.h5")
     try:
-        with Run.open(request(Path(folder, "run"), given), Volumes(given, "hdf5"), world):
-            return ""
+        run_request(cli.parse(["--config=test"]), Volumes(given, "hdf5"), world)
+        return ""
     except UserError as error:
         return str(error)
 

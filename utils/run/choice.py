@@ -19,7 +19,7 @@ import io
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ from utils.distributed.rendezvous import text_digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run.directory import RunDirectory
-from utils.run.provenance import command, is_other_file
+from utils.run.provenance import command, data_record, is_other_file
+from utils.volumes.opened import Volumes
 
 
 @dataclass(frozen=True)
@@ -180,12 +181,14 @@ def first_directory(config: Config, name: str, run_num: str, ranks: int) -> RunD
     return RunDirectory(Path(config.expdir) / name / f"{ranks}{kind}" / run_num)
 
 
-def run_request(config: Config, options: Options, world: World) -> RunRequest:
+def run_request(options: Options, volumes: Volumes, world: World) -> RunRequest:
     """The request of a command line; every rank calls it."""
+    config = volumes.config
     directory = first_directory(config, options.config, options.run_num, world.size)
     everywhere = world.gather_json(lasting_jobs())
     jobs, restarts = (tuple(sorted({job for jobs in part for job in jobs})) for part in zip(*everywhere, strict=True))
-    return RunRequest(config, options.config, directory, options.resume, options.init_from, jobs, restarts)
+    request = RunRequest(config, options.config, directory, options.resume, options.init_from, jobs, restarts)
+    return replace(request, data=data_record(volumes, world))
 
 
 def identity(config: Config, options: Options) -> dict[str, str]:

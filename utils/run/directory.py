@@ -66,6 +66,10 @@ class RunDirectory:
         """The end of the path: config, ranks and run_num."""
         return "/".join(self.path.parts[-3:])
 
+    @property
+    def has_checkpoints(self) -> bool:
+        return any(self.checkpoints.glob("step_*"))
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some.
 

@@ -24,7 +24,7 @@ from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
-from utils.run.provenance import data_changes, data_record, provenance, seconds_until
+from utils.run.provenance import data_changes, provenance, seconds_until
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
@@ -68,7 +68,6 @@ class Run:
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
-        request = replace(request, data=data_record(volumes, world))
         with contextlib.ExitStack() as files:
             choice = None
             with world.raise_together():
