@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter
 
-from analysis.lyman_alpha.results import Flux, FluxField, quotient
+from analysis.lyman_alpha.results import Flux, quotient
 from utils.files import atomic_write
 from utils.run import tags
 from utils.run.directory import RunDirectory
@@ -122,6 +123,8 @@ class PhaseDiagram:
 class Results:
     """All results of one evaluation; arrays [C, …] follow the order of `channels`, the target's channels."""
 
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # `load` takes numpy's arrays as they are
+
     channels: tuple[Channel, ...]
     input_channels: tuple[Channel, ...]
     cell: float | None  # side of a cell in Mpc/h, if known
@@ -206,13 +209,4 @@ def load(path: Path) -> Results:
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     values = json.loads(str(arrays["text"]), object_hook=lambda part: arrays[part[ARRAY]] if ARRAY in part else part)
-    for name in ("channels", "input_channels"):
-        values[name] = tuple(Channel(**channel) for channel in values[name])
-    for name, kind in (("spectra", Spectrum), ("distributions", Distribution)):
-        values[name] = {key: kind(**parts) for key, parts in values[name].items()}
-    for name, optional in (("phase_diagram", PhaseDiagram), ("bispectrum", Bispectrum)):
-        values[name] = values[name] and optional(**values[name])
-    if values["flux"] is not None:
-        fields = {name: FluxField(**parts) for name, parts in values["flux"]["fields"].items()}
-        values["flux"] = Flux(**{**values["flux"], "fields": fields})
-    return Results(**values)
+    return TypeAdapter(Results).validate_python(values)
