@@ -91,11 +91,11 @@ class AxisPart(NamedTuple):
     windows: Sequence[PlacedWindow]
 
 
-def axis_part(axis: Axis, start: int, stop: int) -> AxisPart:
-    """The windows that touch the cells [start, stop) of an axis, in the order of their numbers."""
+def axis_part(axis: Axis, start: int, stop: int, numbers: range | None = None) -> AxisPart:
+    """The windows (of `numbers`, if given) that touch the cells [start, stop) of an axis, in order."""
     placed: dict[int, list[int]] = {}  # first cells by number, also before the beginning of the axis
-    for number, origin in enumerate(axis.origins):
-        for cell in (origin - axis.size, origin):
+    for number in numbers or range(len(axis.origins)):
+        for cell in (axis.origins[number] - axis.size, axis.origins[number]):
             if cell < stop and cell + axis.window > start:
                 placed.setdefault(number, []).append(cell)
     all_cells = [cell for cells in placed.values() for cell in cells]
@@ -115,15 +115,8 @@ def axis_part(axis: Axis, start: int, stop: int) -> AxisPart:
 
 def axis_windows(axis: Axis, numbers: range) -> AxisPart:
     """Consecutive windows of an axis, and all cells in them."""
-    begin = axis.origins[numbers[0]]
-    first, length = begin, axis.origins[numbers[-1]] + axis.window - begin
-    if length >= axis.size:
-        first, length = 0, axis.size
-    windows = []
-    for number in numbers:
-        cells = tuple(wrapped_segments((axis.origins[number] - first) % axis.size, axis.window, axis.size))
-        windows.append(PlacedWindow(number, cells, cells))
-    return AxisPart(first, first + length, first, length, windows)
+    start, stop = axis.origins[numbers[0]], axis.origins[numbers[-1]] + axis.window
+    return axis_part(axis, *((start, stop) if stop - start < axis.size else (0, axis.size)), numbers)
 
 
 @dataclass(frozen=True)
