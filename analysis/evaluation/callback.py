@@ -5,14 +5,11 @@ import functools
 import logging
 import threading
 import time
-from typing import Any
-
-import numpy as np
 
 from analysis.evaluation import results, tables
 from analysis.evaluation.baselines import baseline_losses
 from analysis.evaluation.results import Results
-from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields
+from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
 from analysis.inference.window_grid import WindowGrid, build_window_grid
 from analysis.lyman_alpha.forest import KnownFlux
@@ -28,7 +25,6 @@ from utils.training.hooks import Evaluation
 from utils.volumes.attributes import conditions_of
 from utils.volumes.hdf5 import Volume
 from utils.volumes.opened import Volumes
-from utils.volumes.storage import reading
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +43,7 @@ class VolumeEvaluation(Evaluation):
         # No more cells at once than in training.
         batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
         channels = config.N_in_channels, config.N_out_channels
-        read = functools.partial(self._read, volume.inputs, slice(None))
+        read = functools.partial(read_cells, volume.path, volume.inputs, slice(None))
         conditions = conditions_of(config.network, volume.path, volume.simulation)
         predict = with_conditions(parts.step.predict, conditions, run.world.device)
         self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, run.world)
@@ -68,7 +64,8 @@ class VolumeEvaluation(Evaluation):
         with out_of_memory_for_users(MEMORY_REMEDY):
             slabs = Slabs(self._volume.shape, self._world)
             predicted = slabs.stored(self._predictor.predict_planes(slabs))
-            inputs, target = (slabs.reader(functools.partial(self._read, field)) for field in self._volume.fields)
+            reads = (functools.partial(read_cells, self._volume.path, field) for field in self._volume.fields)
+            inputs, target = map(slabs.reader, reads)
             fields = SlabFields(inputs, predicted, target)
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
         if self._world.is_root:
@@ -78,11 +75,6 @@ class VolumeEvaluation(Evaluation):
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
         return evaluation.scalars()
-
-    def _read(self, field: Any, *cells: slice) -> np.ndarray:
-        """Some cells of one of the volume's fields [C, X, Y, Z]."""
-        with reading(self._volume.path):
-            return np.asarray(field[cells])
 
     def _save_and_draw(self, evaluation: Results, step: int) -> None:
         """Saves and draws the results; a full disk does not stop the run."""
@@ -143,11 +135,11 @@ def report_on_run(config: Config, parts: Parts, run: Run, result: FitResult) -> 
 
     Every rank calls it.
     """
+    losses: dict[str, float] = {}
     if config.report_baselines:
         log.info("Computing the losses of the baselines")
-    losses = baseline_losses(config, parts.loaders.valid, parts.step.loss, run.world) if config.report_baselines else {}
-    draws = config.report_pictures and run.world.is_root
-    if not draws:
+        losses = baseline_losses(config, parts.loaders.valid, parts.step.loss, run.world)
+    if not (config.report_pictures and run.world.is_root):
         return losses, []
     with run.world.heartbeat.quiet():
         return losses, _draw(config, parts, run, result)

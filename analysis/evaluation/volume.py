@@ -51,6 +51,12 @@ def evaluate_fields(
     return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
 
 
+def read_cells(path: str, field: Any, *cells: slice) -> np.ndarray:
+    """Some cells of a field [C, X, Y, Z] of the volume in this file."""
+    with reading(path):
+        return np.asarray(field[cells])
+
+
 def config_of_files(inputs: str, prediction: str) -> Config:
     """The defaults, with the numbers of channels and the vectors of files that lack a velocity or a temperature."""
     keys: dict[str, Any] = {"vector_channels": {}}
