@@ -223,7 +223,7 @@ def flux_3d(results: Results) -> Figure:
     names = [f"$\\mu$ = {low:g} to {high:g}" for low, high in itertools.pairwise(edges)]
     panels = {
         field: dict(zip(names, zip(k, ratio, strict=True), strict=True))
-        for field, ratio in flux_results.p3d_ratios.items()
+        for field, ratio in flux_results.ratios_of("p3d").items()
     }
     return _ratio_panels(panels, dict(zip(names, PALETTE, strict=False)), r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc")
 
@@ -235,7 +235,7 @@ def bispectrum(results: Results) -> Figure:
     panels = {f"log density, {SHAPES[0]}": {PREDICTION: (density.k, density.ratio)}}
     if flux_results and flux_results.flux_bispectrum_k.size:
         for number, shape in enumerate(SHAPES):
-            ratios = {name: ratio[number] for name, ratio in flux_results.bispectrum_ratios.items()}
+            ratios = {name: ratio[number] for name, ratio in flux_results.ratios_of("flux_bispectrum").items()}
             panels[f"flux, {shape}"] = {name: (flux_results.flux_bispectrum_k, ratio) for name, ratio in ratios.items()}
     return _ratio_panels(panels, COLORS, "$B$", results.wavenumber_unit)
 

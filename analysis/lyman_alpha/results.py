@@ -51,21 +51,13 @@ class Flux:
     @property
     def ratios(self) -> dict[str, np.ndarray]:
         """P1D of each field but the target, relative to that of the target."""
-        return self._ratios("power")
+        return self.ratios_of("power")
 
-    @property
-    def p3d_ratios(self) -> dict[str, np.ndarray]:
-        """P(k, mu) of each field but the target, relative to that of the target."""
-        return self._ratios("p3d")
-
-    @property
-    def bispectrum_ratios(self) -> dict[str, np.ndarray]:
-        """The bispectra of each field but the target, relative to those of the target, [2, shells]."""
-        return self._ratios("flux_bispectrum")
-
-    def _ratios(self, part: str) -> dict[str, np.ndarray]:
-        target = getattr(self.fields[TARGET], part)
-        return {name: quotient(getattr(field, part), target) for name, field in self.fields.items() if name != TARGET}
+    def ratios_of(self, name: str) -> dict[str, np.ndarray]:
+        """An array of each FluxField but the target's, such as its `p3d`, relative to that of the target."""
+        values = {field_name: getattr(field, name) for field_name, field in self.fields.items()}
+        target = values.pop(TARGET)
+        return {field_name: quotient(value, target) for field_name, value in values.items()}
 
     @property
     def largest_k(self) -> float:
@@ -97,7 +89,7 @@ class Flux:
             return {}
         largest = float(np.nanmax(self.p3d_k)) / 2
         used = (self.p3d_modes > 0) & (self.p3d_k <= largest)
-        return {f"to {largest:.2g} h/Mpc": float(np.sqrt(np.mean((self.p3d_ratios[name][used] - 1) ** 2)))}
+        return {f"to {largest:.2g} h/Mpc": float(np.sqrt(np.mean((self.ratios_of("p3d")[name][used] - 1) ** 2)))}
 
     def bispectrum_errors(self, name: str) -> dict[str, float]:
         """Rms of k³ (B − that of the target) over the shells, relative to the target's, by shape; none without B.
