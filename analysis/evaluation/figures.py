@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -72,9 +71,8 @@ def spectra(results: Results) -> Figure:
     below.axhline(0.9, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
     _scale_ratios(above)
     above.set_ylabel(r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$")
-    below.set(xscale="log", xlabel=f"wavenumber k ({results.wavenumber_unit})", ylabel="correlation r with the target")
-    below.set_xlim(spectrum.k[0] / 1.1, spectrum.k[-1] * 1.1)  # also if a diverged network leaves nothing to plot
-    _label_logarithmic(below.xaxis)
+    below.set_ylabel("correlation r with the target")
+    _scale_wavenumbers(below, spectrum.k, results.wavenumber_unit)
     figure.align_ylabels()
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -102,11 +100,12 @@ def _scale_ratios(*panels: Axes) -> None:
             axes.axhline(edge, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
 
 
-def _label_logarithmic(axis: Axis) -> None:
-    """Labels 1, 2 and 5 of each decade with plain numbers."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
+def _scale_wavenumbers(axes: Axes, k: np.ndarray, unit: str) -> None:
+    """A logarithmic axis over all k, also if a diverged network leaves nothing to plot; labels 1, 2, 5 per decade."""
+    axes.set(xscale="log", xlabel=f"wavenumber k ({unit})", xlim=(np.nanmin(k) / 1.1, np.nanmax(k) * 1.1))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 # --- distributions and phase diagram ---------------------------------------------------------------------------------
@@ -190,17 +189,15 @@ def flux(results: Results) -> Figure:
     _draw_axes_of_target(panels["ratio"], flux_results)
     for axes in panels.values():
         axes.grid(alpha=0.25)
-    limits = flux_results.k[0] / 1.1, flux_results.k[-1] * 1.1  # also if there is nothing to plot
-    panels["power"].set(xscale="log", yscale="log", xlim=limits, ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
+    for name in ("power", "ratio"):
+        _scale_wavenumbers(panels[name], flux_results.k, "s/km")
+    panels["power"].set(yscale="log", xlabel="", ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
     panels["power"].tick_params(labelbottom=False)
-    panels["ratio"].set(xscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylabel="ratio to target")
+    panels["ratio"].set_ylabel("ratio to target")
     _scale_ratios(panels["ratio"])
-    for panel in ("power", "ratio"):
-        _label_logarithmic(panels[panel].xaxis)
     panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
-    panels["line"].set(
-        xlim=(0, flux_results.velocity[-1]), ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F"
-    )
+    panels["line"].set_xlim(0, flux_results.velocity[-1])
+    panels["line"].set(ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -254,11 +251,9 @@ def _ratio_panels(
         for name, (k, ratio) in curves.items():
             shown = np.isfinite(k)
             axes.plot(k[shown], ratio[shown], color=colors.get(name, PALETTE[0]), label=name, marker=".")
-        all_k = np.concatenate([k for k, _ in curves.values()])
-        axes.set(xscale="log", xlabel=f"wavenumber k ({unit})", title=title)
-        axes.set_xlim(np.nanmin(all_k) / 1.1, np.nanmax(all_k) * 1.1)
+        axes.set_title(title)
+        _scale_wavenumbers(axes, np.concatenate([k for k, _ in curves.values()]), unit)
         axes.grid(alpha=0.25)
-        _label_logarithmic(axes.xaxis)
     _scale_ratios(*row)
     row[0].set_ylabel(f"{quantity} relative to the target")
     figure.legend(*row[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
