@@ -78,11 +78,11 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         log.info("report: %s", output / PAGE)
 
 
-def write_run_report(run: RunDirectory, goodput: float | None = None) -> list[Path]:
-    """Writes report.html, with the last evaluation of a run, into its directory; returns the files written."""
+def write_run_report(run: RunDirectory, goodput: float | None) -> Path | None:
+    """Writes report.html, with the last evaluation of a run, into its directory; None if there is no evaluation."""
     steps = run.evaluated_steps()
     if not steps:
-        return []
+        return None
     evaluation = results.load(run.evaluation(steps[-1]))
     records = run.read_metrics()
     losses = {record["step"]: record[tags.VALID_LOSS] for record in records if tags.VALID_LOSS in record}
@@ -94,7 +94,7 @@ def write_run_report(run: RunDirectory, goodput: float | None = None) -> list[Pa
     provenance.pop("earlier", None)
     with atomic_write([run.report]) as (partial,):
         partial.write_text(page(evaluation, pictures, provenance), encoding="utf-8")
-    return [run.report]
+    return run.report
 
 
 def _draw(evaluation: Results) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
 from utils.run import tags
-from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.eager import EagerStep
@@ -26,12 +25,15 @@ STRUCTURE, ERROR = "the most structure", "the largest error"
 
 def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult) -> Iterator[str]:
     """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file."""
-    yield f"picture: {write_loss_curves(run.directory, config.loss)}"
+    directory, records = run.directory, run.directory.read_metrics()
+    _write(loss_curves(records, config.loss, directory.title), directory.loss_curves)
+    yield f"picture: {directory.loss_curves}"
     if not config.is_classification:
-        for path in write_slices(step, loader, config, run, result.steps):
+        title = f"{directory.title}, {progress(records)}"
+        for path in write_slices(step, loader, config, run, result.steps, title):
             yield f"picture: {path}"
-    for path in report.write_run_report(run.directory, result.goodput):
-        yield f"report: {path}"
+    if page := report.write_run_report(run.directory, result.goodput):
+        yield f"report: {page}"
 
 
 def record_evaluation(evaluation: Results, run: Run, step: int) -> None:
@@ -40,19 +42,11 @@ def record_evaluation(evaluation: Results, run: Run, step: int) -> None:
         run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
 
 
-def write_loss_curves(directory: RunDirectory, loss: str) -> Path:
-    """Draws the losses of a run's metrics.jsonl into loss_curves.png; `loss` is the config's."""
-    _write(loss_curves(directory.read_metrics(), loss, directory.title), directory.loss_curves)
-    return directory.loss_curves
-
-
-def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[Path]:
+def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int, title: str) -> Iterator[Path]:
     """Draws planes of the validation crops into two files, and into TensorBoard at step `steps`."""
-    directory = run.directory
-    files = {STRUCTURE: (directory.slices, tags.SLICES), ERROR: (directory.error_slices, tags.SLICES_LARGEST_ERROR)}
-    title = f"{directory.title}, {progress(directory.read_metrics())}"
+    structure, error = (run.directory.slices, tags.SLICES), (run.directory.error_slices, tags.SLICES_LARGEST_ERROR)
     for name, planes in choose_planes(step, loader).items():
-        path, tag = files[name]
+        path, tag = {STRUCTURE: structure, ERROR: error}[name]
         crop = f"{title}\nvalidation crop with {name}"
         figure = figures.draw_slices(*volume_channels(config), planes, None, crop)
         _write(figure, path)
