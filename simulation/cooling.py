@@ -9,7 +9,6 @@ gas. Hydrogen's reionization heats the gas at once. Densities are in units of th
 
 import itertools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,32 +68,27 @@ def attributes() -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Table:
-    """Logarithm of a factor on the grid of DENSITIES and THETAS, [densities, thetas]."""
+@one_thread()
+def tabulated(logarithms: Tensor, density: Tensor, theta: Tensor) -> Tensor:
+    """The factor at `density` in units of the mean and `theta` in K, float32 of one shape.
 
-    logarithm: Tensor
-
-    @one_thread()
-    def factor(self, density: Tensor, theta: Tensor) -> Tensor:
-        """The factor at `density` in units of the mean and `theta` in K, float32 of one shape.
-
-        The interpolation is bilinear in the logarithms. Outside the table the nearest edge is used.
-        """
-        logarithm = self.logarithm.to(density.device, torch.float32)[None, None]
-        result = torch.empty_like(theta, memory_format=torch.contiguous_format)
-        cells = CELLS_AT_ONCE if density.device.type == "cpu" else max(1, density.numel())
-        fields = (field.reshape(-1).split(cells) for field in (density, theta, result))
-        for densities, thetas, out in zip(*fields, strict=True):
-            grid = out.new_empty(1, 1, len(out), 2)
-            for column, values, axis in ((0, thetas, THETAS), (1, densities, DENSITIES)):
-                place = grid[0, 0, :, column]
-                torch.log(values, out=place)
-                middle, half = float(axis[0] + axis[-1]) / 2, float(axis[-1] - axis[0]) / 2
-                place.sub_(middle).div_(half)
-            sampled = functional.grid_sample(logarithm, grid, padding_mode="border", align_corners=True)
-            torch.exp(sampled.view(-1), out=out)
-        return result
+    `logarithms` is a table on the grid of DENSITIES and THETAS, [densities, thetas]. The interpolation is bilinear in
+    the logarithms. Outside the table the nearest edge is used.
+    """
+    table = logarithms.to(density.device, torch.float32)[None, None]
+    result = torch.empty_like(theta, memory_format=torch.contiguous_format)
+    cells = CELLS_AT_ONCE if density.device.type == "cpu" else max(1, density.numel())
+    fields = (field.reshape(-1).split(cells) for field in (density, theta, result))
+    for densities, thetas, out in zip(*fields, strict=True):
+        grid = out.new_empty(1, 1, len(out), 2)
+        for column, values, axis in ((0, thetas, THETAS), (1, densities, DENSITIES)):
+            place = grid[0, 0, :, column]
+            torch.log(values, out=place)
+            middle, half = float(axis[0] + axis[-1]) / 2, float(axis[-1] - axis[0]) / 2
+            place.sub_(middle).div_(half)
+        sampled = functional.grid_sample(table, grid, padding_mode="border", align_corners=True)
+        torch.exp(sampled.view(-1), out=out)
+    return result
 
 
 class PrimordialGas:
@@ -126,7 +120,7 @@ class PrimordialGas:
                 least = torch.full((len(DENSITIES), 1), math.log(REIONIZATION_TEMPERATURE), dtype=torch.float64)
                 nodes = self._equilibrium(REIONIZATION).theta_logarithms()
                 end = torch.maximum(end, interpolate(TEMPERATURES.expand_as(nodes), nodes, least))
-        return Table(end - start + 2 * math.log((1 + start_redshift) / (1 + end_redshift)))
+        return end - start + 2 * math.log((1 + start_redshift) / (1 + end_redshift))
 
     @one_thread()
     def temperature(self, density: Tensor, theta: Tensor, redshift: float) -> Tensor:
@@ -134,7 +128,7 @@ class PrimordialGas:
         nodes = self._equilibrium(redshift).theta_logarithms()
         start = THETAS.expand(len(DENSITIES), -1).contiguous()
         weight = interpolate(nodes, TEMPERATURES.expand_as(nodes), start) - start  # ln mu
-        return Table(weight).factor(density, theta).mul_(theta)
+        return tabulated(weight, density, theta).mul_(theta)
 
     def _equilibrium(self, redshift: float) -> Equilibrium:
         return Equilibrium.of(self._hydrogen * (1 + redshift) ** 3, redshift, self._rates)

@@ -66,7 +66,7 @@ class GasPhysics:
     def exchange_heat(self, gas: Gas, start_redshift: float, end_redshift: float) -> None:
         """Heats and cools the gas from `start_redshift` to `end_redshift`, at constant density."""
         theta = self.theta(gas, start_redshift)
-        factor = self.heat.change(start_redshift, end_redshift).factor(gas.density, theta)
+        factor = cooling.tabulated(self.heat.change(start_redshift, end_redshift), gas.density, theta)
         # Jeans length^2 = pi c^2 / (G density) = 4 pi^2 c^2 / (3/2 Omega_m a density); gas counts as all matter here.
         square = (JEANS_CELLS / (2 * math.pi)) ** 2 * 1.5 * self.omega_m / (1 + end_redshift)
         lowest = gas.density * (square / GAMMA * KELVIN * self.velocity_unit(start_redshift) ** 2)
