@@ -107,15 +107,3 @@ def inverse_square(kx: Tensor, ky: Tensor, kz: Tensor) -> Tensor:
     """1 / k^2, and 0 for k = 0, since the mean of a periodic field has no potential."""
     square = kx * kx + ky * ky + kz * kz
     return square.masked_fill_(square == 0, torch.inf).reciprocal_()
-
-
-def inverse_gradient(modes: Tensor, axis: int, threads: int) -> Tensor:
-    """Component `axis` of -grad laplacian^-1 of the field with these modes, [n, n, n], in cells."""
-    n = len(modes)
-
-    def factor(*k: Tensor) -> Tensor:
-        # An odd derivative of the Nyquist wave is not a real field and is set to zero.
-        along = k[axis].masked_fill(k[axis].abs() > math.pi * (1 - 0.5 / n), 0) if n % 2 == 0 else k[axis]
-        return 1j * (along * inverse_square(*k))
-
-    return backward(multiplied(modes, factor, threads), threads)

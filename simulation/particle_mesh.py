@@ -13,16 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from simulation.fourier import (
-    backward,
-    forward,
-    in_order,
-    in_slabs,
-    inverse_gradient,
-    inverse_square,
-    multiplied,
-    split_rows,
-)
+from simulation.fourier import backward, forward, in_order, in_slabs, inverse_square, multiplied, split_rows
 from utils.progress import Progress
 
 # Particles are deposited in this number of slabs of the initial lattice, and slabs are summed in order, for any number
@@ -87,6 +78,18 @@ def _between(field: Tensor, rows: slice, offset: Offset) -> Tensor:
         if offset[axis]:
             part = torch.lerp(part, part.roll(-1, axis), offset[axis])
     return part
+
+
+def inverse_gradient(modes: Tensor, axis: int, threads: int) -> Tensor:
+    """Component `axis` of -grad laplacian^-1 of the field with these modes, [n, n, n], in cells."""
+    n = len(modes)
+
+    def factor(*k: Tensor) -> Tensor:
+        # An odd derivative of the Nyquist wave is not a real field and is set to zero.
+        along = k[axis].masked_fill(k[axis].abs() > math.pi * (1 - 0.5 / n), 0) if n % 2 == 0 else k[axis]
+        return 1j * (along * inverse_square(*k))
+
+    return backward(multiplied(modes, factor, threads), threads)
 
 
 def lpt_particles(modes: Tensor, start_growth: float, omega_m: float = 1.0, threads: int = 1) -> Particles:
