@@ -63,7 +63,8 @@ def flags(parser: argparse.ArgumentParser) -> str:
     rows = []
     for action in parser._actions:
         if action.option_strings and action.help and action.dest not in ("help", "version"):
-            rows.append([f"`{_spelling(action)}`", _help(parser, action)])
+            text = parser._get_formatter()._expand_help(action)
+            rows.append([f"`{_spelling(action)}`", f"{text}; required" if action.required else text])
     return table(["flag", "meaning"], rows)
 
 
@@ -72,11 +73,6 @@ def _spelling(action: argparse.Action) -> str:
         return action.option_strings[-1]
     values = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
     return f"{action.option_strings[-1]} {f'[{values}]' if action.nargs == '?' else values}"
-
-
-def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    text = parser._get_formatter()._expand_help(action)
-    return text if action.required is False else f"{text}; required"
 
 
 # --- config keys -----------------------------------------------------------------------------------------------------

@@ -26,10 +26,7 @@ def tracked(pattern: str) -> list[Path]:
 
 def sources() -> dict[str, ast.Module]:
     """The program's modules by their paths: entry scripts, then each folder."""
-    paths = [
-        *tracked("*.py"),
-        *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))),
-    ]
+    paths = [*tracked("*.py"), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 

@@ -128,11 +128,6 @@ def lpt_particles(modes: Tensor, start_growth: float, omega_m: float = 1.0, thre
 # --- mesh ---------------------------------------------------------------------------------------------------------
 
 
-def _wrapped(cell: Tensor, grid: int) -> Tensor:
-    """Integers stored as floats, in [0, grid)."""
-    return torch.sub(cell, torch.floor(cell / grid), alpha=grid)
-
-
 def _weights(beyond: Tensor, width: int) -> tuple[Tensor, ...]:
     """Weights of two cells (cloud-in-cell) or three (triangular-shaped cloud) by the distance from the first one."""
     if width == CLOUD:
@@ -153,7 +148,7 @@ def _nearby(positions: Tensor, grid: int, base: int, rows: int, width: int) -> I
         weights.append(_weights(coordinate - lowest, width))
         cells = [lowest + (step - (base if axis == 0 else 0)) for step in range(width)]
         if axis > 0 or rows == grid:
-            cells = [_wrapped(cell, grid) for cell in cells]
+            cells = [torch.sub(cell, torch.floor(cell / grid), alpha=grid) for cell in cells]  # integers in [0, grid)
         indices.append([cell.int() * grid ** (2 - axis) for cell in cells])  # int32 is three times as fast as int64
     plane, plane_weight = torch.empty_like(indices[0][0]), torch.empty_like(weights[0][0])
     index, weight = torch.empty_like(plane), torch.empty_like(plane_weight)

@@ -136,7 +136,7 @@ def field_table(evaluation: Results) -> Table:
         row = [name, *map(_number, (*spectrum.correlation[shells], *spectrum.ratio[shells]))]
         row += ["not reached" if k is None else f"{k:.2g}" for k in spectrum.resolutions.values()]
         rows.append(row + [_number(ratio) if name == LOG_DENSITY else "" for ratio in ratios.values()])
-    return _transposed(rows)
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def flux_table(flux: Flux) -> Table:
@@ -158,10 +158,6 @@ def flux_table(flux: Flux) -> Table:
 def residual_unit(channel: Channel) -> str:
     """Unit of a difference of physical values, or of their decimal logarithms."""
     return "dex" if channel.is_log else channel.unit or "channel value"
-
-
-def _transposed(table: Table) -> Table:
-    return [list(row) for row in zip(*table, strict=True)]
 
 
 def _aligned(table: Table) -> list[str]:

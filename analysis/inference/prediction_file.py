@@ -13,6 +13,7 @@ from analysis.inference.layouts import Layout
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
 from analysis.inference.window_grid import Box, split_blocks, window_count
+from utils.config import to_yaml
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
@@ -109,7 +110,9 @@ class PredictionFile:
             "precision": options.precision,
             "symmetries": options.symmetries,
             "periodic": self.source.periodic and not options.not_periodic,
-            **self.trained.attributes(),
+            **self.trained.config.transform.model_dump(exclude_none=True),
+            **{f"checkpoint_{key}": value for key, value in self.trained.record.items()},
+            "config": to_yaml(self.trained.config, "trained"),
             "provenance": json.dumps(record),
         }
         file_attributes = {**layout.attributes, "": {**attributes, **layout.attributes.get("", {})}}

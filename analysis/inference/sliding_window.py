@@ -197,9 +197,8 @@ def forward_pass(network: torch.nn.Module, precision: str, device: torch.device)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     form = torch.channels_last_3d if device.type == "cuda" else torch.preserve_format
-    if device.type == "cuda":
-        # Convolutions follow the weights' format. Some versions of cuDNN fail in the other one: see steps/backends.py.
-        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
+    # Convolutions follow the weights' format. Some versions of cuDNN fail in the other one: see steps/backends.py.
+    network.to(memory_format=form)  # type: ignore[call-overload] # its stubs lack it
 
     @torch.inference_mode()
     def predict(windows: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:

@@ -118,15 +118,6 @@ class TrainedNetwork:
         """Input and target channels."""
         return volume_channels(self.config)
 
-    def attributes(self) -> dict[str, Any]:
-        """Transform, checkpoint and config as attributes of a predicted file."""
-        transform = self.config.transform.model_dump()
-        return {
-            **{key: value for key, value in transform.items() if value is not None},
-            **{f"checkpoint_{key}": value for key, value in self.record.items()},
-            "config": configs.to_yaml(self.config, "trained"),
-        }
-
 
 def build_predictor(
     trained: TrainedNetwork, volume: FieldReader, options: InferenceOptions, world: World
