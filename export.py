@@ -65,12 +65,8 @@ def build_parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--output", required=True, help="file to write, named *.pt2")
-    parser.add_argument(
-        "--units",
-        choices=("physical", "channel"),
-        default="physical",
-        help="%(default)s: the file contains the transforms; channel: values as in training",
-    )
+    text = "%(default)s: the file contains the transforms; channel: values as in training"
+    parser.add_argument("--units", choices=("physical", "channel"), default="physical", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return parser
 

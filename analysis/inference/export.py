@@ -23,10 +23,8 @@ FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use old
 # Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
 LARGEST_DIFFERENCE = 1e-5
 
-Predict = Callable[..., torch.Tensor]
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExportedNetwork:
     """The content of a file."""
 
@@ -48,9 +46,7 @@ class ExportedNetwork:
             module = PhysicalNetwork(module, inputs, targets, floor).eval()
         divisor, network = trained.config.window_multiple, trained.config.network
         conditions = {str(key): ends for key, ends in zip(network.conditions, network.condition_ranges, strict=True)}
-        return cls(
-            module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor, conditions=conditions
-        )
+        return cls(module, inputs, targets, divisor, floor, conditions)
 
     @property
     def units(self) -> str:
@@ -58,6 +54,7 @@ class ExportedNetwork:
 
     def describe(self, output: str) -> dict[str, Any]:
         """Inputs, outputs and usage of the file, as JSON values."""
+        sizes = f"N is any number; X, Y and Z are multiples of {self.divisor}"
         floor = {} if self.density_floor is None else {"density_floor_of_mean": self.density_floor}
         argument, shape, described = "", "", {}
         if self.conditions:
@@ -76,12 +73,7 @@ class ExportedNetwork:
                 f"gas = predict(dark_matter{argument})  # {_shape(self.inputs)}{shape} -> {_shape(self.targets)}",
             ],
             "units": self.units,
-            "input": self._describe_side(
-                self.inputs,
-                sizes=f"N is any number; X, Y and Z are multiples of {self.divisor}",
-                multiple_of=self.divisor,
-                **floor,
-            ),
+            "input": self._describe_side(self.inputs, sizes=sizes, multiple_of=self.divisor, **floor),
             **described,
             "output": self._describe_side(self.targets),
         }
@@ -139,7 +131,7 @@ class ExportedNetwork:
         torch.export.save(program, buffer, extra_files={METADATA: metadata})
         return buffer.getvalue()
 
-    def largest_difference(self, written: Predict) -> float:
+    def largest_difference(self, written: Callable[..., torch.Tensor]) -> float:
         """Largest difference between file and network, relative to a channel's largest value; NaN if either is NaN."""
         cells = self.divisor
         generator = torch.Generator().manual_seed(0)
