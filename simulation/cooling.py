@@ -40,15 +40,11 @@ HELIUM_HEAT = 32.0
 # The table's axes, ln of density and of theta in K; and nodes in ln T, closer where the cooling rate is steep.
 DENSITIES = torch.linspace(math.log(1e-3), math.log(1e5), 63, dtype=torch.float64)
 THETAS = torch.linspace(math.log(1e-2), math.log(1e9), 255, dtype=torch.float64)
-TEMPERATURES = torch.from_numpy(
-    np.log(
-        np.concatenate([
-            np.geomspace(4e-3, 4e3, 95, endpoint=False),
-            np.geomspace(4e3, 4e5, 115, endpoint=False),
-            np.geomspace(4e5, 2e9, 60),
-        ])
-    )
-)  # fmt: skip
+TEMPERATURES = torch.from_numpy(np.log(np.concatenate([
+    np.geomspace(4e-3, 4e3, 95, endpoint=False),
+    np.geomspace(4e3, 4e5, 115, endpoint=False),
+    np.geomspace(4e5, 2e9, 60),
+])))  # fmt: skip
 LONGEST_SUBSTEP = 0.01  # in ln a
 NEUTRAL_SUBSTEP = 0.04  # before reionization, when little gas is hot enough to cool
 NEVER = 10.0  # in ln a, longer than any step
@@ -97,14 +93,13 @@ class PrimordialGas:
     def __init__(self, cosmology: colossus.Cosmology) -> None:
         self._cosmology = cosmology
         baryons = cosmology.Ob0 * cosmology.rho_c(0.0) * cosmology.h**2 * SOLAR_DENSITY  # g/cm³ today
-        self._hydrogen = (
-            HYDROGEN_FRACTION * baryons / (HYDROGEN_ATOM_KG * 1e3) * DENSITIES.exp()[:, None]
-        )  # nuclei/cm³ today
+        nuclei = HYDROGEN_FRACTION * baryons / (HYDROGEN_ATOM_KG * 1e3)  # of hydrogen per cm³, today and on average
+        self._hydrogen = nuclei * DENSITIES.exp()[:, None]
         self._rates = CollisionRates.at(TEMPERATURES.exp())
 
     @one_thread()
-    def change(self, start_redshift: float, end_redshift: float, longest_substep: float = LONGEST_SUBSTEP) -> Table:
-        """Factor of a² theta from `start_redshift` to `end_redshift`, at the density and theta of the start."""
+    def change(self, start_redshift: float, end_redshift: float, longest_substep: float = LONGEST_SUBSTEP) -> Tensor:
+        """Table of ln of the factor of a² theta between two redshifts, at the density and theta of the first."""
         start = THETAS.expand(len(DENSITIES), -1).contiguous()
         end = start
         crossing = [REIONIZATION] if start_redshift > REIONIZATION > end_redshift else []

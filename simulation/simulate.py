@@ -132,10 +132,8 @@ def simulate_fields(options: SimulationOptions, modes: Tensor | None = None) -> 
     """
     cosmology, threads = make_cosmology(options.cosmology), options.threads if options.device == "cpu" else 1
     clock = GrowthClock(cosmology, START_REDSHIFT, options.redshift, options.n_steps)
-    omega_m = float(cosmology.Om(START_REDSHIFT))
-    physics = evolution.GasPhysics(
-        PrimordialGas(cosmology), options.cell, cosmology.Ob0 / cosmology.Om0, float(cosmology.Om0)
-    )
+    omega_m, fraction = float(cosmology.Om(START_REDSHIFT)), cosmology.Ob0 / cosmology.Om0
+    physics = evolution.GasPhysics(PrimordialGas(cosmology), options.cell, fraction, float(cosmology.Om0))
 
     # The stages are the initial conditions, the time steps, and the fields of the dark matter.
     with Progress("simulating", total=options.n_steps + 2, unit="stages") as progress, one_thread():

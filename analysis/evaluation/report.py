@@ -23,19 +23,8 @@ from utils.run.directory import RunDirectory
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 TRAINING = "loss_curves"  # a picture of the page
-ORIGIN = (
-    "run",
-    "checkpoint",
-    "prediction",
-    "epoch",
-    "step",
-    "input",
-    "windows",
-    "date",
-    "git_commit",
-    "device",
-    "goodput",
-)
+ORIGIN = ["run", "checkpoint", "prediction", "epoch", "step", "input", "windows"]  # shown in this order
+ORIGIN += ["date", "git_commit", "device", "goodput"]
 SPACE = 2**20  # bytes that a report needs at least
 
 log = logging.getLogger(__name__)

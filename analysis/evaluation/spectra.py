@@ -6,7 +6,6 @@ number of cells. Its unit is the field's squared times a length cubed. The cells
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +31,8 @@ class KShells:
         for columns in self._grid.batches():
             totals[0] += self._sum(torch.ones_like(columns.k), columns)
             totals[1] += self._sum(columns.k, columns)
-        counts, k = slabs.world.sum(totals).cpu().numpy()
-        self._modes: np.ndarray = counts
-        self._k: np.ndarray = k / counts * (2 * math.pi / (longest * cell))
+        self._modes, k = slabs.world.sum(totals).cpu().numpy()
+        self._k = k / self._modes * (2 * math.pi / (longest * cell))
 
     @torch.no_grad()
     def sums(self, fields: list[Tensor]) -> Tensor:

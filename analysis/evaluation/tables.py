@@ -54,9 +54,8 @@ def summary_table(evaluation: Results) -> Table:
     Sentences about a logarithm do not hold for the density itself, whose power is that of its clumps.
     """
     rows = [["field", "L1", "L1 of the input", "R²", f"r passes {GOOD_CORRELATION} at", "in short"]]
-    for channel, l1, copied, r2 in zip(
-        evaluation.channels, evaluation.l1, evaluation.copied_l1, evaluation.r2, strict=True
-    ):
+    errors = evaluation.l1, evaluation.copied_l1, evaluation.r2
+    for channel, l1, copied, r2 in zip(evaluation.channels, *errors, strict=True):
         copied_text = "" if np.isnan(copied) else f"{copied:.5f}"
         structure = _structure(_field(channel, evaluation), evaluation)
         rows.append([channel.name, f"{l1:.5f}", copied_text, _number(r2, 4), *structure])

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from analysis.inference.sliding_window import (
-    SlidingWindowPredictor,
-    forward_pass,
-    symmetry_mean,
-    with_conditions,
-)
+from analysis.inference.sliding_window import SlidingWindowPredictor, forward_pass, symmetry_mean, with_conditions
 from analysis.inference.window_grid import build_window_grid
 from networks.norms import ghost_batch
 from utils import config as configs
@@ -27,12 +22,7 @@ from utils.errors import UserError
 from utils.run.checkpoint import read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
-from utils.volumes.attributes import (
-    Simulation,
-    conditions_of,
-    warn_of_other_simulation,
-    warn_of_untrained_conditions,
-)
+from utils.volumes.attributes import Simulation, conditions_of, warn_of_other_simulation, warn_of_untrained_conditions
 from utils.volumes.channels import Channel, volume_channels
 from utils.volumes.hdf5 import FieldReader
 
@@ -126,15 +116,13 @@ def build_predictor(
 
     UserError if the windows do not suit the network or the box, or if the volume does not state its conditions.
     """
-    config = trained.config
-    conditions = conditions_of(config.network, volume.path, volume.simulation)
+    config, network = trained.config, trained.config.network
+    conditions = conditions_of(network, volume.path, volume.simulation)
     window, divisor = options.window or config.data_size, config.window_multiple
     if world.is_root:
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
-        warn_of_untrained_conditions(config.network, volume.path, conditions)
-        for name, value, (low, high) in zip(
-            config.network.conditions, conditions, config.network.condition_ranges, strict=True
-        ):
+        warn_of_untrained_conditions(network, volume.path, conditions)
+        for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
             log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")

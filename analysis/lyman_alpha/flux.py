@@ -165,9 +165,8 @@ def _depth_of_group(fields: Sequence[Tensor], universe: Universe, cell: float) -
     uniform_depth = 1e6 * CROSS_SECTION * universe.hydrogen_density() / universe.hubble_rate()  # if all were neutral
     depth = uniform_depth * density * neutral_fraction(density, temperature, universe)
     shift = velocity / width
-    doppler = (temperature.clamp(*TEMPERATURE_RANGE) * (2 * BOLTZMANN_J_PER_K / HYDROGEN_ATOM_KG)).sqrt() / (
-        1e3 * width
-    )
+    kelvin = temperature.clamp(*TEMPERATURE_RANGE)
+    doppler = (kelvin * (2 * BOLTZMANN_J_PER_K / HYDROGEN_ATOM_KG)).sqrt() / (1e3 * width)
     finite = (depth.isfinite() & shift.isfinite() & temperature.isfinite()).all(1, keepdim=True)
     depth = torch.where(finite, depth, torch.nan)
     shift, doppler = torch.where(finite, shift, 0), torch.where(finite, doppler, 1)

@@ -113,10 +113,8 @@ class FluxStatistics:
             return read(slice(channel, channel + 1), planes)[0]
 
         def depth(axis: int, row: Tensor) -> Tensor:
-            channels = setup.gas[0], setup.gas[1 + axis], setup.gas[4]
-            density, velocity, temperature = (
-                channel.to_physical(part) for channel, part in zip(channels, row, strict=True)
-            )
+            channels = zip((setup.gas[0], setup.gas[1 + axis], setup.gas[4]), row, strict=True)
+            density, velocity, temperature = (channel.to_physical(part) for channel, part in channels)
             return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
 
         return self._depths(3, values, depth)

@@ -52,7 +52,6 @@ class AnisotropicPower:
     def _sum(self, values: Tensor, columns: Columns, axis: int) -> Tensor:
         mu = (columns.squares[axis] / columns.k.square()).sqrt().nan_to_num_(nan=0.0)  # k = 0 is in no bin
         bins = len(self._edges) + 1  # the first and the last one are outside of the edges
-        place = (MU_BINS * mu).long().clamp_(max=MU_BINS - 1) * bins + torch.bucketize(
-            columns.k, self._edges, right=True
-        )
+        k_bin = torch.bucketize(columns.k, self._edges, right=True)
+        place = (MU_BINS * mu).long().clamp_(max=MU_BINS - 1) * bins + k_bin
         return self._grid.sum(values, place, MU_BINS * bins).view(MU_BINS, bins)[:, 1:-1]
