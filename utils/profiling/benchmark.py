@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from utils.cli import Options
 from utils.config import Config, describe_config, parse_value, validate_section
@@ -39,34 +39,25 @@ from utils.volumes.opened import Volumes
 log = logging.getLogger(__name__)
 
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
-
-
-# The tutorial's names of settings, and those that have no counterpart here.
-TUTORIAL_NAMES = {
-    "synthetic": "SYNTHETIC",
-    "full": "FULL",
-    "nbatches": "batches",
-    "ntrials": "trials",
-    "nwarmup": "warmup_trials",
-}
+# Settings of the tutorial that have no counterpart here.
 WITHOUT_EFFECT = ("report_freq", "exit_after_tests", "profiler_mode", "use_distributed_barrier")
 
 
 class Trials(Section):
-    """The size of one measurement. Warm-up trials run first and are discarded."""
+    """The size of one measurement. Warm-up trials run first and are discarded. The second names are the tutorial's."""
 
     run_benchmark: bool = True
-    batches: Annotated[int, Field(ge=1)] = 30
-    trials: Annotated[int, Field(ge=1)] = 5
-    warmup_trials: Annotated[int, Field(ge=0)] = 1
+    batches: Annotated[int, Field(ge=1, validation_alias=AliasChoices("batches", "nbatches"))] = 30
+    trials: Annotated[int, Field(ge=1, validation_alias=AliasChoices("trials", "ntrials"))] = 5
+    warmup_trials: Annotated[int, Field(ge=0, validation_alias=AliasChoices("warmup_trials", "nwarmup"))] = 1
 
 
 class Settings(Section):
     """The keys of benchy-conf.yaml."""
 
     IO: Trials = Trials()
-    SYNTHETIC: Trials = Trials()
-    FULL: Trials = Trials()
+    SYNTHETIC: Annotated[Trials, Field(validation_alias=AliasChoices("SYNTHETIC", "synthetic"))] = Trials()
+    FULL: Annotated[Trials, Field(validation_alias=AliasChoices("FULL", "full"))] = Trials()
     output: str = "benchy.json"
 
 
@@ -87,23 +78,17 @@ def read_settings(world: World) -> Settings:
 
 
 def _translate(values: Any, name: str) -> Any:
-    """The values of a settings file with the names of this project; logs those of the tutorial that have no effect."""
-    if not isinstance(values, dict):
+    """The values of a settings file, without the tutorial's section `global`; logs those of it without effect."""
+    if not isinstance(values, dict) or not isinstance(values.get("global"), dict):
         return values
-    renamed = {
-        TUTORIAL_NAMES.get(key, key): {TUTORIAL_NAMES.get(inner, inner): x for inner, x in value.items()}
-        if isinstance(value, dict)
-        else value
-        for key, value in values.items()
-    }
-    common = dict(renamed.pop("global")) if isinstance(renamed.get("global"), dict) else {}
+    common = values.pop("global")
     unused = [key for key in WITHOUT_EFFECT if common.pop(key, None) is not None]
     if unused:
         log.info("%s: %s have no effect here", name, ", ".join(unused))
     if {"output_dir", "output_filename"} & common.keys():
         directory, file = common.pop("output_dir", None), common.pop("output_filename", None)
         common["output"] = os.path.join(str(directory or "."), str(file or "benchy.json"))
-    return {**common, **renamed}
+    return {**common, **values}
 
 
 class Benchmark:

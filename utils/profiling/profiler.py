@@ -118,14 +118,10 @@ def _runs_under_nsys() -> bool:
 @contextlib.contextmanager
 def nsys_capture(world: World, content: str) -> Iterator[None]:
     """Context that nsys captures on rank 0, if it runs around the command."""
-    if not (world.is_root and _runs_under_nsys()):
-        yield
-        return
-    if world.device.type != "cuda":
+    captures, on_gpu = world.is_root and _runs_under_nsys(), world.device.type == "cuda"
+    if captures and not on_gpu:
         log.warning("No profile: nsys captures GPUs, but this run uses %s", world.device)
-        yield
-        return
-    with _recording(Nsys(), world.device, lambda: content):
+    with _recording(Nsys(), world.device, lambda: content) if captures and on_gpu else contextlib.nullcontext():
         yield
 
 
