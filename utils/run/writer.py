@@ -30,7 +30,7 @@ class HostCopy:
     """Copies nested dictionaries and lists of tensors into host memory, which the next copy reuses."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}  # by name and layout
         self._copied: torch.cuda.Event | None = None
 
     def take(self, state: Any) -> Any | None:
@@ -66,15 +66,10 @@ class HostCopy:
         return value
 
     def _copy(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or _layout(buffer) != _layout(tensor):
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[name] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()
+        key = name, tensor.shape, tensor.dtype, tensor.stride()
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return self._buffers[key].copy_(tensor, non_blocking=True)
 
 
 class CheckpointWriter:
