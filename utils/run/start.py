@@ -50,8 +50,6 @@ class Start:
         self._init_from, self._checkpoint, self._config = init_from, saved, configs.flatten(config)
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
-        if is_elsewhere:
-            self.state.step_seconds = 0.0  # another run's
         self._changes = _changes(saved, config) if saved else []
         self.is_complete = saved is not None and _is_complete(saved.state, config)
         trained = saved is not None and _is_complete(saved.state, saved.weights["config"])
@@ -108,7 +106,8 @@ def find_start(
     saved = checkpoint.share(saved, world)
     is_elsewhere = saved is not None and saved.path.parent.resolve() != directory.checkpoints.resolve()
     if saved is not None and is_elsewhere:
-        saved.state.best_loss, saved.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
+        # The other run's best checkpoint stays there, and its time does not count here.
+        saved.state.best_loss, saved.state.best_step, saved.state.step_seconds = math.inf, 0, 0.0
     return Start(config, init_from, saved, is_elsewhere)
 
 
