@@ -8,8 +8,7 @@ Source: McCandlish, Kaplan, Amodei & OpenAI Dota Team 2018, arXiv:1812.06162, ap
 
 from utils.run import tags
 
-# Weighted sums over the steps of |G|² and of S, the weights, and the steps.
-SUMS = ("gradient", "noise", "weight", "steps")
+SUMS = ("gradient", "noise", "steps")  # weighted sums over the steps of |G|² and of S, and the number of steps
 MIN_STEPS = 20  # below that, no result is given
 SMOOTHING = 0.99  # decay per step of the weight of earlier steps: the mean is over about the last hundred
 
@@ -34,15 +33,15 @@ class NoiseScale:
         part, batch = self._part, self._batch
         gradient = (batch * batch_norm_squared - part * part_norm_squared) / (batch - part)
         noise = (part_norm_squared - batch_norm_squared) / (1 / part - 1 / batch)
-        for name, value in {"gradient": gradient, "noise": noise, "weight": 1.0}.items():
+        for name, value in {"gradient": gradient, "noise": noise}.items():
             self._sums[name] = SMOOTHING * self._sums[name] + (1 - SMOOTHING) * value
         self._sums["steps"] += 1
 
     @property
     def samples(self) -> float | None:
         """The noise scale in samples; None if an estimate is not positive, as before the first step."""
-        gradient, noise, weight = (self._sums[name] for name in ("gradient", "noise", "weight"))
-        return (noise / weight) / (gradient / weight) if gradient > 0 and noise > 0 else None
+        gradient, noise = self._sums["gradient"], self._sums["noise"]
+        return noise / gradient if gradient > 0 and noise > 0 else None
 
     @property
     def result(self) -> float | None:
