@@ -255,9 +255,7 @@ def _exit_code_of(main: Callable[[], None]) -> int:
         if isinstance(stop.code, str):
             sys.stderr.write(stop.code + "\n")
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+    except Exception:
         traceback.print_exc()
         return 1
     return 0

@@ -50,7 +50,9 @@ def rendezvous(device: str, launch: Launch, timeouts: TimeoutsConfig, identity: 
     try:
         socket.getaddrinfo(launch.master_addr, None)  # the store would query an unknown name until the timeout
         store = open_store(launch, timeouts.rendezvous)
-        return meet(store, device, launch, timeouts.rendezvous, identify(launch, identity))
+        # Texts that are the same on all ranks of a run: those of the entry script, and those of the process.
+        command = {"command line": text_digest(shlex.join(sys.argv[1:])), "number of ranks": str(launch.world_size)}
+        return meet(store, device, launch, timeouts.rendezvous, {**identity, **command})
     except (dist.DistError, OSError) as error:
         raise LocalError(f"{failure} ({str(error).splitlines()[0]}); {remedy}") from None
     finally:
@@ -185,11 +187,6 @@ def find_refusal(calls: Sequence[Mapping[str, Any]]) -> str:
 
 def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:12]
-
-
-def identify(launch: Launch, known: Mapping[str, str]) -> dict[str, str]:
-    """Short texts that are the same on all ranks of a run: `known` by the entry script, and those of the process."""
-    return {**known, "command line": text_digest(shlex.join(sys.argv[1:])), "number of ranks": str(launch.world_size)}
 
 
 def describe_differences(rank: int, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
