@@ -166,7 +166,7 @@ esac
 command=("$PYTHON" "$TRAIN_SCRIPT")
 if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
   if [ "$CONTAINER_RUNTIME" = none ] && ! command -v nsys >/dev/null; then
-    fail "ENABLE_PROFILING=1 needs nsys, which is not in PATH: load its module, or give --profiler=torch instead"
+    fail "ENABLE_PROFILING=1 needs nsys, which is not in PATH: load its module, or omit the variable and add --profiler=torch"
   fi
   output=${PROFILE_OUTPUT:-profile}
   if [ -n "$LOGS_DIR" ] && [[ $output != /* ]]; then output=${logs//%/%%}/$output; fi # nsys expands %

@@ -6,7 +6,6 @@ The published figures (benchmarks/published_logs.yaml) are of A100 GPUs and the 
 smaller network on simulated boxes, so its losses have another scale.
 """
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 
 from benchmarks import common
 from utils.config import load
-from utils.run.tags import TRAIN_LOSS, VALID_LOSS
+from utils.run.tags import ITERATIONS_PER_SECOND, TRAIN_LOSS, VALID_LOSS
 
 DEMO = common.REPOSITORY / "example_logs/demo"
 COLORS = {"base": "black", "short": "tab:blue", "bs64_opt": "tab:orange", "demo": "tab:green"}
@@ -55,10 +54,11 @@ def demo(directory: Path = DEMO) -> list[Point]:
     """The curve of a stored run of the demo."""
     config = load(str(directory / "config.yaml"), "demo")
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    start, *records = [record for record in map(json.loads, lines) if VALID_LOSS in record]
+    records = [json.loads(line) for line in lines]
+    rates = {record["step"]: record[ITERATIONS_PER_SECOND] for record in records if ITERATIONS_PER_SECOND in record}
     points = []
-    for epoch, (last, record) in enumerate(itertools.pairwise([start, *records]), 1):
-        rate = config.Nsamples / (record["seconds"] - last["seconds"])
+    for epoch, record in enumerate((record for record in records if VALID_LOSS in record and record["step"]), 1):
+        rate = rates[record["step"]] * config.global_batch_size
         samples, losses = record["step"] * config.global_batch_size, (record[TRAIN_LOSS], record[VALID_LOSS])
         points.append(Point(epoch, samples, record["seconds"], rate, *losses))
     return points
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = common.table(["config", "run", "last epoch", "samples/s", *losses], rows, left=2)
     (base,) = curves["base"].values()
     rows = [(point.epoch, f"{point.seconds / 60:.0f}", *(f"{loss:.6f}" for loss in point[-2:])) for point in base]
-    text += "\n\n" + common.table(["epoch of base", "minutes since the start", *losses], rows, left=0)
+    text += "\n\n" + common.table(["epoch of base", "minutes in epochs and validations", *losses], rows, left=0)
     plain = {
         config: {run: [point._asdict() for point in points] for run, points in runs.items()}
         for config, runs in curves.items()
