@@ -6,6 +6,7 @@ The published figures (benchmarks/published_logs.yaml) are of A100 GPUs and the 
 smaller network on simulated boxes, so its losses have another scale.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
