@@ -103,7 +103,7 @@ def flip(path: Path, position: int) -> None:
 
 def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
     state = TrainState(epoch=2, batch=3, step=17, losses=[0.5], unlogged=[(0.25, 1.5)], final_loss=0.125, best_step=9)
-    state.noise = {"gradient": 1.0, "noise": 2.0, "weight": 3.0, "steps": 4.0}
+    state.noise = {"gradient": 1.0, "noise": 2.0, "steps": 4.0}
     content = tensors(0.25)
     channels_last = torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
     content["network"]["channels_last"] = channels_last

@@ -17,7 +17,7 @@ from benchmarks import timing
 from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, WeightedMean
-from utils.training.noise_scale import NoiseScale
+from utils.training.noise_scale import SMOOTHING, NoiseScale
 
 NAN, INF = float("nan"), float("inf")
 
@@ -202,7 +202,8 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
         inputs = 0.5 + NOISE * torch.randn(local_batch, SIZE, generator=generator)
         step(Batch(inputs, inputs), 0.0)
         estimate.add(float(world.sum(step.probe.square)) / world.size, float(step.gradient_norm) ** 2)
-    return sums["gradient"] / sums["weight"], sums["noise"] / sums["weight"], estimate.samples
+    weight = 1 - SMOOTHING**STEPS  # of all steps
+    return sums["gradient"] / weight, sums["noise"] / weight, estimate.samples
 
 
 TRUE = [pytest.approx(x, rel=0.1) for x in (TRUE_GRADIENT_SQUARE, TRUE_NOISE, TRUE_NOISE / TRUE_GRADIENT_SQUARE)]
