@@ -64,9 +64,8 @@ def _find(key: str, name: str, base: type) -> Any:
             spec = importlib.util.find_spec(module_name.partition(".")[0])
             if spec is None:
                 raise UserError(f"{key} {name}: no module {module_name} in {os.getcwd()}; correct the name")
-            log.info(
-                "%s %s from %s", key.partition(".")[0], name, spec.origin or list(spec.submodule_search_locations or [])
-            )
+            file = spec.origin or list(spec.submodule_search_locations or [])
+            log.info("%s %s from %s", key.partition(".")[0], name, file)
         with one_line(f"{key} {name}: cannot import {module_name}"):
             module = importlib.import_module(module_name)
     kinds = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)}

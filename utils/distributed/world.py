@@ -121,9 +121,8 @@ class World:
             return values
         if values.is_complex():  # gloo has no complex numbers
             sent, received = ([2 * size for size in sizes] for sizes in (sent, received))
-            return torch.view_as_complex(
-                self.exchange(torch.view_as_real(values).flatten(), sent, received).view(-1, 2)
-            )
+            result = self.exchange(torch.view_as_real(values).flatten(), sent, received)
+            return torch.view_as_complex(result.view(-1, 2))
         result = values.new_empty(sum(received))
         dist.all_to_all_single(result, values, [*received], [*sent])
         return result

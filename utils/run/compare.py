@@ -137,10 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors():
         parser = Parser(__doc__)
         parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or one above runs", type=Path)
-        orders = (*ORDERS, "none")
-        parser.add_argument(
-            "--sort", choices=orders, default="final", help="by this loss (%(default)s); none: as given"
-        )
+        text = "by this loss (%(default)s); none: as given"
+        parser.add_argument("--sort", choices=(*ORDERS, "none"), default="final", help=text)
         parser.add_argument("--csv", metavar="FILE", nargs="?", const="-", help="write CSV; without FILE to stdout")
         options = parser.parse_args(argv)
         rows = compare(find_runs(options.runs), options.sort)

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import torch
 
 from utils import STARTED, git_commit
@@ -20,7 +22,7 @@ from utils.errors import UserError
 from utils.files import sample_digest
 from utils.volumes.opened import Volumes
 
-DATE = "%Y-%m-%dT%H:%M:%S%z"  # the start of the process
+DATE = "%Y-%m-%dT%H:%M:%S%z"
 DIGEST = "sha256_of_samples"
 
 
@@ -57,9 +59,6 @@ def seconds_until(log: Path, record: Mapping[str, Any]) -> float:
 
 def versions() -> dict[str, str]:
     """Versions of Python, PyTorch and the libraries that results depend on."""
-    import h5py
-    import numpy as np
-
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
         "python": platform.python_version(),
@@ -129,5 +128,5 @@ def _change(before: int, now: int) -> str:
 
 def _describe(path: Path) -> dict[str, Any]:
     status = path.stat()
-    modified = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(status.st_mtime))
+    modified = time.strftime(DATE, time.localtime(status.st_mtime))
     return {"path": str(path.resolve()), "bytes": status.st_size, "modified": modified, DIGEST: sample_digest(path)}

@@ -126,10 +126,9 @@ class Reporter:
 
     def log_epoch(self, validation: Validation, state: TrainState) -> None:
         """Logs training loss, speed and validation; UserError if the validation loss is not finite."""
-        speed = state.samples_per_second = self.steps * self.config.global_batch_size / state.epoch_seconds
-        log.info(
-            f"Time taken for epoch {state.epoch + 1} is {state.epoch_seconds:.3f} sec, avg {speed:.2f} samples/sec"
-        )
+        seconds = state.epoch_seconds
+        speed = state.samples_per_second = self.steps * self.config.global_batch_size / seconds
+        log.info(f"Time taken for epoch {state.epoch + 1} is {seconds:.3f} sec, avg {speed:.2f} samples/sec")
         log.info(f"  Avg train loss={_mean(state.losses):.6f}")
         self.log_validation(validation, state)
 
