@@ -267,7 +267,7 @@ def only_rank_0_reads(world: World, folder: str) -> list[Any]:
         checkpoints.read = mock.Mock(side_effect=AssertionError)
     saved = find_start(RunDirectory(Path()), None, None, Config().model_dump(), world)._checkpoint
     step = mock.Mock()
-    Start({}, folder + f"/{world.rank}").restore(step, world)
+    Start({}, folder + f"/{world.rank}", None, False).restore(step, world)
     if world.is_root:
         flip(saved.path / WEIGHTS, 300)
     with pytest.raises(UserError, match="no usable checkpoint") as caught:

@@ -299,7 +299,7 @@ def test_only_the_summary_is_missing_if_the_run_itself_had_trained_all_epochs(wh
     saved = last(whole)
     for trained, lacks_only_summary in ((2, True), (3, False)):
         saved.weights["config"]["num_epochs"] = trained
-        start = Start({**saved.weights["config"], "num_epochs": 2}, None, saved)
+        start = Start({**saved.weights["config"], "num_epochs": 2}, None, saved, False)
         assert (start.is_complete, start.lacks_only_summary) == (True, lacks_only_summary)
 
 
@@ -307,7 +307,7 @@ def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> Non
     saved = last(whole)
     for key in ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset"):
         with pytest.raises(UserError, match=f"was written by a run with {key} .* would see other samples; omit --res"):
-            Start({**saved.weights["config"], key: "other"}, None, saved)
+            Start({**saved.weights["config"], key: "other"}, None, saved, False)
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,8 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
 
 def share(saved: Checkpoint | None, world: World) -> Checkpoint | None:
     """The checkpoint that rank 0 has read, on every rank; None if there is none."""
-    path, weights, training = world.broadcast(
-        (str(saved.path), saved.weights, saved.training) if saved else (None,) * 3
-    )
-    return saved if saved or path is None else Checkpoint(Path(path), weights, training)
+    content = world.broadcast((str(saved.path), saved.weights, saved.training) if saved else None)
+    return saved if saved or content is None else Checkpoint(Path(content[0]), *content[1:])
 
 
 def file_digest(path: Path) -> str:

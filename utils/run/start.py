@@ -36,11 +36,7 @@ class Start:
     """
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        init_from: str | None,
-        saved: Checkpoint | None = None,
-        is_elsewhere: bool = False,
+        self, config: Mapping[str, Any], init_from: str | None, saved: Checkpoint | None, is_elsewhere: bool
     ) -> None:
         """Starts from the checkpoint `saved`; without one, from the weights `init_from` or from scratch.
 
