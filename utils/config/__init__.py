@@ -72,7 +72,8 @@ def validate_section(
     try:
         return section.model_validate(values, context=context)
     except ValidationError as error:
-        raise UserError(f"{name}: {describe(section, error)}") from None
+        faults = "; ".join(describe(section, fault) for fault in error.errors())
+        raise UserError(f"{name}: {faults}") from None
 
 
 def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:

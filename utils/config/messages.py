@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from utils.config.sections import LIST, ONE, Section
 
 LONGEST_VALUE = 200  # characters
@@ -22,12 +20,7 @@ SYNONYMS = {"learning_rate": "start_lr", "l2": "mse", "mae": "l1"}
 SIMILAR = 0.75  # difflib's ratio; below it, unrelated names that share a word, such as patch_size and data_size
 
 
-def describe(section: type[Section], error: ValidationError) -> str:
-    """All faults of a section's values, in one line."""
-    return "; ".join(_fault(section, fault) for fault in error.errors())
-
-
-def _fault(section: type[Section], fault: Mapping[str, Any]) -> str:
+def describe(section: type[Section], fault: Mapping[str, Any]) -> str:
     """One of pydantic's error records: "Input should be greater than 0" becomes "seed must be greater than 0"."""
     key = ".".join(str(part) for part in fault["loc"] if part not in (ONE, LIST))
     if fault["type"] == "extra_forbidden":
