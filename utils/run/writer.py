@@ -162,10 +162,7 @@ class BackgroundWriter(CheckpointWriter):
         """Waits for the checkpoint that is being written; returns False if it is not written in time."""
         if self._thread is not None:
             self._thread.join(seconds)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        return True
+        return self._thread is None or not self._thread.is_alive()
 
     def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         """Writes one checkpoint, points the link to the best one, and removes old ones."""
