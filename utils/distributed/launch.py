@@ -235,12 +235,9 @@ def run_script(main: Callable[[], None]) -> None:
             signal.signal(number, signal.SIG_IGN)
     record_exit_code(code)
     faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)  # the heartbeat does not watch the exit functions
-    try:
-        size = read_launch().world_size
-    except UserError:
-        size = 1
-    if size == 1:
-        sys.exit(code)
+    with contextlib.suppress(UserError):  # of an incomplete environment
+        if read_launch().world_size == 1:
+            sys.exit(code)
     atexit._run_exitfuncs()
     logging.shutdown()
     sys.stdout.flush()
