@@ -157,8 +157,7 @@ class Reporter:
             )
 
     def log_early_stop(self, state: TrainState) -> None:
-        reason = self._early_stop(state)
-        if reason is not None:
+        if reason := self._early_stop(state):
             log.info(f"Early stopping after epoch {state.epoch}: {reason}")
 
     def _early_stop(self, state: TrainState) -> str | None:
