@@ -89,9 +89,6 @@ def open_store(launch: Launch, seconds: float) -> dist.Store:
         raise ConnectionError(str(error)) from None
 
 
-# --- one exchange with rank 0 ----------------------------------------------------------------------------------------
-
-
 def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identity: Mapping[str, str]) -> Meeting:
     """Returns when all ranks are connected; raises UserError if they belong to several runs or their devices differ.
 
@@ -180,9 +177,6 @@ def find_refusal(calls: Sequence[Mapping[str, Any]]) -> str:
             f"the node of rank {rank}"
         )
     return ""
-
-
-# --- the identity of a run -------------------------------------------------------------------------------------------
 
 
 def text_digest(text: str) -> str:

@@ -160,9 +160,6 @@ def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
     return state.is_complete(config["num_epochs"], config["early_stopping"]["patience"])
 
 
-# --- random generators -----------------------------------------------------------------------------------------------
-
-
 def random_states(world: World) -> list[list[torch.Tensor]]:
     """`random_state` of each rank; every rank calls it."""
     gathered = [world.gather(state) for state in random_state(world.device)]

@@ -205,9 +205,6 @@ def prune(folder: Path, keep_last: int, last: int, best_step: int, checked: int 
             shutil.rmtree(step_directory(folder, step))
 
 
-# --- space on the disk -----------------------------------------------------------------------------------------------
-
-
 def check_space(folder: Path, size: ModelSize, resumes: bool) -> str:
     """Compares the free space with the checkpoints of a run, and returns a line about it.
 

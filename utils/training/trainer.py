@@ -81,8 +81,6 @@ class Trainer:
     def _is_complete(self, state: TrainState | None = None) -> bool:
         return (state or self.state).is_complete(self.config.num_epochs, self.config.early_stopping.patience)
 
-    # --- before the first epoch --------------------------------------------------------------------------------------
-
     def _prepare(self) -> None:
         """Measures the untrained network and warms the step up, before the first epoch's clock starts."""
         state = self.state
@@ -104,8 +102,6 @@ class Trainer:
             self.integrity.prepare(batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
             log.info(f"Warm-up, first forward and backward pass: {clock.seconds():.3f} sec")
-
-    # --- one epoch ---------------------------------------------------------------------------------------------------
 
     def _train_epoch(self) -> None:
         """Trains the remaining steps of the current epoch."""
@@ -166,8 +162,6 @@ class Trainer:
         validation = Validation.of(results, self.config.metrics, clock.seconds())
         self.state.metrics = validation.metrics
         return validation
-
-    # --- saving and stopping -----------------------------------------------------------------------------------------
 
     def _save_or_stop(self, ends_epoch: bool) -> None:
         """Saves or stops if that is due; all ranks do so after the same step."""
