@@ -98,19 +98,16 @@ def differences(config: Config, base: Config | None = None) -> dict[str, Any]:
 
 def describe_config(config: Config, path: str, name: str) -> str:
     """For the log: the keys that differ from the config that the file's one inherits from, and from the defaults."""
-    defaults = flatten(Config())
-    lines = [f"  {key}: {value!s:.80} (default {defaults[key]})" for key, value in differences(config).items()]
-    return "\n".join([*_describe_parent(path, name), f"Config {name}, keys that differ from the defaults:", *lines])
-
-
-def _describe_parent(path: str, name: str) -> list[str]:
+    lines, defaults = [], flatten(Config())
     with contextlib.suppress(UserError):  # the parent may be incomplete by itself, or the file be gone by now
-        config = find(path, name)
-        if config.parent is not None:
-            both = (validate_section(Config, translate(named.values), name) for named in (config, config.parent))
+        child = find(path, name)
+        if child.parent is not None:
+            both = (validate_section(Config, translate(named.values), name) for named in (child, child.parent))
             changes = ", ".join(f"{key} {value!s:.80}" for key, value in differences(*both).items())
-            return [f"Config {name} extends {config.parent.name}: {changes or 'equal'}"]
-    return []
+            lines.append(f"Config {name} extends {child.parent.name}: {changes or 'equal'}")
+    lines.append(f"Config {name}, keys that differ from the defaults:")
+    lines += [f"  {key}: {value!s:.80} (default {defaults[key]})" for key, value in differences(config).items()]
+    return "\n".join(lines)
 
 
 def changes_result(key: str) -> bool:
