@@ -144,9 +144,6 @@ def to_json(value: Any, indent: int | None = 2) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent) + "\n"
 
 
-# --- the output of a command ----------------------------------------------------------------------------------------
-
-
 def check_target(target: Path, overwrite: bool, option: str = "--output") -> None:
     """Raises UserError if a file must not be written to `target`; `option` is the flag that names it."""
     if target.is_dir():
