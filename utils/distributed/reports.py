@@ -16,8 +16,9 @@ from utils.distributed.diagnosis import RANKS_PER_SECOND, TICK, Diagnosis
 from utils.distributed.launch import Launch
 from utils.distributed.pulse import Report
 
-# Keys: the diagnosis; set by a rank that has lost another one; the number of ranks that have read the diagnosis.
-END, LOST, READ = "heartbeat: end", "heartbeat: lost", "heartbeat: read"
+# Keys: the diagnosis; set by a rank that has lost another one; the number of ranks that have read the diagnosis; the
+# report of a rank.
+END, LOST, READ, REPORT = "heartbeat: end", "heartbeat: lost", "heartbeat: read", "heartbeat: rank {}"
 CONNECTION_SECONDS = 30.0
 STORE_ERRORS = (dist.DistError, OSError, RuntimeError)
 
@@ -39,7 +40,8 @@ class ReportStore:
             self._link = socket.create_connection((launch.master_addr, launch.master_port), CONNECTION_SECONDS)
             self._closed.register(self._link, select.POLLIN)
         if launch.rank == 0:
-            self._store.multi_set([END, LOST, *map(_key, ranks)], ["", "", *[json.dumps(Report())] * len(ranks)])
+            reports = [json.dumps(Report())] * len(ranks)
+            self._store.multi_set([END, LOST, *map(REPORT.format, ranks)], ["", "", *reports])
 
     def check(self) -> None:
         """Raises ConnectionError if the store's process has ended."""
@@ -47,14 +49,14 @@ class ReportStore:
             raise ConnectionError
 
     def write(self, rank: int, report: Report) -> None:
-        self._store.set(_key(rank), json.dumps(report))
+        self._store.set(REPORT.format(rank), json.dumps(report))
         if report.state == "lost a peer":
             self._store.set(LOST, "yes")
 
     def read(self, reads_all: bool) -> tuple[Diagnosis | None, dict[int, Report], bool]:
         """The end of the run, if any; the reports of a slice of the ranks, or of all; True if one has lost a peer."""
         ranks = self._ranks if reads_all else next(self._slices)
-        end, lost, *texts = self._store.multi_get([END, LOST, *map(_key, ranks)])
+        end, lost, *texts = self._store.multi_get([END, LOST, *map(REPORT.format, ranks)])
         reports = {rank: Report(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
         return Diagnosis(*json.loads(end)) if end else None, reports, lost != b""
 
@@ -72,8 +74,3 @@ class ReportStore:
                 self._store.add(READ, 1)
             while rank == 0 and self._store.add(READ, 0) < others and time.monotonic() < deadline:
                 time.sleep(TICK / 10)
-
-
-def _key(rank: int) -> str:
-    """The store's key for a rank's report."""
-    return f"heartbeat: rank {rank}"
