@@ -23,7 +23,7 @@ from utils.run.checkpoint import NO_BEST, saved_steps, step_directory
 from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
-from utils.run.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
+from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
 from utils.run.provenance import data_changes, provenance, seconds_until
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
@@ -175,7 +175,7 @@ class Run:
             log.warning(line)
         if start.is_complete:
             log.info("The summary of this run is missing: writing it now, without training")
-        resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else FROM_SCRATCH
+        resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
         self.checkpoint_writer = writer = BackgroundWriter(

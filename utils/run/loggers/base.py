@@ -18,13 +18,10 @@ from utils.run.directory import RunDirectory
 
 
 class Resumed(NamedTuple):
-    """The point at which a training run resumes."""
+    """The point at which a training run resumes; by default it starts from scratch."""
 
-    step: int
+    step: int = -1
     in_epoch: bool = False  # the validation at the end of this step's epoch has yet to come, or is repeated
-
-
-FROM_SCRATCH = Resumed(-1)
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class LoggedRun:
     """The run that a logger records, its config and provenance, and where it resumes."""
 
     directory: RunDirectory
-    resumed: Resumed = FROM_SCRATCH
+    resumed: Resumed = field(default_factory=Resumed)
     config: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
