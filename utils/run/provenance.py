@@ -79,14 +79,12 @@ def device_name(device: torch.device) -> str:
     return model[1].strip() if model else platform.processor() or platform.machine()
 
 
-# --- data files: a resumed run notices other data under the same name ------------------------------------------------
-
-
 def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
     """Path, size, modification time and digest of each file of a volume, by its config key. Every rank calls it.
 
-    Raises UserError if the ranks see different files. Published data sets have checksums of their own. A file may be
-    missing, on some ranks or on all: their loader reports it if it needs the file.
+    A resumed run notices by it other data under the same name. Raises UserError if the ranks see different files.
+    Published data sets have checksums of their own. A file may be missing, on some ranks or on all: their loader
+    reports it if it needs the file.
     """
     with world.raise_together():
         record = {name: _describe(path) for name, path in volumes.files() if path.is_file()}
