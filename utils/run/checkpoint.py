@@ -54,9 +54,6 @@ class Checkpoint:
         return TrainState(**self.training["state"])
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
     """Writes both files and their digests atomically; raises OSError if the disk fails."""
     with atomic_directory(target) as partial:

@@ -207,9 +207,6 @@ class Run:
         return changes
 
 
-# --- the directory ---------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _claimed(request: RunRequest) -> Iterator[Choice | None]:
     """Chooses, creates and locks a directory for the duration of the block; None if another job trains this job's run.
