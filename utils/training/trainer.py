@@ -15,6 +15,7 @@ from utils.progress import Progress
 from utils.run.open_run import Run
 from utils.run.start import random_states
 from utils.run.state import FitResult, TrainState
+from utils.run.writer import SaveTimer
 from utils.steps.annotate import annotate
 from utils.steps.build import Parts
 from utils.steps.kernels import compile_kernels
@@ -46,7 +47,7 @@ class Trainer:
         self.reporter = Reporter(config, parts, run, self.schedule, state)
         self.integrity = Integrity(config, parts.step, run.world)
         self._pulse, self._coordinator = self.world.pulse, StopCoordinator(self.world)
-        self._since_save = Stopwatch()
+        self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
 
     def fit(self) -> FitResult:
@@ -173,11 +174,12 @@ class Trainer:
 
     def _stop_if_requested(self) -> None:
         """Agrees on one request with all ranks, which call it at the same points; a stop saves and raises Stopped."""
-        request, minutes = Request.CONTINUE, self.config.checkpoint.every_minutes
+        request = Request.CONTINUE
         if self.signals.received:
             request = Request.STOP
-        elif minutes is not None and self.world.is_root and self._since_save.seconds() > 60 * minutes:
-            request, self._since_save = Request.SAVE, Stopwatch()
+        elif self._save_timer.is_due():
+            request = Request.SAVE
+            self._save_timer.restart()
         answer = self._coordinator.exchange(request)
         if answer is Request.STOP:
             reason = self.signals.received or "a signal to another rank"
@@ -199,5 +201,5 @@ class Trainer:
         self.state.seconds = self.reporter.clock.seconds()
         random = random_states(self.world)
         self.checkpoint_writer.save({**self.step.state(), "random": random}, self.state, wait=wait)
-        self._since_save = Stopwatch()
+        self._save_timer.restart()
         self._save_is_due = False
