@@ -118,7 +118,7 @@ last_channels = {"Nbody": np.stack([cube] * 4, -1), "Hydro": np.stack([cube] * 5
         # Fixed: the run trained on the real parts, and succeeded.
         ({"dtype": "c8"}, len, "Nbody holds complex64, expected real numbers; write it as float32"),
         ({"box": 24}, len, "has 24 cells per side, but box_size is 16; set box_size"),
-        ({"box": (16, 7, 16)}, len, "crops of data_size 8 do not fit; lower"),
+        ({"box": (16, 7, 16)}, len, "crops of data_size 8 do not fit; set data_size=4"),
         ({}, lambda file: [file.clear(), file.update(last_channels)], "channels come first: write numpy.moveaxis(val"),
         ({}, lambda file: file.pop("Hydro"), "has no dataset Hydro; it contains Nbody; choose another file, or set "),
         ({}, lambda file: [file.clear(), file.update({"native_fields/a": cube})], "is a snapshot of Nyx; import it wi"),
