@@ -129,7 +129,13 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[s
     summary = json.loads((output / "evaluation.json").read_text())["flux"]
     np.testing.assert_allclose(summary["fields"]["FGPA"]["power"], flux.fields["FGPA"].power, rtol=1e-5)
     without_page(monkeypatch)
-    evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux"])
+    for source in (box, "/moved/box.h5", "/data/other.h5"):
+        capsys.readouterr()
+        with h5py.File(gas, "r+") as predicted:
+            predicted.attrs["input"] = str(source)
+        evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux", "--overwrite"])
+        warns = f"gas.h5 was predicted from {source}, not from {box}" in capsys.readouterr().err
+        assert warns == (source == "/data/other.h5"), "fixed: errors of a network on other gas were reported"
     assert results.load(tmp_path / "none" / "evaluation.npz").flux is None
     capsys.readouterr()
     command += [f"--output={tmp_path / 'new'}"]

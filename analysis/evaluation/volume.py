@@ -1,8 +1,10 @@
 """Evaluates one predicted volume, from a network or from a file, against the true fields."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from utils.volumes.channels import INPUTS, TARGETS, VELOCITY, volume_channels
 from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset
 from utils.volumes.storage import open_file, reading
 from utils.volumes.values import check_sample
+
+log = logging.getLogger(__name__)
 
 INPUT, OUTPUT = DATASETS
 MODERATE, HOT = 0.5, 5.0  # log10 of density / mean and of K: limits of the gas that follows a power law
@@ -94,6 +98,9 @@ class VolumeFields:
             ours, theirs = (_identity(field) for field in (self.prediction, self.inputs))
             if differences := differences_of(ours, theirs):
                 raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
+            source = Path(str(self.prediction.attributes.get("input", path)))
+            if source.name != Path(path).name or (source.exists() and not source.samefile(path)):
+                log.warning("%s was predicted from %s, not from %s", prediction, source, path)
         transform = file_transform(transform, {field.path: field.attributes for field in self._all})
         self.config = config.model_copy(update={"transform": transform})
         physical = config.allow_physical_values or prediction is not None

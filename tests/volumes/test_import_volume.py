@@ -125,6 +125,10 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
     fields = {**FIELDS, **dict(zip(DARK_VELOCITY, (FIELDS[name] for name in GAS[1:4]), strict=True))}
     printed = run(write_nyx(tmp_path / "snapshot.h5", {name: fields[name] for name in (*inputs, *targets)}))
     assert "warning: validation uses the training volume" in printed
+    (names,) = [line for line in printed.splitlines() if line.startswith("channels of Hydro: ")]
+    assert ("temperature" in names) == ("temperature" in targets), (
+        "fixed: a misspelled field was missing without a word"
+    )
     command = shlex.split(printed.splitlines()[-1])
     assert command[:2] == ["python", "train.py"]
     options = cli.parse(command[2:])
@@ -204,6 +208,7 @@ TEMPERATURE = "native_fields/temperature"
     [
         (nyx(temperature=FIELDS["temperature"][:, :, 1:]), [], "give one grid"),
         (nyx(temperature=np.full(SHAPE, 4.1)), [], "a mean of 4.1 K is implausible"),
+        (nyx(velocity_y=np.zeros(SHAPE)), [], "velocity_y is 0 everywhere; give another file"),
         (nyx(baryon_density=np.full(SHAPE, 1e-30)), [], "although it is in units of the mean"),
         (nyx(velocity_x=None), [], "all components of a velocity"),
         (nyx("domain", "size", [6.0, 3.0, 4.1]), [], "are not cubes"),

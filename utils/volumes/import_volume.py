@@ -87,6 +87,11 @@ class Source:
     attributes: Mapping[str, Any]
     cell: float | None  # side of a cell in comoving Mpc/h
 
+    @property
+    def channel_names(self) -> dict[str, list[str]]:
+        """The names of the channels of each dataset."""
+        return {name: [channel.channel.name for channel in channels] for name, channels in self.datasets.items()}
+
 
 def import_volume(options: Options) -> list[str]:
     """Writes the files; returns lines for the user. Raises UserError, and leaves nothing, for contradictory input."""
@@ -97,9 +102,9 @@ def import_volume(options: Options) -> list[str]:
             if path.exists() and path.samefile(source.input):
                 raise UserError(f"output {path} is the input; give another --output")
     sources = [plan_source(source) for source in inputs]
-    channels = [[channel.channel.name for channel in itertools.chain(*source.datasets.values())] for source in sources]
-    if channels[0] != channels[-1]:
-        fields = " and ".join(map(", ".join, channels))
+    first, last = sources[0].channel_names, sources[-1].channel_names
+    if first != last:
+        fields = " and ".join(", ".join(itertools.chain(*names.values())) for names in (first, last))
         raise UserError(f"training and validation need the same fields, but have {fields}; give others")
     volumes = {path: (len(part), *source.shape[1:]) for source in sources for path, part in source.parts.items()}
     cells = sum(map(math.prod, volumes.values()))
@@ -107,6 +112,7 @@ def import_volume(options: Options) -> list[str]:
     make_output_directory(options.output.parent, 4 * sum(counts) * cells)
     write_volumes(sources)
     lines = [f"wrote {path}: {' × '.join(map(str, shape))} cells" for path, shape in volumes.items()]
+    lines += [f"channels of {name}: {', '.join(named)}" for name, named in sources[0].channel_names.items()]
     if len(counts) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
     return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts)]
@@ -310,6 +316,8 @@ def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
 
 def _check_units(field: GridField, mean: float, rms: float) -> None:
     """Raises UserError if mean and root mean square do not fit the field's unit."""
+    if field.quantity == "velocity" and not rms:
+        raise UserError(f"{field.name} is 0 everywhere; give another file")
     if field.quantity == "velocity" and not VELOCITY_RANGE[0] <= rms <= VELOCITY_RANGE[1]:
         raise UserError(
             f"{field.name}: a root mean square of {rms:.3g} km/s is implausible; give its unit with --velocity_units"
