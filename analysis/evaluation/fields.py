@@ -87,7 +87,7 @@ class Fields:
     def _stored_divergence(self, read: ReadPlanes, field: Field) -> Tensor:
         """The divergence of a vector in the own planes [n, Y, Z].
 
-        The terms of a cell are added in the same order whatever the number of ranks: its bits do not depend on it.
+        The terms of a cell are added in the same order on any number of ranks: its bits do not depend on it.
         """
         slabs, (x, y, z), out = self._slabs, field.channels, self._slabs.empty()
 

@@ -18,7 +18,7 @@ from utils.config.sections import OptimizerConfig
 from utils.optim.adam_by_weight import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
 
 Sides = tuple[int, ...]
-# The decomposition of a small matrix keeps a few multiprocessors busy: so many run at a time on a GPU.
+# The decomposition of a small matrix keeps a few multiprocessors busy: this many run at a time on a GPU.
 STREAMS = 8
 
 

@@ -65,9 +65,10 @@ class Integrity:
         # Other devices or numbers of threads add in another order.
         kinds = self._world.gather_json([device_name(self._world.device), torch.get_num_threads()])
         self._repeats_bits &= all(kind == kinds[0] for kind in kinds)
-        bound = "bit for bit" if self._repeats_bits else f"to {100 * self._tolerance:g} %"
-        replays = f"replays agree {bound}" if self._can_replay else "no replays, the network has dropout or batch norms"
-        log.info(f"Integrity check every {self._every} steps: weights and optimizer state are equal, {replays}")
+        replays = f"replays {'bit for bit' if self._repeats_bits else f'to {100 * self._tolerance:g} %'}"
+        if not self._can_replay:
+            replays = "no replays, because a pass draws random numbers or changes buffers"
+        log.info(f"Integrity check every {self._every} steps: weights, optimizer state; {replays}")
 
     def after_step(self, batch: Batch, step: int) -> None:
         """Queues a check if it is due. `batch`: that of the step."""
