@@ -56,7 +56,8 @@ def evaluate(options: Options, world: World) -> None:
         report.check_directory(Path(options.output), options.overwrite)
     weights, content = load_weights(options.checkpoint, world) if options.checkpoint else (None, None)
     with world.raise_together():
-        trained = TrainedNetwork.load(weights, world.device, content) if weights else None
+        calibrated = not options.no_calibration
+        trained = TrainedNetwork.load(weights, world.device, content, calibrated) if weights else None
         config = trained.config if trained else config_of_files(options.input, str(options.prediction))
         config = config.model_copy(update={"evaluation": options.evaluation})
         fields = VolumeFields(options.input, options.prediction, config)
@@ -90,7 +91,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """Reads the command line; raises UserError if it is wrong."""
     arguments = vars(build_parser().parse_args(argv))
     options = Options(evaluation=take_flux_options(arguments), **arguments)
-    for name in ("window", "overlap", "batch_size", "precision", "symmetries") if options.prediction else ():
+    of_network = "window", "overlap", "batch_size", "precision", "symmetries", "no_calibration"
+    for name in of_network if options.prediction else ():
         if getattr(options, name) != getattr(InferenceOptions, name):
             raise UserError(f"--{name} has no effect on a stored prediction; remove it, or give --checkpoint")
     return options

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.inference.export import ExportedNetwork
-from analysis.inference.trained_network import TrainedNetwork
+from analysis.inference.trained_network import NO_CALIBRATION, TrainedNetwork
 from utils import cli
 from utils import config as configs
 from utils.distributed.devices import choose_device
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load requires; rename it")
     check_target(target, options.overwrite)
     weights = weights_file(Path(options.checkpoint))  # once: a run in progress may move its best checkpoint
-    trained = TrainedNetwork.load(weights, cpu)
+    trained = TrainedNetwork.load(weights, cpu, calibrated=not options.no_calibration)
     exported = ExportedNetwork.of(trained, options.units)
     record = provenance(World(Launch("export"), cpu))
     metadata = {
@@ -67,6 +67,7 @@ def build_parser() -> cli.Parser:
     parser.add_argument("--output", required=True, help="file to write, named *.pt2")
     text = "%(default)s: the file contains the transforms; channel: values as in training"
     parser.add_argument("--units", choices=("physical", "channel"), default="physical", help=text)
+    parser.add_argument("--no_calibration", action="store_true", help=NO_CALIBRATION)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return parser
 

@@ -42,7 +42,7 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         check_target(Path(options.output), options.overwrite)
     weights, content = load_weights(options.checkpoint, world)
     with world.raise_together():
-        trained = TrainedNetwork.load(weights, world.device, content)
+        trained = TrainedNetwork.load(weights, world.device, content, not options.no_calibration)
         config = trained.config
         source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels)
         file_transform(config.transform, {source.path: source.attributes})

@@ -1,6 +1,6 @@
 """Losses and metrics: (outputs, targets) -> scalar.
 
-For fields [N, C, D, D, D], or for logits [N, classes] and classes [N]. All metrics are for classification.
+For fields [N, C, D, D, D], or for logits [N, classes] and classes [N]. Named metrics are for classification.
 """
 
 from abc import ABC, abstractmethod
@@ -153,3 +153,15 @@ def top5_accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The fraction of samples whose class is among the five largest outputs; 1 if there are at most five classes."""
     best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices  # [N, 5]
     return (best == targets[:, None]).any(1).float().mean()
+
+
+def mean_densities(scale: float) -> tuple[Metric, Metric]:
+    """The mean density exp(scale · channel 0) of the targets and of the outputs, without the cells at the faces.
+
+    There predictions are worst, because a network sees no neighbors; predictions of whole volumes barely use them.
+    """
+
+    def mean(fields: torch.Tensor) -> torch.Tensor:
+        return torch.exp(scale * at_least_float32(fields[:, 0, 1:-1, 1:-1, 1:-1])).mean()
+
+    return lambda outputs, targets: mean(targets), lambda outputs, targets: mean(outputs)

@@ -139,12 +139,12 @@ def test_norms_other_transforms_and_space_to_depth_are_exported_as_plain_operati
     common = {"local_batch_size": 2, "transform": transform}
     config = config_of(network={"norm": "ghost(2)"}, **common)
     fast = {"network": {"norm": "ghost(2)", "space_to_depth": ["down1", "last"]}, "fused_pointwise": True}
-    network = network_of(config)
-    save(tmp_path / "run", config_of(**fast, channels_last=True, **common), network)
-    target = exported(tmp_path)
+    save(tmp_path / "run", config_of(**fast, channels_last=True, **common), network_of(config), density_factor=1.05)
+    target, trained = exported(tmp_path), TrainedNetwork.load(tmp_path / "run", torch.device("cpu"))
+    assert metadata(target)["checkpoint"] == {"density_factor": 1.05}
     for size in SIZES:
         fields = dark_matter(*size)
-        assert_physical(torch.export.load(target).module()(fields), network, config, fields, DENSITY_FLOOR)
+        assert_physical(torch.export.load(target).module()(fields), trained.network, config, fields, DENSITY_FLOOR)
     nodes = torch.export.load(str(target)).graph.nodes
     called = {str(node.target) for node in nodes if node.op == "call_function"}
     assert {name.split(".")[0] for name in called if "getitem" not in name} == {"aten"}
@@ -157,8 +157,8 @@ def test_channel_units_need_no_transform_and_conditions_are_an_argument(tmp_path
     network = network_of(config)
     for parameter in network.get_submodule("film.layers").parameters():
         nn.init.normal_(parameter, std=0.2)
-    save(tmp_path / "run", config, network)
-    target = exported(tmp_path, "--units=channel")
+    save(tmp_path / "run", config, network, density_factor=1.05)
+    target = exported(tmp_path, "--units=channel", "--no_calibration")
     predict = torch.export.load(target).module()
     for samples in (1, 3):
         fields, conditions = torch.randn(samples, 4, 4, 8, 4), torch.tensor([[2.5, 0.12]] * samples)

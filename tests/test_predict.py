@@ -19,6 +19,7 @@ from processes import GENEROUS, context, run_ranks, wait_until
 from reference_samples import ALONE
 from volume_files import SIMULATED, smooth_field
 
+import evaluate
 import predict
 from analysis.inference import prediction_file
 from analysis.inference.sliding_window import SlidingWindowPredictor
@@ -137,6 +138,33 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_r
     fields.close()
 
 
+def test_the_calibration_of_a_checkpoint_multiplies_the_density_once(
+    command: Any, trained_run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Fixed: the predicted gas lacked mass. --no_calibration gives the network's bits; evaluate.py reports the same."""
+    content, volume = read_weights(trained_run), trained_run.parents[2] / "val.h5"
+    assert content["density_factor"] > 0
+    for name, factor in (("plain", None), ("raised", 1.05)):
+        torch.save(content | {"density_factor": factor}, tmp_path / f"{name}.pt")
+    plain, raised = (f"--checkpoint={tmp_path / name}.pt" for name in ("plain", "raised"))
+    command(plain, f"--output={tmp_path / 'plain.h5'}", f"--input={volume}")
+    log = command(raised, f"--output={tmp_path / 'own.h5'}", f"--input={volume}", "--no_calibration")
+    assert "Gas density is multiplied" not in log
+    expected = contents(tmp_path / "plain.h5")["Hydro"]
+    np.testing.assert_array_equal(contents(tmp_path / "own.h5")["Hydro"], expected)
+    assert "Gas density is multiplied by 1.0500" in command(raised, f"--input={volume}", "--physical")
+    hydro = contents(tmp_path / "hydro.h5")
+    np.testing.assert_array_equal(hydro["Hydro"][1:], expected[1:])
+    np.testing.assert_allclose(hydro["Hydro_physical"][0], 1.05 * np.exp(14 * expected[0]), rtol=1e-5)
+    with h5py.File(tmp_path / "hydro.h5") as file:
+        assert file.attrs["checkpoint_density_factor"] == 1.05
+    masses: list[float] = []
+    monkeypatch.setattr(evaluate.report, "write_report", lambda output, result, *_: masses.append(result.mass_ratio))
+    for flags in ([raised], [f"--prediction={tmp_path / 'hydro.h5'}"], [raised, "--no_calibration"]):
+        evaluate.main([*flags, f"--input={volume}", f"--output={tmp_path / 'report'}", "--device=cpu"])
+    assert masses == pytest.approx([masses[0], masses[0], masses[0] / 1.05], rel=1e-5)
+
+
 def test_other_windows_and_precision(command: Any, trained_run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
     """Windows do not wrap around the faces of a part of a box, which the importer writes with --split."""
     part = shutil.copy(nbody, tmp_path / "part.h5")
@@ -230,9 +258,9 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
             patch.setattr(BlockWriter, "write", before_block(block, stop))
             return command(*flags, code=code)
 
-    predict_until(1, "--overlap=5", "--precision=bfloat16", "--symmetries=8", "--block=8")
+    predict_until(1, "--overlap=5", "--precision=bfloat16", "--symmetries=8", "--no_calibration", "--block=8")
     log = predict_until(2, *BLOCKS)
-    assert "was started with other windows, precision, symmetries, physical: starting from scratch" in log
+    assert "was started with other windows, precision, symmetries, calibration, physical: starting from scratch" in log
     assert "Stopping after 2 of 12 blocks: SIGTERM; run the same command again to resume" in log
     assert not (tmp_path / "hydro.h5").exists()
     log = predict_until(1, "--physical", "--block=16")  # the file keeps its blocks

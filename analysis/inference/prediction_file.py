@@ -124,6 +124,7 @@ class PredictionFile:
             "windows": [grid.x.window, *origins],
             "precision": options.precision,
             "symmetries": options.symmetries,
+            "calibration": self.trained.record.get("density_factor"),
             **layout.identity,
         }
         path = Path(options.output)

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
 PRECISIONS = ("float32", "tf32", "bfloat16")
+NO_CALIBRATION = "the network's own output, without the checkpoint's factor of the gas density"
 SYMMETRIES = (1, symmetry.REFLECTIONS, symmetry.COUNT)  # each is a group
 
 
@@ -44,6 +46,7 @@ class InferenceOptions:
     symmetries: int = 1
     device: str = "auto"
     not_periodic: bool = False
+    no_calibration: bool = False
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +60,7 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--symmetries", type=int, choices=SYMMETRIES, default=1, help=text)
     group.add_argument("--device", choices=devices, default="auto", help="device to run on (%(default)s)")
     group.add_argument("--not_periodic", action="store_true", help="do not wrap around the faces of the box")
+    group.add_argument("--no_calibration", action="store_true", help=NO_CALIBRATION)
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,21 @@ class TrainedNetwork:
 
     network: nn.Module
     config: Config
-    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint
+    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint, and density_factor if it is applied
     simulation: Simulation  # of the training data
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device, content: Mapping[str, Any] | None = None) -> "TrainedNetwork":
+    def load(
+        cls,
+        path: str | Path,
+        device: torch.device,
+        content: Mapping[str, Any] | None = None,
+        calibrated: bool = True,
+    ) -> "TrainedNetwork":
         """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others.
 
-        `content` is that of the file if it has been read.
+        `content` is that of the file if it has been read. `calibrated`: the predicted gas density has the mean of the
+        target's on the validation data, if the checkpoint states the factor.
         """
         content = read_weights(Path(path)) if content is None else content
         if "config" not in content:
@@ -101,12 +112,24 @@ class TrainedNetwork:
         except ValueError as error:
             raise UserError(f"{path} does not fit network {config.network.name}, whose code differs: {error}") from None
         record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
+        if calibrated and (factor := content.get("density_factor")):
+            record["density_factor"] = factor
+            _shift_first_channel(network, math.log(factor) / volume_channels(config)[1][0].scale)
+            log.info("Gas density is multiplied by %.4f, measured on the validation data (--no_calibration: 1)", factor)
         return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
         """Input and target channels."""
         return volume_channels(self.config)
+
+
+def _shift_first_channel(network: nn.Module, shift: float) -> None:
+    def shifted(module: nn.Module, inputs: Any, outputs: torch.Tensor) -> torch.Tensor:
+        first, others = outputs.float().tensor_split([1], dim=1)  # of [N, C, D, D, D]
+        return torch.cat([first + shift, others], dim=1)
+
+    network.register_forward_hook(shifted)
 
 
 def build_predictor(

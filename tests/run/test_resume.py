@@ -222,6 +222,9 @@ def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flag
         moved, error = ((parameters(path) - expected).norm() / expected.norm() for path in (source, end))
         assert error < min(1e-5, moved / 100)
         assert last(end).state.final_loss == pytest.approx(last(whole).state.final_loss, rel=1e-5)
+        assert last(source).weights["density_factor"] is None, "that of an earlier validation"
+        factors = [last(path).weights["density_factor"] for path in (end, whole)]
+        assert factors[0] == pytest.approx(factors[1], rel=1e-5)
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import timing
+from networks.losses import mean_densities
 from utils.data.loaders import Batch
 from utils.distributed.world import World
-from utils.training.metrics import LossRecorder, StepRecord, StepTimer, WeightedMean
+from utils.training.metrics import LossRecorder, StepRecord, StepTimer, Validation, WeightedMean
 from utils.training.noise_scale import SMOOTHING, NoiseScale
 
 NAN, INF = float("nan"), float("inf")
@@ -46,6 +47,20 @@ def test_losses_and_means_are_averaged_over_ranks() -> None:
         assert good == [StepRecord(1.5, 2.0), StepRecord(2.5, 4.0)]
         assert bad == [(1, False, False, "nan"), (0, False, False, "1.0"), (None, False, True, "inf")]
         assert mean == [2.0]
+
+
+def test_the_calibration_of_a_density_that_is_five_percent_low_is_its_inverse() -> None:
+    """Each volume counts equally, and cells at the faces not at all; without density or finite outputs it is None."""
+    targets = torch.rand(3, 5, 6, 6, 6)
+    outputs = targets.clone()
+    outputs[:, 0] += math.log(0.95) / 14
+    outputs[:, 0, 0] = INF
+    values = {name: [0.1, 0.5, *(float(mean(outputs, targets)) for mean in mean_densities(14.0))] for name in "ab"}
+    validation = Validation.of(values, ["accuracy"], 1.0)
+    assert validation.metrics == {"accuracy": 0.5}
+    assert validation.density_factor == pytest.approx(1 / 0.95, rel=1e-5)
+    for undefined in ([], [1.0, INF], [1.0, NAN], [1.0, 0.0]):
+        assert Validation.of({"a": [0.1, *undefined]}, [], 1.0).density_factor is None
 
 
 def times_of_rank(world: World) -> tuple[float, int, str]:

@@ -123,6 +123,7 @@ class BackgroundWriter(CheckpointWriter):
         content["state"] = record = asdict(state)
         weights = {"network": content.pop("network"), **self._record}
         weights |= {key: record[key] for key in ("epoch", "step", "final_loss", "best_step")}
+        weights["density_factor"] = None if state.batch else state.density_factor  # in an epoch: of earlier weights
         self._thread = threading.Thread(target=self._write, args=(weights, content), name="checkpoint", daemon=True)
         self._thread.start()
         if wait:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from networks import LOSSES, METRICS, NETWORKS, build_loss, build_metrics, build_network, initialize
-from networks.losses import NetworkWithLoss
+from networks.losses import NetworkWithLoss, mean_densities
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
@@ -27,6 +27,7 @@ from utils.steps import convolutions, own_network
 from utils.steps.backends import check_backends, log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize
+from utils.volumes.channels import DENSITY_UNIT, volume_channels
 from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,9 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
         for name in config.metrics:
             lookup(METRICS, "metrics", name)
         metrics = build_metrics(config.metrics, config.is_classification)
+        density, *_ = volume_channels(config)[1]
+        if density.unit == DENSITY_UNIT and not config.is_classification:
+            metrics += mean_densities(density.scale)
         has_tail = config.fused_tail and not config.fused_tail_obstacle
         kind = NetworkWithFusedTail if has_tail else NetworkWithLoss
         return kind(network(config), loss(config), metrics)

@@ -51,7 +51,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
         """Raises UserError if this kind of step cannot run in this world. Called before anything is read or built."""
 
     def __init__(self, model: NetworkWithLoss, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
-        network, self.loss, self.optimizer = model.network, model.loss, optimizer
+        network, self.loss, self.metrics, self.optimizer = model.network, model.loss, model.metrics, optimizer
         self._trained, self._config, self._ranks, self._device = model, config, world.size, world.device
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -225,7 +225,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
         with self._autocast():
             outputs = self.network(*batch.network_inputs)
             loss = self.loss(outputs, batch.targets)
-            metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self._trained.metrics)
+            metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self.metrics)
             return torch.stack([loss, *metrics])
 
     def broadcast_buffers(self) -> None:

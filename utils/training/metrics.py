@@ -188,13 +188,16 @@ class Validation(NamedTuple):
     metrics: dict[str, float]
     seconds: float
     volumes: dict[str, float]
+    density_factor: float | None  # mean gas density of the targets / of the outputs; None if undefined
 
     @classmethod
     def of(cls, results: Mapping[str, Sequence[float]], metrics: Sequence[str], seconds: float) -> "Validation":
-        """From each volume's loss and metrics, by its name; each volume counts equally."""
+        """From each volume's loss, metrics and `mean_densities`, if any, by its name; each volume counts equally."""
         loss, *means = (statistics.fmean(values) for values in zip(*results.values(), strict=True))
         volumes = {name: values[0] for name, values in results.items()} if len(results) > 1 else {}
-        return cls(loss, dict(zip(metrics, means, strict=True)), seconds, volumes)
+        target, predicted = means[len(metrics) :] or (math.nan, math.nan)
+        factor = target / predicted if 0 < predicted < math.inf else None
+        return cls(loss, dict(zip(metrics, means, strict=False)), seconds, volumes, factor)
 
     def scalars(self) -> dict[str, float]:
         volumes = {tags.VOLUME_LOSS + name: loss for name, loss in self.volumes.items()}

@@ -148,7 +148,7 @@ class Trainer:
         clock = Stopwatch()
         self.step.broadcast_buffers()  # also for the evaluation after it, which does not do so
         valid = self.loaders.valid
-        means = [WeightedMean(self.world, 1 + len(self.config.metrics)) for _ in valid.volumes]
+        means = [WeightedMean(self.world, 1 + len(self.step.metrics)) for _ in valid.volumes]
         self._pulse.enter("validation", self.state.step)
         count = max(self.world.gather_json(len(valid)))  # some ranks may have fewer batches
         progress = Progress("validation", count, "batches", live_only=self.state.step > 0)  # later ones take as long
@@ -161,7 +161,7 @@ class Trainer:
                 progress.advance()
         results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
         validation = Validation.of(results, self.config.metrics, clock.seconds())
-        self.state.metrics = validation.metrics
+        self.state.metrics, self.state.density_factor = validation.metrics, validation.density_factor
         return validation
 
     def _save_or_stop(self, ends_epoch: bool) -> None:
