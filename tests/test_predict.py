@@ -320,6 +320,8 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
     torch.save(content | {"config": config | {"transform": {"density_log_scale": None}}}, folder / "unknown.pt")
     next(iter(content["network"].values())).view(-1)[3] = float("nan")
     torch.save(content, folder / "nan.pt")
+    (folder / "npy").mkdir()
+    (folder / "npy" / "density.npy").touch()
     box_file(folder / "flat.h5", (16, 4, 16))
     box_file(folder / "scale.h5", density_log_scale=10.0)
     box_file(folder / "cosmology.h5", redshift=3.0, **UNIVERSE)
@@ -337,8 +339,9 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
         ("--checkpoint=BAD/nan.pt", " has NaN or infinite values; give another checkpoint"),
         ("--checkpoint=BAD/nowhere", "no such file: BAD/nowhere"),
         ("--window=10", "--window 10 is not a multiple of 4, which the network needs"),
-        ("--overlap=8", "overlap 8 must be smaller than the window (8); 4 is recommended"),
+        ("--overlap=8", "overlap 8 is not from 0 to 7; 4 is recommended"),
         ("--input=BAD/nowhere.h5", "nowhere.h5; give another path"),  # fixed: the remedy was one for training
+        ("--input=BAD/npy", "regular file; python -m utils.volumes.import_volume makes one of the .npy files in"),
         ("--input=BAD/flat.h5", "the box has 4 cells per side, fewer than a window's 8"),
         ("--input=BAD/scale.h5", "the config has 14; import the file again with --density_log_scale 14"),
         # Exported files take physical values, this command takes channels: the output would be nonsense.
@@ -353,16 +356,19 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
     flags: str, says: str, trained_run: Path, nbody: Path, bad: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """tests/test_bad_input.py tests damaged files."""
-    before = {path: file_digest(path) for path in bad.iterdir()}
+    before = {path: file_digest(path) for path in bad.glob("*.*")}
     given = flags.replace("BAD", str(bad)).split()
     line = refusal(predict.main, command_line(trained_run, nbody, tmp_path / "out" / "hydro.h5", *given), capsys)
     assert says.replace("BAD", str(bad)) in line
     assert [*(tmp_path / "out").glob("*")] == []
-    assert {path: file_digest(path) for path in bad.iterdir()} == before
+    assert {path: file_digest(path) for path in bad.glob("*.*")} == before
 
 
-def test_a_non_finite_value_is_located(command: Any, tmp_path: Path) -> None:
+def test_a_non_finite_value_is_located_and_a_constant_channel_named(command: Any, tmp_path: Path) -> None:
     path = box_file(tmp_path / "bad.h5")
+    with h5py.File(path, "r+") as file:
+        file["Nbody"][1] = 0
+    assert f"WARNING - {path}: Nbody[1] is 0 everywhere" in command(f"--input={path}", f"--output={tmp_path / 'a.h5'}")
     with h5py.File(path, "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
     assert f"error: {path}: Nbody[2, 21, 3, 4] is nan; fix the file" in command(f"--input={path}", code=2)

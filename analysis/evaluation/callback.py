@@ -18,6 +18,7 @@ from utils.config import Config
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.run import tags
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.build import Parts
@@ -83,10 +84,11 @@ class VolumeEvaluation(Evaluation):
             results.save(evaluation, directory.evaluation(step))
         except OSError as error:
             log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
-        from analysis.evaluation import training_figures  # matplotlib takes time to import
+        from analysis.evaluation import figures  # matplotlib takes time to import
 
         with self._world.heartbeat.quiet():
-            training_figures.record_evaluation(evaluation, self._run, step)
+            for name, figure in figures.draw_all(evaluation).items():
+                self._run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:

@@ -140,8 +140,7 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
         title=": ".join(filter(None, ("Evaluation", evaluation.title))),
         conclusion=tables.conclusion(evaluation),
         summary=tables.summary_table(evaluation),
-        validation_loss=_validation_loss(evaluation.metadata),
-        channels=tables.channel_table(evaluation),
+        validation_loss=[evaluation.metadata.get(key) for key in ("loss", "final_loss")],
         fields=tables.field_table(evaluation),
         flux=flux,
         flux_table=tables.flux_table(flux) if flux else None,
@@ -149,10 +148,3 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
         origin=[(key, metadata[key]) for key in ORIGIN if key in metadata],
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
     )
-
-
-def _validation_loss(metadata: Mapping[str, Any]) -> str:
-    """The validation loss of the network, as far as it is known: " (l1, 0.00687)"."""
-    value = metadata.get("final_loss")
-    parts = [metadata.get("loss"), f"{value:.5f}" if isinstance(value, float) else None]
-    return f" ({', '.join(filter(None, parts))})" if any(parts) else ""

@@ -147,9 +147,9 @@ def volume_statistics(
     l1, copied_l1, r2_by_channel = errors.results()
     distributions, phase_diagram = histograms.results()
     distributions |= {"velocity divergence": complete.divergence} if complete.divergence else {}
-    reads = {"input": fields.inputs, "target": fields.target, "predicted": fields.predicted}
-    sizes = {"input": len(inputs), "target": len(targets), "predicted": len(targets)}
-    planes = {name: _plane(read, sizes[name], slabs.shape[0] // 2, slabs) for name, read in reads.items()}
+    reads = {"input": (fields.inputs, inputs), "target": (fields.target, targets)}
+    reads["predicted"] = fields.predicted, targets
+    planes = {name: _plane(read, len(part), slabs.shape[0] // 2, slabs) for name, (read, part) in reads.items()}
     return Results(
         channels=tuple(targets),
         input_channels=tuple(inputs),

@@ -10,6 +10,9 @@ from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT
 
 GOOD_CORRELATION = 0.9
 POWER_TOLERANCE = 0.1
+# The spectra to which channels belong, by unit: of their logarithm, or of the whole velocity.
+FIELDS = {DENSITY_UNIT: LOG_DENSITY, TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
+LINEAR_DENSITY = "density, linear"
 BEST = " *"  # after the value of the best method of a row
 
 Table = list[list[str]]  # rows; the first one is the header
@@ -26,6 +29,7 @@ def conclusion(evaluation: Results) -> str:
     """Sentences that compare the prediction with copying the input, with a constant and with the flux's baseline."""
     beaten = (evaluation.l1 < evaluation.copied_l1) | np.isnan(evaluation.copied_l1)
     beaten &= evaluation.r2 > 0  # 0: the mean, everywhere
+    beaten |= evaluation.l1 == 0  # a perfect prediction, which copying or a constant may equal
     worse = [channel.name for channel, is_beaten in zip(evaluation.channels, beaten, strict=True) if not is_beaten]
     baseline = _better_baseline(evaluation.flux) if evaluation.flux else ""
     if not worse:
@@ -49,55 +53,45 @@ def _better_baseline(flux: Flux) -> str:
 
 
 def summary_table(evaluation: Results) -> Table:
-    """L1 and R² of each channel, L1 of copying the input, the scale where the correlation is lost, and sentences.
+    """`channel_table` with the scale where each field's correlation is lost, and a phrase about its power.
 
-    Sentences about a logarithm do not hold for the density itself, whose power is that of its clumps.
+    What holds for a logarithm does not hold for the density itself, whose power is that of its clumps.
     """
-    rows = [["field", "L1", "L1 of the input", "R²", f"r passes {GOOD_CORRELATION} at", "in short"]]
-    errors = evaluation.l1, evaluation.copied_l1, evaluation.r2
-    for channel, l1, copied, r2 in zip(evaluation.channels, *errors, strict=True):
-        copied_text = "" if np.isnan(copied) else f"{copied:.5f}"
-        structure = _structure(_field(channel, evaluation), evaluation)
-        rows.append([channel.name, f"{l1:.5f}", copied_text, _number(r2, 4), *structure])
+    fields = {channel.name: FIELDS.get(str(channel.unit), channel.name) for channel in evaluation.channels}
+    header, *rows = channel_table(evaluation)
     if "density" in evaluation.spectra:
-        rows.append(["density, linear", "", "", "", *_structure("density", evaluation)])
-    return [*rows, ["all channels", f"{evaluation.l1.mean():.5f}", "", "", "", ""]]
+        rows.append([LINEAR_DENSITY, "", "", "", ""])
+        fields[LINEAR_DENSITY] = "density"
+    structures = {name: _structure(evaluation.spectra[field], evaluation) for name, field in fields.items()}
+    head = [*header, f"r passes {GOOD_CORRELATION} at", "power"]
+    return [head, *([*row, *structures.get(row[0], ("", ""))] for row in rows)]
 
 
-def _field(channel: Channel, evaluation: Results) -> str:
-    """The spectrum to which a channel belongs: of its logarithm, or of the whole velocity."""
-    fields = {DENSITY_UNIT: LOG_DENSITY, TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
-    return channel.name if channel.name in evaluation.spectra else fields[str(channel.unit)]
-
-
-def _structure(field: str, evaluation: Results) -> tuple[str, str]:
-    """The scale at which r passes GOOD_CORRELATION, and sentences about structure and power."""
-    spectrum = evaluation.spectra[field]
+def _structure(spectrum: Spectrum, evaluation: Results) -> tuple[str, str]:
+    """The scale at which r passes GOOD_CORRELATION, and a phrase about the power."""
     if not math.isfinite(spectrum.ratio[0]):
-        return "unknown", "Prediction or target have no structure, or are not finite."
-    power, limit = _power(spectrum, evaluation), spectrum.resolution(spectrum.correlation, GOOD_CORRELATION)
-    if limit is None:
-        return "no scale", f"In {field}, structure of all scales is in the right place. {power}"
-    scale = _scale(limit, evaluation)
-    place = f"k = {limit:.2g} {evaluation.wavenumber_unit} ({scale})"
-    if limit == spectrum.k[0]:
-        return place, f"In {field}, not even structure of the largest scales is in the right place. {power}"
-    return place, f"In {field}, structure larger than {scale} is in the right place. {power}"
+        return "unknown", "no structure, or not finite"
+    limit = spectrum.resolution(spectrum.correlation, GOOD_CORRELATION)
+    place = "no scale"
+    if limit is not None:
+        largest = ", the largest scale" if limit == spectrum.k[0] else ""
+        place = f"k = {limit:.2g} {evaluation.wavenumber_unit} ({_scale(limit, evaluation)}{largest})"
+    return place, _power(spectrum, evaluation)
 
 
 def _power(spectrum: Spectrum, evaluation: Results) -> str:
-    """A sentence about the power on all scales."""
+    """A phrase about the power on all scales."""
     with np.errstate(divide="ignore"):
         error = np.nan_to_num(np.abs(np.log(spectrum.ratio)), nan=np.inf)
     wrong = np.flatnonzero(error > math.log(1 + POWER_TOLERANCE))
     if not wrong.size:
-        return f"Its power is right to {POWER_TOLERANCE:.0%} on all scales."
+        return f"right to {POWER_TOLERANCE:.0%} on all scales"
     worst = int(error.argmax())
     factor = f"{spectrum.ratio[worst]:.2g} times the target's at k = {spectrum.k[worst]:.2g}"
     if wrong[0] == 0:
-        return f"Its power is wrong on the largest scales, at worst {factor}."
+        return f"wrong on the largest scales, at worst {factor}"
     scale = _scale(spectrum.k[wrong[0]], evaluation)
-    return f"Its power is right to {POWER_TOLERANCE:.0%} above {scale}, at worst {factor}."
+    return f"right to {POWER_TOLERANCE:.0%} above {scale}, at worst {factor}"
 
 
 def _scale(k: float, evaluation: Results) -> str:
@@ -106,15 +100,17 @@ def _scale(k: float, evaluation: Results) -> str:
 
 
 def channel_table(evaluation: Results) -> Table:
-    """Errors of each channel, and their mean in physical units."""
-    rows = [["channel", "L1 of channel values", "R² of channel values", "unit", "mean error"]]
-    for channel, l1, r2 in zip(evaluation.channels, evaluation.l1, evaluation.r2, strict=True):
+    """Errors of each channel and of copying the input's, and the mean error in physical units."""
+    rows = [["channel", "L1", "L1 of the input", "R²", "mean error"]]
+    errors = evaluation.l1, evaluation.copied_l1, evaluation.r2
+    for channel, l1, copied, r2 in zip(evaluation.channels, *errors, strict=True):
         error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
         mean = f"{_number(error)} {residual_unit(channel)}" if channel.unit else "unknown"
-        rows.append([channel.name, f"{l1:.5f}", _number(r2, 4), channel.unit or "unknown", mean])
+        copied_text = "" if np.isnan(copied) else f"{copied:.5f}"
+        rows.append([channel.name, f"{l1:.5f}", copied_text, _number(r2, 4), mean])
     rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
     if math.isfinite(evaluation.divergence_r2):
-        rows.append(["velocity divergence", "", _number(evaluation.divergence_r2, 4), "", ""])
+        rows.append(["velocity divergence", "", "", _number(evaluation.divergence_r2, 4), ""])
     if math.isfinite(evaluation.mass_ratio):
         rows.append(["mean gas density / target's", "", "", "", _number(evaluation.mass_ratio, 4)])
     return rows

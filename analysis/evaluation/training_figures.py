@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from analysis.evaluation import figures, report
 from analysis.evaluation.loss_curves import loss_curves, progress
-from analysis.evaluation.results import Results
 from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
@@ -36,17 +35,10 @@ def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, result: 
         yield f"report: {page}"
 
 
-def record_evaluation(evaluation: Results, run: Run, step: int) -> None:
-    """Draws an evaluation for the loggers of the run."""
-    for name, figure in figures.draw_all(evaluation).items():
-        run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
-
-
 def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int, title: str) -> Iterator[Path]:
     """Draws planes of the validation crops into two files, and into TensorBoard at step `steps`."""
-    structure, error = (run.directory.slices, tags.SLICES), (run.directory.error_slices, tags.SLICES_LARGEST_ERROR)
-    for name, planes in choose_planes(step, loader).items():
-        path, tag = {STRUCTURE: structure, ERROR: error}[name]
+    places = (run.directory.slices, tags.SLICES), (run.directory.error_slices, tags.SLICES_LARGEST_ERROR)
+    for (name, planes), (path, tag) in zip(choose_planes(step, loader).items(), places, strict=True):
         crop = f"{title}\nvalidation crop with {name}"
         figure = figures.draw_slices(*volume_channels(config), planes, None, crop)
         _write(figure, path)

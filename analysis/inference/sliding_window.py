@@ -39,7 +39,6 @@ BLOCK_CELLS = 128**3
 class Block(NamedTuple):
     """A predicted box of cells: `inputs` [C_in, x, y, z] and `predicted` [C_out, x, y, z], on the device."""
 
-    box: Box
     inputs: torch.Tensor
     predicted: torch.Tensor
 
@@ -74,7 +73,7 @@ class SlidingWindowPredictor:
         total = self._blend(inputs, parts, self.batch_size)
         for axis, part in enumerate(parts, start=1):
             inputs = inputs.narrow(axis, part.start - part.first, part.stop - part.start)
-        return Block(box, inputs, total)
+        return Block(inputs, total)
 
     def window_count(self) -> int:
         """Number of windows that this rank predicts in `predict_planes`."""

@@ -74,11 +74,7 @@ class TrainedNetwork:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        device: torch.device,
-        content: Mapping[str, Any] | None = None,
-        calibrated: bool = True,
+        cls, path: str | Path, device: torch.device, content: Mapping[str, Any] | None = None, calibrated: bool = True
     ) -> "TrainedNetwork":
         """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others.
 
@@ -86,8 +82,6 @@ class TrainedNetwork:
         target's on the validation data, if the checkpoint states the factor.
         """
         content = read_weights(Path(path)) if content is None else content
-        if "config" not in content:
-            raise UserError(f"{path} has no config of its network; give weights that train.py has written")
         config = configs.validate_section(Config, content["config"], str(path))
         for name, tensor in content["network"].items():
             if not torch.isfinite(tensor).all():

@@ -46,8 +46,7 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
             f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or smaller --window"
         )
     if not 0 <= overlap < window:
-        limit = f"smaller than the window ({window})" if overlap >= window else "at least 0"
-        raise UserError(f"overlap {overlap} must be {limit}; {window // 2} is recommended")
+        raise UserError(f"overlap {overlap} is not from 0 to {window - 1}; {window // 2} is recommended")
     step = window - overlap
     if periodic:
         count = -(-size // step)

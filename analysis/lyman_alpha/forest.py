@@ -208,7 +208,8 @@ class FluxStatistics:
         except UserError:  # a diverged network may predict gas that does not absorb at all
             scale = math.nan
         mean, width = mean_and_slope(scale)[0], self._setup.universe.pixel_width(self._setup.cell)
-        self._known.target = self._known.target or [self._flux(depth, scale) for depth in depths]
+        fluxes = ((-scale * depth).exp_().to("cpu", torch.float16) for depth in depths)
+        self._known.target = self._known.target or [*fluxes]
         histogram = torch.zeros(PDF_BINS, dtype=torch.float64, device=world.device)
         moments = torch.zeros(3, dtype=torch.float64, device=world.device)
         powers = []
@@ -238,13 +239,6 @@ class FluxStatistics:
             sightline=self._middle_line(depths[-1], scale),
         )
 
-    def _flux(self, depth: Tensor, scale: float) -> Tensor:
-        """The flux along this rank's lines of one axis, in half the memory of its optical depth, on the CPU."""
-        flux = torch.empty(depth.shape, dtype=torch.float16)
-        for part, out in zip(_parts(depth), _parts(flux), strict=True):
-            out.copy_(torch.exp(-scale * part))
-        return flux
-
     def _structure(self, depths: list[Tensor], scale: float, mean: float) -> tuple[np.ndarray, np.ndarray]:
         """P(k, mu) in (Mpc/h)³, the mean over the modes of all three axes, and the mean bispectra in (Mpc/h)⁶.
 
@@ -255,9 +249,7 @@ class FluxStatistics:
         bispectra = []
         sums = torch.zeros(self._power.modes.shape, dtype=torch.float64, device=self._world.device)
         for axis, depth in enumerate(depths):
-            contrast = torch.empty_like(depth)
-            for part, out in zip(_parts(depth), _parts(contrast), strict=True):
-                out.copy_(torch.exp(-scale * part) / mean - 1)
+            contrast = (-scale * depth).exp_().div_(mean).sub_(1)
             if axis == 0:  # [own y, z, x]
                 contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
             contrast = contrast.transpose(1, 2) if axis == 1 else contrast  # axis 1: [x, z, y]

@@ -14,6 +14,7 @@ import h5py
 from utils.errors import UserError, os_errors_for_users, os_reason, os_remedy
 
 IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
+OF_NPY = f"{IMPORTER} makes one of the .npy files in a directory"
 # Filters that HDF5 itself lacks. Source: the HDF Group's list of registered filter plugins.
 FILTERS = {307: "bzip2", 32001: "Blosc", 32004: "LZ4", 32008: "bitshuffle", 32013: "ZFP", 32015: "Zstandard"}
 
@@ -22,6 +23,8 @@ def open_file(path: str, remedy: str = "give another path") -> h5py.File:
     """Opens an HDF5 file for reading; raises UserError if that fails."""
     if not os.path.isfile(path):
         fault = f"cannot read {path}: it is not a regular file" if os.path.exists(path) else f"no such file: {path}"
+        if os.path.isdir(path) and any(name.endswith(".npy") for name in os.listdir(path)):
+            remedy = OF_NPY
         raise UserError(f"{fault}; {remedy}")
     with reading(path):
         return h5py.File(path, "r")
@@ -42,7 +45,7 @@ def reading(path: str) -> Iterator[None]:
         if "signature" in text:
             text = "it is not an HDF5 file"
             if path.endswith(".npy"):
-                remedy = f"{IMPORTER} makes one of the .npy files in a directory"
+                remedy = OF_NPY
         raise UserError(f"cannot read {path}: {text}; {remedy}") from None
 
 

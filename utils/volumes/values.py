@@ -1,7 +1,6 @@
 """Checks of a volume's values: of a sample before each training run, of all of them in a preflight."""
 
 import itertools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
+from utils.log import warn_once
 from utils.volumes.hdf5 import Volume, nonfinite_place
 from utils.volumes.storage import IMPORTER, reading
 
@@ -24,14 +24,12 @@ PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
 LEAST_ROWS, SAMPLED_VALUES = 16, 4096
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over [0, 1)
 
-log = logging.getLogger(__name__)
-
 
 def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
     """Raises UserError for values in samples that a run cannot succeed with.
 
     These are NaN and infinite values, the same value everywhere in a dataset, and physical values, unless they are
-    allowed.
+    allowed. A constant channel is a warning.
     """
     for volume in volumes:
         for name, field in zip(volume.names, volume.fields, strict=True):
@@ -47,6 +45,8 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
     if stored.min() == stored.max():
         raise _constant(path, name, stored.flat[0])
     for number, values in enumerate(stored):
+        if values.min() == values.max():
+            warn_once(str(_constant(path, f"{name}[{number}]", values.flat[0])))
         if not allow_physical and np.count_nonzero(np.abs(values) > PHYSICAL) > PHYSICAL_SHARE * values.size:
             raise UserError(
                 f"{path}: {name}[{number}] holds physical values (up to {np.abs(values).max():.3g}), but networks "
@@ -71,7 +71,7 @@ def check_all(volume: Volume) -> None:
             raise _constant(volume.path, name, extremes.pop())
         for number, extremes in enumerate(channels):
             if len(extremes) == 1:
-                log.warning("%s", _constant(volume.path, f"{name}[{number}]", *extremes))
+                warn_once(str(_constant(volume.path, f"{name}[{number}]", *extremes)))
 
 
 def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:

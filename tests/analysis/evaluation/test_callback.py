@@ -145,7 +145,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
         (["--data_loader_config=synthetic"], "evaluation.every_epochs: data_loader_config synthetic reads no volumes"),
         (
             ["--set=evaluation.window=8", "--set=evaluation.overlap=8", "--preflight"],
-            "8 must be smaller than the window",
+            "8 is not from 0 to 7",
         ),
     ],
 )
