@@ -1,15 +1,7 @@
 """Chooses the directory of a run: a new one, or that of an earlier run, which the command continues.
 
-The directories of a run number are <run_num>, <run_num>-2, <run_num>-3, …; the highest
-number is the newest. The first row that applies decides:
-
-| the command                                     | uses                                                              |
-|-------------------------------------------------|-------------------------------------------------------------------|
-| is restarted by its launcher (Slurm, torchrun)  | the run that this job has trained with the same command           |
-| has --resume=no                                 | <run_num>, whose run is removed                                   |
-| has --resume, or --resume=DIR of such a run     | the newest run, or DIR                                            |
-| has the same config as an unfinished, idle run  | that run: it continues where it stopped                           |
-| any other                                       | the next free directory, from scratch or from --resume=DIR        |
+The directories of a run number are <run_num>, <run_num>-2, <run_num>-3, …; the highest number is the newest.
+docs/reliability.md has the rules in a table, in the order in which `choose` applies them.
 
 A run number belongs to the runs that record it in provenance.json, because 00-2 is also the name for task 2 of a job
 array.
@@ -34,7 +26,7 @@ from utils.distributed.rendezvous import text_digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run.directory import RunDirectory
-from utils.run.provenance import command, data_record, is_other_file
+from utils.run.provenance import DIGEST, command, data_record
 from utils.volumes.opened import Volumes
 
 
@@ -94,9 +86,6 @@ class EarlierRun:
         latest = self.directory.read_provenance()
         return [latest, *reversed(latest.get("earlier", []))]
 
-    def belongs_to(self, run_num: str) -> bool:
-        return run_num == self.records[0].get("run_num", self.directory.path.name)
-
     def was_started_by(self, jobs: tuple[str, ...]) -> bool:
         """True if one of these jobs has trained it with the command of this process: a job may have several."""
         same_command = [record for record in self.records if record.get("command") == command()]
@@ -116,7 +105,7 @@ class EarlierRun:
         changes, moved = configs.run_changes(before, request.config), configs.differences(request.config, before)
         data = self.records[0].get("data", {})
         for name, record in request.data.items():
-            if name.split("[")[0] in moved and is_other_file(data.get(name), record):
+            if name.split("[")[0] in moved and data.get(name, {}).get(DIGEST) != record[DIGEST]:
                 changes.append(name)
         origin = self.records[0].get("origin")
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
@@ -132,7 +121,7 @@ class EarlierRun:
 
 
 def choose(request: RunRequest) -> Choice:
-    """The directory that the command uses, by the table above; changes nothing."""
+    """The directory that the command uses; changes nothing."""
     first, runs = request.directory, _earlier_runs(request.directory)
     for run in runs:
         if run.was_started_by(request.restarted):
@@ -165,7 +154,7 @@ def _earlier_runs(first: RunDirectory) -> list[EarlierRun]:
     numbers = sorted((int(match[1] or 1) for name in names if (match := pattern.fullmatch(name))), reverse=True)
     directories = [(number, _numbered(first, number)) for number in numbers]
     runs = [EarlierRun(place, number) for number, place in directories if place.path.is_dir() and not place.is_free]
-    return [run for run in runs if run.belongs_to(first.path.name)]
+    return [run for run in runs if run.records[0].get("run_num", run.directory.path.name) == first.path.name]
 
 
 def _numbered(first: RunDirectory, number: int) -> RunDirectory:

@@ -3,18 +3,12 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from utils.distributed.flight_recorder import RECORD
 from utils.files import read_json, recover
 from utils.log import warn_once
-
-CLOCK = ("step", "seconds")  # keys of each line of metrics.jsonl
-# Types of keys of provenance.json on which later runs rely. Other programs write files of this name, too.
-PROVENANCE = {"run_num": str, "command": list, "jobs": list, "earlier": list, "data": dict, "convolutions": dict}
-UNREADABLE = "{} is ignored: it is damaged, or was not written by this version of the program"
 
 
 class RunDirectory:
@@ -66,31 +60,21 @@ class RunDirectory:
         """The end of the path: config, ranks and run_num."""
         return "/".join(self.path.parts[-3:])
 
-    @property
-    def has_checkpoints(self) -> bool:
-        return any(self.checkpoints.glob("step_*"))
-
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some.
-
-        Lines of another form are ignored, with a warning if all are.
-        """
-        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        """The lines of metrics.jsonl, but for those that a kill or a full disk has truncated."""
         records = []
-        for line in lines:
+        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
             with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and all(isinstance(record.get(key), int | float) for key in CLOCK):
-                    records.append(record)
-        if lines and not records:
-            warn_once(UNREADABLE.format(self.metrics))
+                records.append(json.loads(line))
         return records
 
-    def read_summary(self) -> dict[str, Any]:
-        return _read_record(self.summary, {})
-
     def read_provenance(self) -> dict[str, Any]:
-        return _read_record(self.provenance, PROVENANCE)
+        """The content of provenance.json; empty if there is no file, and with a warning if it is damaged."""
+        try:
+            return read_json(self.provenance) if self.provenance.exists() else {}
+        except ValueError:
+            warn_once(f"{self.provenance} is ignored: it is damaged")
+            return {}
 
     def evaluated_steps(self) -> list[int]:
         """Steps of the evaluations during training, in ascending order."""
@@ -104,14 +88,3 @@ class RunDirectory:
         for later in self.evaluated_steps():
             if later > step:
                 self.evaluation(later).unlink(missing_ok=True)
-
-
-def _read_record(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file, and with a warning if it or a key has another type."""
-    value: Any = None
-    with contextlib.suppress(ValueError):
-        value = read_json(path) if path.exists() else {}
-    if isinstance(value, dict) and all(isinstance(value.get(key, kind()), kind) for key, kind in types.items()):
-        return value
-    warn_once(UNREADABLE.format(path))
-    return {}

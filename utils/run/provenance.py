@@ -2,7 +2,6 @@
 
 import platform
 import re
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -28,12 +27,11 @@ DIGEST = "sha256_of_samples"
 
 def provenance(world: World) -> dict[str, Any]:
     """The record that is stored with every result. Every rank calls it."""
-    hosts = world.gather_json(socket.gethostname())
     return {
         "command": command(),
         "git_commit": git_commit(),
         "date": time.strftime(DATE, time.localtime(STARTED)),
-        "hostnames": hosts,
+        "hostnames": world.hosts,
         "world_size": world.size,
         "launcher": world.launch.launcher,
         "device": device_name(world.device),
@@ -50,11 +48,9 @@ def command() -> list[str]:
 
 
 def seconds_until(log: Path, record: Mapping[str, Any]) -> float:
-    """The time from the start of the process of a record to the last change of its log file."""
-    try:
-        return max(0.0, log.stat().st_mtime - datetime.strptime(record["date"], DATE).timestamp())
-    except (OSError, KeyError, TypeError, ValueError):
-        return 0.0
+    """The time from the start of the process of a record to the last change of its log file; 0 without one."""
+    started = datetime.strptime(record["date"], DATE).timestamp()
+    return max(0.0, log.stat().st_mtime - started) if log.exists() else 0.0
 
 
 def versions() -> dict[str, str]:
@@ -100,11 +96,6 @@ def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
                 f"which all nodes see the same file"
             )
     return record
-
-
-def is_other_file(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """True if two records are not of the same content; None: no record."""
-    return before is None or before.get(DIGEST) != now[DIGEST]
 
 
 def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
