@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +43,6 @@ from utils.errors import Stopped, UserError
 from utils.profiling.benchmark import Benchmark
 from utils.run import checkpoint
 from utils.run import open_run as runs
-from utils.run import writer as checkpoint_writer
 from utils.run.checkpoint import BEST, WEIGHTS, saved_steps, step_directory
 from utils.run.loggers.base import RunRecords
 from utils.run.start import Start
@@ -388,8 +386,7 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
 
 def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     now = [0.0]
-    fake = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
-    monkeypatch.setattr(checkpoint_writer, "time", fake)
+    monkeypatch.setattr("utils.training.metrics.time", SimpleNamespace(perf_counter=lambda: now[0]))
     flags = ["--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99"]
     assert command(*flags, after=lambda step: now.append(now.pop() + 60))[0] == 0
     assert saved_steps(directory(tmp_path) / "checkpoints") == [16, 14, 11, 8, 6, 3]

@@ -15,7 +15,6 @@ import torch
 
 from utils.config import Config
 from utils.distributed.locks import was_renamed
-from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import remove
 from utils.log import once_per_job
@@ -228,17 +227,3 @@ def check_space(folder: Path, size: ModelSize, resumes: bool) -> str:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
-
-
-class SaveTimer:
-    """Returns True from `is_due` once `every_minutes` have passed since the last save, by the clock of rank 0."""
-
-    def __init__(self, every_minutes: float | None, world: World) -> None:
-        self._seconds = 60 * every_minutes if every_minutes is not None and world.is_root else None
-        self.restart()
-
-    def restart(self) -> None:
-        self._started = time.perf_counter()
-
-    def is_due(self) -> bool:
-        return self._seconds is not None and time.perf_counter() - self._started > self._seconds

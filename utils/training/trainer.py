@@ -1,5 +1,6 @@
 """The training loop, one for all steps, loaders and entry scripts."""
 
+import math
 from collections.abc import Generator
 from contextlib import closing
 
@@ -15,7 +16,6 @@ from utils.progress import Progress
 from utils.run.open_run import Run
 from utils.run.start import random_states
 from utils.run.state import FitResult, TrainState
-from utils.run.writer import SaveTimer
 from utils.steps.annotate import annotate
 from utils.steps.build import Parts
 from utils.steps.kernels import compile_kernels
@@ -47,7 +47,9 @@ class Trainer:
         self.reporter = Reporter(config, parts, run, self.schedule, state)
         self.integrity = Integrity(config, parts.step, run.world)
         self._pulse, self._coordinator = self.world.pulse, StopCoordinator(self.world)
-        self._save_timer = SaveTimer(config.checkpoint.every_minutes, self.world)
+        minutes = config.checkpoint.every_minutes
+        self._seconds_between_saves = math.inf if minutes is None or self.world.rank else 60 * minutes  # rank 0's clock
+        self._since_save = Stopwatch()
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
 
     def fit(self) -> FitResult:
@@ -177,9 +179,9 @@ class Trainer:
         request = Request.CONTINUE
         if self.signals.received:
             request = Request.STOP
-        elif self._save_timer.is_due():
+        elif self._since_save.seconds() > self._seconds_between_saves:
             request = Request.SAVE
-            self._save_timer.restart()
+            self._since_save = Stopwatch()
         answer = self._coordinator.exchange(request)
         if answer is Request.STOP:
             reason = self.signals.received or "a signal to another rank"
@@ -201,5 +203,4 @@ class Trainer:
         self.state.seconds = self.reporter.clock.seconds()
         random = random_states(self.world)
         self.checkpoint_writer.save({**self.step.state(), "random": random}, self.state, wait=wait)
-        self._save_timer.restart()
-        self._save_is_due = False
+        self._since_save, self._save_is_due = Stopwatch(), False
