@@ -86,9 +86,9 @@ class VolumeEvaluation(Evaluation):
             log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
         from analysis.evaluation import figures  # matplotlib takes time to import
 
-        with self._world.heartbeat.quiet():
-            for name, figure in figures.draw_all(evaluation).items():
-                self._run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
+        self._world.heartbeat.enter_pictures()
+        for name, figure in figures.draw_all(evaluation).items():
+            self._run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
@@ -143,8 +143,8 @@ def report_on_run(config: Config, parts: Parts, run: Run, result: FitResult) -> 
         losses = baseline_losses(config, parts.loaders.valid, parts.step.loss, run.world)
     if not (config.report_pictures and run.world.is_root):
         return losses, []
-    with run.world.heartbeat.quiet():
-        return losses, _draw(config, parts, run, result)
+    run.world.heartbeat.enter_pictures()
+    return losses, _draw(config, parts, run, result)
 
 
 def _draw(config: Config, parts: Parts, run: Run, result: FitResult) -> list[str]:

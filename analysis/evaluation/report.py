@@ -52,8 +52,8 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         for line in tables.lines(evaluation):
             log.info(line)
         log.info("drawing pictures in %s", output)
-        with world.heartbeat.quiet():
-            pictures = _draw(evaluation)
+        world.heartbeat.enter_pictures()
+        pictures = _draw(evaluation)
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = to_json(_summary(evaluation, provenance)).encode()
         contents[PAGE] = page(evaluation, pictures | _training_curves(evaluation), provenance).encode()

@@ -1,8 +1,7 @@
 """Diagnosis: the rank that is gone, fails or hangs, from the reports of the ranks and the time."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from utils.errors import EXIT_HANG, EXIT_USER_ERROR, LocalError
 
 TICK = 0.25  # seconds between two reads of rank 0, and between two looks of each rank at its own progress
 RANKS_PER_SECOND = 512
-QUIET = 10  # times as long may a quiet rank send no heartbeat
+PICTURES = 10  # times as long may a rank that draws send no heartbeat
 LOST_SECONDS = 2.0  # the same after a rank has lost a connection: then another one is gone for sure
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
@@ -57,15 +56,17 @@ class Diagnoser:
 
     def cause(self, now: float) -> Diagnosis | None:
         """The diagnosis of a silent rank or, if no rank makes progress, of the one furthest behind."""
-        limit = self._lost_seconds if self.is_lost else self.silent_seconds
+        seconds = now - self._changed
+        hangs = self._detects_hangs and 0 < self.hang_seconds <= seconds
+        # A rank that is gone seems to hang if that limit is the shorter one, as it may be at the start.
+        limit = self._lost_seconds if self.is_lost else self.silent_seconds / (1 + hangs)
         for rank, heard in self._heard.items():  # the longest silent first
             silence, report = now - heard, self._reports[rank]
             if silence <= limit:
                 break
-            if report.state != "left" and silence > limit * (QUIET if report.quiet else 1):
+            if report.state != "left" and silence > limit * (PICTURES if report.phase == "pictures" else 1):
                 return self.gone(rank, f"sends no heartbeat for {silence:.0f} s")
-        seconds = now - self._changed
-        if not self._detects_hangs or not self.hang_seconds or seconds < self.hang_seconds:
+        if not hangs:
             return None
         running = [rank for rank, report in self._reports.items() if report.state != "left"]
         rank = min(running, key=lambda rank: (self._reports[rank].position, rank))
@@ -84,16 +85,6 @@ class Diagnoser:
         """Number of ranks other than 0 that will read the end of the run: after a failure those heard lately."""
         limit = self._lost_seconds + (0.0 if self.is_lost else self.interval)
         return sum(not diagnosis.code or now - heard <= limit for rank, heard in self._heard.items() if rank > 0)
-
-    @contextlib.contextmanager
-    def limit(self, seconds: float) -> Iterator[None]:
-        """Lowers the time without progress after which the run hangs to `seconds`, for the duration of the block."""
-        usual = self.hang_seconds
-        self.hang_seconds = min(usual or seconds, seconds)
-        try:
-            yield
-        finally:
-            self.hang_seconds = usual
 
 
 def failure(rank: int, report: Report, error: BaseException) -> Diagnosis:

@@ -14,7 +14,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +82,14 @@ class Heartbeat:
         self.pulse.report = self.pulse.report._replace(state="left")
         self._wake(LEAVING_SECONDS + 1)
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """For the block, the heartbeats of this rank may be late: C code, such as that of drawing, holds the GIL."""
-        self.pulse.report, beats = self.pulse.report._replace(quiet=True), self._beats
+    def enter_pictures(self) -> None:
+        """The main thread begins to draw: C code holds the GIL, so that heartbeats may be late until the next phase."""
+        self.pulse.enter("pictures")
+        beats = self._beats
         self._woken.set()
         # Until the others can know it: the second heartbeat from now on has certainly been written.
         while self._size > 1 and beats and self._beats < beats + 2 and not self._over.is_set():
             time.sleep(TICK / 10)
-        try:
-            yield
-        finally:
-            self.pulse.report = self.pulse.report._replace(quiet=False)
 
     def _wake(self, seconds: float) -> None:
         """Lets the thread report the end of the main thread, which does not return if the thread ends the process."""
@@ -115,8 +110,9 @@ class Heartbeat:
                 self._suspension = now - last, self._now
             last = now
             self._note_progress()
-            if self._now > armed + 1 and self.diagnoser.hang_seconds:
-                # A call in C that never releases the GIL stops this thread, but not faulthandler's.
+            if self._size > 1 and self._now > armed + 1 and self.diagnoser.hang_seconds:
+                # A call in C that never releases the GIL stops this thread, but not faulthandler's, whose clock goes on
+                # while the process is suspended: a single rank has no such limit, so that Ctrl-Z does not end it.
                 faulthandler.dump_traceback_later(self.diagnoser.hang_seconds + FAILING_SECONDS, exit=True, file=2)
                 armed = self._now
             try:

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, get_args
 
-Phase = Literal["start", "data", "step", "validation", "prediction", "evaluation", "save", "end"]
+Phase = Literal["start", "data", "step", "validation", "prediction", "evaluation", "pictures", "save", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in their order within a step
 
 
@@ -20,7 +20,6 @@ class Report(NamedTuple):
     idle: float = 0.0  # seconds since the last of them
     beat: int = 0
     collectives: int = 0  # that the rank has entered
-    quiet: bool = False  # heartbeats may be late, see Heartbeat.quiet
 
     @property
     def position(self) -> tuple[int, int, int]:

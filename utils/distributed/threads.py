@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import re
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ import torch
 Cores = tuple[str, Sequence[int], float]  # host, physical cores that a rank may use, limit of CPU seconds per second
 
 
-def set_threads(rank: int, gather: Callable[[Any], list[Any]]) -> None:
+def set_threads(rank: int, hosts: Sequence[str], gather: Callable[[Any], list[Any]]) -> None:
     """Sets PyTorch's number of threads; `gather` returns the values of all ranks. Every rank calls it."""
-    everywhere = gather((socket.gethostname(), physical_cores(), cpu_limit()))
+    everywhere = gather((physical_cores(), cpu_limit()))
     if not is_set_by_user(os.environ):
-        torch.set_num_threads(share(everywhere, rank))
+        torch.set_num_threads(share([(host, *cores) for host, cores in zip(hosts, everywhere, strict=True)], rank))
 
 
 def is_set_by_user(env: Mapping[str, str]) -> bool:

@@ -5,10 +5,12 @@ import gc
 import io
 import json
 import os
+import socket
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -51,6 +53,11 @@ class World:
     @property
     def size(self) -> int:
         return self.launch.world_size
+
+    @cached_property
+    def hosts(self) -> list[str]:
+        """The host of each rank; `connect` gathers them."""
+        return self.gather_json(socket.gethostname())
 
     @property
     def is_root(self) -> bool:
@@ -168,7 +175,7 @@ def connect(
         heartbeat = Heartbeat(timeouts)
         with _beating(heartbeat):
             world = World(launch, choose_device(device, launch.local_rank), heartbeat)
-            set_threads(world.rank, world.gather_json)
+            set_threads(world.rank, world.hosts, world.gather_json)
             yield world
         return
     meeting = rendezvous(device, launch, timeouts, identity)
@@ -182,16 +189,18 @@ def connect(
         record_collectives()
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        with heartbeat.diagnoser.limit(timeouts.rendezvous):  # gloo's own limit is that of a collective
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                store=store,
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=timedelta(seconds=timeouts.collective),
-            )
-            world = World(launch, meeting.device, heartbeat)
-            set_threads(world.rank, world.gather_json)
+        # Gloo's own limit is that of a collective.
+        heartbeat.diagnoser.hang_seconds = min(timeouts.hang or timeouts.rendezvous, timeouts.rendezvous)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeouts.collective),
+        )
+        world = World(launch, meeting.device, heartbeat)
+        set_threads(world.rank, world.hosts, world.gather_json)
+        heartbeat.diagnoser.hang_seconds = timeouts.hang
         with _leaving_group():
             yield world
 

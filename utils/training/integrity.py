@@ -11,7 +11,6 @@ The loop queues both after a step, without waiting for the device, and compares 
 Digests are also compared before each save, so that all ranks agree on each checkpoint.
 """
 
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -100,8 +99,7 @@ class Integrity:
                     state.checked = check.step
 
     def _report(self, step: int, what: str, suspects: Sequence[int], checkpoints: str) -> None:
-        hosts = self._world.gather_json(socket.gethostname())
-        ranks = ", ".join(f"{rank} ({hosts[rank]})" for rank in suspects[:8])
+        ranks = ", ".join(f"{rank} ({self._world.hosts[rank]})" for rank in suspects[:8])
         where = f"one of the ranks {ranks}" if len(suspects) > 1 else f"rank {ranks}"
         line = f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}; {checkpoints}"
         if not self._warns:
