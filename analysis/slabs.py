@@ -6,7 +6,7 @@ No rank holds a whole field.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -41,11 +41,12 @@ class Slabs:
         ends = [count * rank // self.world.size for rank in range(self.world.size + 1)]
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
-    def pieces(self) -> list[slice]:
-        """The own planes in slices of bounded size."""
+    def pieces(self) -> Iterator[slice]:
+        """The own planes in slices of bounded size, each of which is progress."""
         start = self.planes.start
-        parts = slab_planes((self.count, *self.shape[1:]))
-        return [slice(start + part.start, start + part.stop) for part in parts]
+        for part in slab_planes((self.count, *self.shape[1:])):
+            self.world.pulse.advance()
+            yield slice(start + part.start, start + part.stop)
 
     def empty(self, *sizes: int) -> Tensor:
         """Memory for values of the own planes, [*sizes, n, Y, Z]."""
@@ -79,7 +80,6 @@ class Slabs:
                 for columns, out in zip(shares, parts, strict=True):
                     out[done : done + len(piece)] = piece[:, columns]
                 done += len(piece)
-                self.world.pulse.advance()
         columns_shape = (_length(shares[self.world.rank]), *rest)
         received = [_length(planes) * math.prod(columns_shape) for planes in self.shares]
         return self.world.exchange(sent, [*map(math.prod, shapes)], received).view(self.shape[0], *columns_shape)

@@ -89,6 +89,7 @@ class VolumeEvaluation(Evaluation):
         self._world.heartbeat.enter_pictures()
         for name, figure in figures.draw_all(evaluation).items():
             self._run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
+            self._world.pulse.advance()
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:

@@ -17,6 +17,7 @@ from analysis.evaluation.results import Results
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory, to_json
+from utils.progress import Progress
 from utils.run import tags
 from utils.run.directory import RunDirectory
 
@@ -87,7 +88,12 @@ def write_run_report(run: RunDirectory, goodput: float | None) -> Path | None:
 
 
 def _draw(evaluation: Results) -> dict[str, bytes]:
-    return {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
+    drawn, pictures = figures.draw_all(evaluation), dict[str, bytes]()
+    with Progress("drawing", len(drawn), "pictures") as progress:
+        for name, figure in drawn.items():
+            pictures[name] = figures.encode_png(figure)
+            progress.advance()
+    return pictures
 
 
 def _training_curves(evaluation: Results) -> dict[str, bytes]:

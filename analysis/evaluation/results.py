@@ -199,7 +199,7 @@ def save(results: Results, path: Path) -> None:
         return {ARRAY: name}
 
     text = json.dumps(store(asdict(results), ""))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # in a run's directory, which may have been renamed
     with atomic_write([path]) as (partial,), open(partial, "wb") as file:
         np.savez_compressed(file, text=np.array(text), **arrays)  # type: ignore[arg-type]
 

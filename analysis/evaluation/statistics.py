@@ -138,7 +138,6 @@ def volume_statistics(
             for source, predicted, target in zip(*(part.unbind(1) for part in values), strict=True):
                 errors.add(source, predicted, target)
                 histograms.add(predicted, target)
-            slabs.world.pulse.advance()
     slabs.world.pulse.meet()
     complete = Fields(targets, cell, slabs)
     for field in complete.needed:
