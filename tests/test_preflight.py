@@ -122,7 +122,7 @@ def test_a_run_without_a_checkpoint_is_continued_from_scratch(
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints")
     assert f"{run} exists, without a checkpoint: the run starts there from scratch\n" in report()[1]
-    assert f"{run} exists: its logs will be replaced\n" in report("--resume=no")[1]
+    assert f"{run} exists: its logs and checkpoints will be replaced\n" in report("--resume=no")[1]
 
 
 @pytest.mark.parametrize(("seconds", "says"), [(1, "2:08 on"), (100, "3:33:20 on this CPU; use a GPU, more ranks, ")])

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import sys
-import textwrap
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -13,20 +12,8 @@ from typing import Any
 from utils.errors import Stopped, UserError
 
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
-TERMINAL_WIDTH = 140  # characters
-WRAPPER = textwrap.TextWrapper(TERMINAL_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+ON_TERMINAL = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 EARLY_LINES = 10_000
-
-
-class _TerminalFormatter(logging.Formatter):
-    """A short prefix, and lines broken at spaces."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        lines = super().format(record).splitlines()
-        return "\n".join(line if len(line) <= TERMINAL_WIDTH else WRAPPER.fill(line) for line in lines)
-
-
-ON_TERMINAL = _TerminalFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
 
 class _StderrHandler(logging.StreamHandler):

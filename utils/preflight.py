@@ -128,8 +128,7 @@ def _find_start(
     elif choice.resume != "no":
         log.info("run directory: %s exists, without a checkpoint: the run starts there from scratch", choice)
     else:
-        content = "logs and checkpoints" if choice.directory.has_checkpoints else "logs"
-        log.info("run directory: %s exists: its %s will be replaced", choice, content)
+        log.info("run directory: %s exists: its logs and checkpoints will be replaced", choice)
     for line in start.describe():
         log.info(line)
     if start.is_complete:
