@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
 
 from utils.errors import Stopped, UserError
 
@@ -16,18 +15,14 @@ ON_TERMINAL = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:
 EARLY_LINES = 10_000
 
 
-class _StderrHandler(logging.StreamHandler):
+class _StderrHandler(logging.Handler):
     """Looks up sys.stderr for each line, so that a progress bar can redirect it."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    def format(self, record: logging.LogRecord) -> str:
-        return (ON_TERMINAL if sys.stderr.isatty() else self.formatter or ON_TERMINAL).format(record)
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print((ON_TERMINAL if sys.stderr.isatty() else self).format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
 
 
 class _LogFile(logging.FileHandler):

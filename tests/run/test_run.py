@@ -408,22 +408,6 @@ def test_a_run_that_resumes_with_other_kernels_says_so(first: Path, caplog: pyte
         assert all(says in line for line in lines)
 
 
-@pytest.mark.parametrize("content", ["", '{"step": 8, "sec'])
-def test_truncated_records_do_not_block_later_runs(first: Path, content: str, caplog: Any) -> None:
-    """Fixed: they were a traceback in all later runs."""
-    begin(first)
-    save(first, TEST, 8)
-    for name in ("provenance.json", "metrics.jsonl"):
-        (first / name).write_text(content)
-    begin(first)
-    with opened(first, resume="auto") as run:
-        run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
-        run.records.scalars({"Loss/valid": 1.0}, 9)
-    assert f"{first}/provenance.json is ignored: it is damaged" in caplog.messages
-    assert [record["step"] for record in run.directory.read_metrics()] == [9]
-    assert run.directory.read_provenance()["run_num"] == "00"
-
-
 def test_a_run_that_resumes_another_one_compares_its_kernels_and_data(first: Path, caplog: Any) -> None:
     """And keeps its own origin."""
     begin(first)

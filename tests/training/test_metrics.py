@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 import time
 from typing import Any
 
@@ -13,7 +12,6 @@ from small_steps import ALONE, make_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import timing
 from networks.losses import mean_densities
 from utils.data.loaders import Batch
 from utils.distributed.world import World
@@ -158,32 +156,6 @@ def test_the_wait_for_data_is_the_time_in_which_the_device_has_nothing_to_do(
     timeline.host = max(timeline.host, timeline.device)
     timer.read()
     assert timer.waited / max(timeline.host, timeline.device) == pytest.approx(share, abs=0.02)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("loader", "step", "share"), [(0.03, 0.01, 2 / 3), (0.001, 0.02, 0.0)])
-def test_the_wait_for_data_on_a_gpu(loader: float, step: float, share: float) -> None:
-    """Of a loader that sleeps and a step that keeps the device busy, both known in seconds."""
-    weight = torch.nn.Parameter(torch.ones((), device="cuda"))
-    timer, matrix = StepTimer(weight, torch.device("cuda")), torch.randn(2048, 2048, device="cuda")
-    calls = max(1, round(step / median_seconds(lambda: matrix @ matrix)))
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(50):
-        with timer.waiting():
-            time.sleep(loader)
-        for _ in range(calls):
-            matrix @ matrix
-        weight.square().backward()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    timer.read()
-    assert timer.waited / seconds == pytest.approx(share, abs=0.15)
-
-
-def median_seconds(call: Any) -> float:
-    return statistics.median(timing.repeat(call, torch.device("cuda"), 0.2))
 
 
 SIZE, NOISE, STEPS = 200, 3.0, 250

@@ -22,7 +22,6 @@ from utils.data.loaders import Batch, DataSplits, Loader
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.run import writer as checkpoint_writer
 from utils.run.loggers.base import Logger
 from utils.run.state import TrainState
 from utils.run.writer import CheckpointWriter
@@ -210,8 +209,7 @@ def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPat
 
 def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    for module in (metrics, checkpoint_writer):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def pass_time(event: int) -> None:
         now[0] += {"warm up on 7": 5.0, "step": 1.0, "evaluate": 0.25}[step.events[-1]]
@@ -230,8 +228,7 @@ def test_the_wait_for_data_is_the_share_of_the_time_that_a_cpu_spends_in_the_loa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    for module in (metrics, checkpoint_writer):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     step = ScriptedStep(after=lambda _: now.__setitem__(0, now[0] + 1.0))
     trainer = make(step)
     epoch = trainer.loaders.train.epoch

@@ -18,11 +18,6 @@ ENTRIES = "TORCH_FR_BUFFER_SIZE"
 MAX_ENTRIES = 2**31 - 1
 
 
-def record_collectives() -> None:
-    """Switches the recorder on, before there is a process group. In older versions of PyTorch it is off by default."""
-    os.environ.setdefault(ENTRIES, "2000")
-
-
 def check_entries() -> None:
     """Raises UserError for a number of entries that PyTorch cannot read: the process group would wait forever."""
     text = os.environ.get(ENTRIES, "0")

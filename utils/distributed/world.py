@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device
-from utils.distributed.flight_recorder import record_collectives
+from utils.distributed.flight_recorder import ENTRIES
 from utils.distributed.heartbeat import DEFAULT_TIMEOUTS, Heartbeat
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.pulse import Pulse
@@ -186,7 +186,7 @@ def connect(
         nccl = nccl and meeting.device.type == "cuda" and not meeting.shared
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-        record_collectives()
+        os.environ.setdefault(ENTRIES, "2000")  # in older versions of PyTorch the flight recorder is off by default
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         # Gloo's own limit is that of a collective.

@@ -46,11 +46,6 @@ class TrainState:
         state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
         return state
 
-    def compare_with_best(self) -> None:
-        """Called at the end of an epoch that is saved: it is the best one if its validation loss is the lowest."""
-        if self.final_loss < self.best_loss:
-            self.best_loss, self.best_step = self.final_loss, self.step
-
     def stops_early(self, patience: int | None) -> bool:
         """True at the end of an epoch after which the loss has not improved for `patience` epochs; None: never."""
         return patience is not None and self.batch == 0 and self.epochs_without_improvement >= patience

@@ -70,8 +70,8 @@ class Trainer:
                 is_last = self._is_complete(ended)
                 every_epochs = self.config.checkpoint.every_epochs
                 is_saved = is_last or (every_epochs > 0 and ended.epoch % every_epochs == 0)
-                if is_saved:
-                    ended.compare_with_best()
+                if is_saved and ended.final_loss < ended.best_loss:
+                    ended.best_loss, ended.best_step = ended.final_loss, ended.step
                 scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last)
                 self.reporter.record_epoch(validation, scores, self.state)
                 self.state = ended
