@@ -121,7 +121,7 @@ def test_a_run_without_a_checkpoint_is_continued_from_scratch(
     capsys.readouterr()
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints")
-    assert f"{run} exists, without a checkpoint: the run starts there from scratch\n" in report()[1]
+    assert f"{run} exists: the run starts from scratch\n" in report()[1]
     assert f"{run} exists: its logs and checkpoints will be replaced\n" in report("--resume=no")[1]
 
 

@@ -125,10 +125,9 @@ def _find_start(
         log.info("run directory: %s is new", choice)
     elif start.path is not None:
         log.info("run directory: %s exists: the run resumes from its newest checkpoint", choice)
-    elif choice.resume != "no":
-        log.info("run directory: %s exists, without a checkpoint: the run starts there from scratch", choice)
     else:
-        log.info("run directory: %s exists: its logs and checkpoints will be replaced", choice)
+        state = "its logs and checkpoints will be replaced" if choice.resume == "no" else "the run starts from scratch"
+        log.info("run directory: %s exists: %s", choice, state)
     for line in start.describe():
         log.info(line)
     if start.is_complete:

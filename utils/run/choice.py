@@ -11,7 +11,7 @@ import io
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,8 @@ def run_request(options: Options, volumes: Volumes, world: World) -> RunRequest:
     directory = first_directory(config, options.config, options.run_num, world.size)
     everywhere = world.gather_json(lasting_jobs())
     jobs, restarts = (tuple(sorted({job for jobs in part for job in jobs})) for part in zip(*everywhere, strict=True))
-    request = RunRequest(config, options.config, directory, options.resume, options.init_from, jobs, restarts)
-    return replace(request, data=data_record(volumes, world))
+    data = data_record(volumes, world)
+    return RunRequest(config, options.config, directory, options.resume, options.init_from, jobs, restarts, data)
 
 
 def identity(config: Config, options: Options) -> dict[str, str]:

@@ -81,9 +81,8 @@ class SlowestRank(NamedTuple):
     """The rank that needs the most time per step; the others wait for it."""
 
     rank: int
-    seconds: float
-    waiting: float  # for its data, part of the seconds
-    ratio: float  # to the median over the ranks, the lower one if there are two
+    ratio: float  # of its seconds to the median over the ranks, the lower one if there are two
+    waiting: float  # share of its seconds in which it waits for data
 
     @classmethod
     def of(cls, seconds: torch.Tensor) -> "SlowestRank | None":
@@ -92,15 +91,10 @@ class SlowestRank(NamedTuple):
         if len(totals) == 1 or not totals.isfinite().all() or not totals.any():
             return None
         rank, median = int(totals.argmax()), max(float(totals.median()), 1e-9)
-        return cls(rank, float(totals[rank]), float(seconds[rank, 1]), float(totals[rank]) / median)
-
-    def summary(self) -> str:
-        """Its part of the line of a logging interval; `str` gives all."""
-        return f"slowest rank {self.rank} (+{100 * (self.ratio - 1):.0f} %)"
+        return cls(rank, float(totals[rank]) / median, float(seconds[rank, 1] / totals[rank]))
 
     def __str__(self) -> str:
-        text = f"slowest rank: {self.rank}, {self.seconds:.3g} s per step ({self.waiting:.3g} s of it waiting for data)"
-        return f"{text}, {100 * (self.ratio - 1):.0f} % more than the median rank"
+        return f"slowest rank {self.rank} (+{100 * (self.ratio - 1):.0f} %; data wait {100 * self.waiting:.0f} %)"
 
 
 class LossRecorder:
@@ -201,5 +195,5 @@ class Validation(NamedTuple):
 
     def scalars(self) -> dict[str, float]:
         volumes = {tags.VOLUME_LOSS + name: loss for name, loss in self.volumes.items()}
-        metrics = {tags.valid_metric(name): value for name, value in self.metrics.items()}
+        metrics = {name.capitalize().replace("_", " ") + tags.VALID_SUFFIX: x for name, x in self.metrics.items()}
         return {tags.VALID_LOSS: self.loss, **volumes, **metrics}

@@ -21,7 +21,6 @@ log = once_per_job(__name__)
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
 START_REMEDY = "check the data with --preflight, and the initial weights (weight_init, --init_from)"
-SLOW = 1.1  # ratio of the time of the slowest rank to the median from which on it is logged
 
 
 class Reporter:
@@ -41,7 +40,6 @@ class Reporter:
         batch, probe = config.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
         self._recorder = LossRecorder(min(config.log_interval, steps), self.world, self.timer)
-        self._slow_rank: int | None = None  # in the last interval
         self.interval, self.clock = Stopwatch(), Stopwatch()
         self.clock.started -= state.seconds  # as if this process had trained all steps
 
@@ -100,7 +98,7 @@ class Reporter:
         speed = scalars[tags.STEP_SAMPLES_PER_SECOND]
         remaining = (self.config.num_epochs * self.steps - state.step) * interval.seconds() / interval.steps
         teraflops, slowest = "", self._recorder.slowest
-        slow = f"{slowest.summary()}, " if slowest else ""
+        slow = f"{slowest}, " if slowest else ""
         if self.teraflop_per_sample:
             rate = scalars[tags.STEP_TFLOPS_PER_RANK] = speed * self.teraflop_per_sample / self.world.size
             teraflops = f"{rate:.3g} TFLOP/s per rank, "
@@ -110,19 +108,11 @@ class Reporter:
             f"lr {scalars[tags.STEP_LEARNING_RATE]:.2e}, gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
             f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {slow}{format_duration(remaining)} left"
         )
-        scalars |= self._slowest_rank()
+        scalars |= {tags.STEP_SLOWEST_RANK: slowest.ratio} if slowest else {}
         if state.skipped:
             scalars[tags.STEP_SKIPPED_UPDATES] = state.skipped
         scalars |= self._noise.scalars() if self._noise else {}
         self.records.scalars(scalars, state.step)
-
-    def _slowest_rank(self) -> dict[str, float]:
-        """The scalar about the slowest rank; logs the times of one that is slow in two intervals in a row."""
-        slowest, last = self._recorder.slowest, self._slow_rank
-        self._slow_rank = slowest.rank if slowest and slowest.ratio > SLOW else None
-        if self._slow_rank is not None and self._slow_rank == last:
-            log.info(f"  {slowest}")
-        return {tags.STEP_SLOWEST_RANK: slowest.ratio} if slowest else {}
 
     def log_epoch(self, validation: Validation, state: TrainState) -> None:
         """Logs training loss, speed and validation; UserError if the validation loss is not finite."""
