@@ -98,8 +98,6 @@ class Heartbeat:
         if self._exiting.is_set():
             threading.Event().wait()
 
-    # --- the threads -------------------------------------------------------------------------------------------------
-
     def _beat(self) -> None:
         last, due, armed = time.monotonic(), 0.0, -1.0
         pause = self.diagnoser.interval * self.rank / self._size  # the first one spreads the ranks over the interval
@@ -188,8 +186,6 @@ class Heartbeat:
             return diagnosis
         place = f"rank {self.rank} (host {self.pulse.report.host}) was suspended for {seconds:.0f} s"
         return Diagnosis(self.rank, f"{place}: the other ranks have ended; exit code {EXIT_HANG}", EXIT_HANG)
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _end(self, diagnosis: Diagnosis, speaks: bool = False) -> None:
         """Ends the heartbeat, and ends the process unless the main thread does so."""

@@ -69,9 +69,7 @@ class World:
         return self.local_rank == 0
 
     def barrier(self) -> None:
-        if self.size > 1:
-            # Unlike dist.barrier it uses the CPU group, and so needs no device.
-            self.gather_json(None)
+        self.gather_json(None)  # unlike dist.barrier it uses the CPU group, and so needs no device
 
     def gather_json(self, value: Any) -> list[Any]:
         """[value of rank 0, value of rank 1, …] on every rank; for small JSON values, outside the training loop.

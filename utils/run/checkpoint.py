@@ -73,9 +73,6 @@ def stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "local_batch_size": None}
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, intact or damaged, newest first."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
@@ -159,9 +156,6 @@ def file_digest(path: Path) -> str:
         while block := file.read(2**22):
             sha256.update(block)
     return sha256.hexdigest()
-
-
-# --- weights for predictions -----------------------------------------------------------------------------------------
 
 
 def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:

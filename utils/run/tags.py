@@ -35,11 +35,6 @@ def ends_epoch(record: Collection[str]) -> bool:
     return STEP_LEARNING_RATE not in record
 
 
-def valid_metric(name: str) -> str:
-    """Tag of a validation metric: 'top5_accuracy' -> 'Top5 accuracy/valid'."""
-    return f"{name.capitalize().replace('_', ' ')}{VALID_SUFFIX}"
-
-
 def evaluation(quantity: str, name: str) -> str:
     """Tag of a scalar of an evaluation of the whole validation volume; TensorBoard folds those of one quantity."""
     return f"Evaluation {quantity}/{name}"

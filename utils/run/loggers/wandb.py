@@ -73,12 +73,12 @@ class WandbLogger(Logger):
             )
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._add(self._run, values, step, tags.ends_epoch(values))
+        self._add(self._run, values, step)
 
     def figure(self, name: str, figure: Any, step: int) -> None:
         import wandb
 
-        self._add(self._run, {name: wandb.Image(figure)}, step, True)
+        self._add(self._run, {name: wandb.Image(figure)}, step)
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         self._run.summary.update(dict(results))
@@ -122,7 +122,7 @@ class WandbLogger(Logger):
         self._first_row = run.starting_step
         for record in self._logged.kept_records():
             values = {name: record[name] for name in record.keys() - {"step", "seconds"}}
-            self._add(run, values, record["step"], tags.ends_epoch(record))
+            self._add(run, values, record["step"])
         if not run.disabled:  # WANDB_MODE=disabled
             log.info("Weights & Biases: %s", run.url or f"offline; upload with: wandb sync {run.sync_dir}")
         return run
@@ -137,8 +137,8 @@ class WandbLogger(Logger):
             partial.write_text(new + "\n")
         return new
 
-    def _add(self, run: Any, values: Mapping[str, Any], step: int, ends_epoch: bool) -> None:
+    def _add(self, run: Any, values: Mapping[str, Any], step: int) -> None:
         """Adds values to the row of a step, unless W&B has received the row from an earlier process."""
-        row = 2 * step + ends_epoch
+        row = 2 * step + tags.ends_epoch(values)
         if row >= self._first_row:
             run.log({**values, "step": step}, step=row)
