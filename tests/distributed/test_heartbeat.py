@@ -114,9 +114,8 @@ def test_a_late_report_of_earlier_progress_is_no_step_back() -> None:
 def test_a_rank_that_is_gone_does_not_hang() -> None:
     """Fixed: a rank that was killed while the group was constructed "hung" if `rendezvous` was not above `silence`."""
     reports = Reports(2, hang=20)
-    for seconds in (0, 19):
-        reports.write(0)
-        assert reports.diagnosis_after(seconds) is None
+    reports.write(0)
+    assert reports.diagnosis_after(0) is None
     reports.write(0)
     assert "rank 1 (host unknown) sends no heartbeat for 21 s, last seen at step 0" in str(reports.diagnosis_after(21))
 

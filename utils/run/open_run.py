@@ -138,12 +138,13 @@ class Run:
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
         results = {tags.HPARAM + name: value for name, value in final.items()}
         self.world.pulse.enter("end")
+        if self.directory.path.exists():  # it may have been renamed; the loggers would create it
+            self.records.hparams(self.request.config, results, result.steps + 1)
         losses = {self.start.initial_network: result.initial_loss, **baselines}
         table = [*result.table(losses), f"run directory  {self.directory}", *lines]
         log.info("\n  ".join(["Result:", *table]))
         with self.world.raise_together():
-            self.checkpoint_writer.check()  # before anything else is written: the directory may have been renamed
-            self.records.hparams(self.request.config, results, result.steps + 1)
+            self.checkpoint_writer.check()
             self.records.flush()
             if self.world.is_root:
                 path, remedy = self.directory.summary, "the network is saved; the same command writes it"
