@@ -58,8 +58,9 @@ class Diagnoser:
         """The diagnosis of a silent rank or, if no rank makes progress, of the one furthest behind."""
         seconds = now - self._changed
         hangs = self._detects_hangs and 0 < self.hang_seconds <= seconds
-        # A rank that is gone seems to hang if that limit is the shorter one, as it may be at the start.
-        limit = self._lost_seconds if self.is_lost else self.silent_seconds / (1 + hangs)
+        limit = self._lost_seconds if self.is_lost else self.silent_seconds
+        if hangs:  # a rank that is gone seems to hang if that limit is the shorter one, as it may be at the start
+            limit = min(limit, self.silent_seconds / 2 + 2 * self.interval)
         for rank, heard in self._heard.items():  # the longest silent first
             silence, report = now - heard, self._reports[rank]
             if silence <= limit:
