@@ -14,7 +14,7 @@ from trainings import TOP, YAML, curves
 import train
 from utils import cli
 from utils.config import load
-from utils.optim.schedules import build_schedule
+from utils.optim.schedules import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_training_records_the_curves_of_the_tutorial(trained: Any) -> None:
 
     flags, directory = trained
     points = {tag: dict(points) for tag, points in curves(directory).items()}
-    schedule = build_schedule(load(YAML, "test", cli.parse(flags).overrides).for_world(1))
+    schedule = Schedule(load(YAML, "test", cli.parse(flags).overrides).for_world(1))
     assert list(points["Loss/train"]) == list(points["Loss/valid"]) == [0, 8, 16]
     assert points["Learning Rate"] == pytest.approx({step: schedule(max(step - 1, 0)) for step in (0, 8, 16)})
     assert list(points["Avg iters per sec"]) == [8, 16]

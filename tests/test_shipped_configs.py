@@ -9,7 +9,7 @@ from trainings import YAML
 import train
 from utils import preflight
 from utils.config import Config, load, read_file, to_yaml
-from utils.optim.schedules import build_schedule
+from utils.optim.schedules import Schedule
 
 # name: global_batch_size, Nsamples, Nsamples_val, num_epochs, data_loader_config, AMP + apex. The fast ones have this
 # project's loader, and its fused kernels in place of the compiler.
@@ -64,7 +64,7 @@ def test_configs_of_the_tutorial_have_their_values() -> None:
         assert kernels == ((True, True, ["down1", "last"]) if fast else (False, False, []))
         changes = {"lr_schedule", "box_size", "data_size", "optimizer", "symmetries", "ema_decay", "base_batch_size"}
         assert config.model_dump(include=changes) == load(YAML, "base").model_dump(include=changes)
-        built = build_schedule(config.for_world(1))
+        built = Schedule(config.for_world(1))
         assert built.peak == pytest.approx(2e-4 * (batch / 64) ** 0.5)
         assert built.warmup_steps == (128 if batch > 64 else 0)
 

@@ -6,7 +6,6 @@ To add one, write a function like `cosine`, add a line to SCHEDULES, and add the
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config import Config
@@ -15,30 +14,21 @@ from utils.log import once_per_job
 
 log = once_per_job(__name__)
 
-LearningRate = Callable[[int], float]  # of a step, counted from 0
 
-
-@dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to `peak` over `warmup_steps` (Goyal et al. 2017), then `after_warmup`."""
+    """Linear warm-up to `peak` (Goyal et al. 2017), then the shape of a config returned by `Config.for_world`."""
 
-    peak: float
-    warmup_steps: int
-    after_warmup: LearningRate
+    def __init__(self, config: Config) -> None:
+        options, ratio = config.lr_schedule, config.global_batch_size / config.base_batch_size
+        self.peak = options.start_lr * {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[options.scaling]
+        self.warmup_steps = config.warmup_steps
+        self._config, self._shape = config, SCHEDULES[options.shape]
 
     def __call__(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        return self.after_warmup(step)
-
-
-def build_schedule(config: Config) -> Schedule:
-    """The schedule of a config returned by `Config.for_world`."""
-    options = config.lr_schedule
-    ratio = config.global_batch_size / config.base_batch_size
-    peak = options.start_lr * {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[options.scaling]
-    return Schedule(peak, config.warmup_steps, SCHEDULES[options.shape](config, peak))
+        return self._shape(self._config, self.peak, step)
 
 
 def warn_of_long_warmup(config: Config) -> None:
@@ -51,33 +41,27 @@ def warn_of_long_warmup(config: Config) -> None:
         )
 
 
-def cosine(config: Config, peak: float) -> LearningRate:
+def cosine(config: Config, peak: float, step: int) -> float:
     """Half-cosine decay from `peak` to `end_lr` (Loshchilov & Hutter 2017), as in the SC21 tutorial.
 
     It spans as many steps as the run has, also after a warm-up, at whose end it begins. The last rate is then a little
     above `end_lr`.
     """
-    start, end = config.warmup_steps, config.lr_schedule.end_lr
-
-    def learning_rate(step: int) -> float:
-        progress = (step + 1 - start) / config.total_steps
-        return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-    return learning_rate
+    end, progress = config.lr_schedule.end_lr, (step + 1 - config.warmup_steps) / config.total_steps
+    return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def step_decay(config: Config, peak: float) -> LearningRate:
+def step_decay(config: Config, peak: float, step: int) -> float:
     """`peak`, multiplied by `drop_factor` at the beginning of each of `drop_epochs` (He et al. 2016)."""
-    factor = config.lr_schedule.drop_factor
-    drops = [epoch * config.steps_per_epoch for epoch in config.lr_schedule.drop_epochs]
-    return lambda step: peak * factor ** sum(step >= drop for drop in drops)
+    options, epoch = config.lr_schedule, step // config.steps_per_epoch
+    return peak * options.drop_factor ** sum(epoch >= drop for drop in options.drop_epochs)
 
 
-def constant(config: Config, peak: float) -> LearningRate:
-    return lambda step: peak
+def constant(config: Config, peak: float, step: int) -> float:
+    return peak
 
 
-SCHEDULES: dict[str, Callable[[Config, float], LearningRate]] = {
+SCHEDULES: dict[str, Callable[[Config, float, int], float]] = {
     "cosine": cosine,
     "step": step_decay,
     "constant": constant,
@@ -86,7 +70,7 @@ SCHEDULES: dict[str, Callable[[Config, float], LearningRate]] = {
 
 def log_learning_rate(config: Config) -> None:
     """Logs the rate at some steps of a config returned by `Config.for_world`, and a warm-up that is too long."""
-    schedule, total = build_schedule(config), config.total_steps
+    schedule, total = Schedule(config), config.total_steps
     steps = sorted({0, schedule.warmup_steps, total // 4, total // 2, 3 * total // 4, total - 1})
     curve = ", ".join(f"step {step}: {schedule(step):.3e}" for step in steps if step < total)
     shape, scaling = config.lr_schedule.shape, config.lr_schedule.scaling
@@ -100,7 +84,7 @@ def plot_learning_rate(config: Config, name: str, file: Path) -> None:
     from matplotlib.figure import Figure  # takes a second
 
     check_target(file, overwrite=True, option="--plot")
-    schedule, options = build_schedule(config), config.lr_schedule
+    schedule, options = Schedule(config), config.lr_schedule
     steps = range(0, config.total_steps, max(1, config.total_steps // 10_000))  # more points than the plot shows
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="learning rate")

@@ -27,7 +27,7 @@ from utils.distributed.devices import synchronize
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, to_json
-from utils.optim.schedules import build_schedule
+from utils.optim.schedules import Schedule
 from utils.profiling.profiler import nsys_capture
 from utils.progress import Progress
 from utils.run.provenance import provenance
@@ -97,7 +97,7 @@ class Benchmark:
     def __init__(self, config: Config, parts: Parts, world: World, settings: Settings) -> None:
         self._step, self._loader, self._world = parts.step, parts.loaders.train, world
         self._flops = parts.size.flops
-        self._settings, self._batch_size, self._lr = settings, config.global_batch_size, build_schedule(config).peak
+        self._settings, self._batch_size, self._lr = settings, config.global_batch_size, Schedule(config).peak
         self._exchanges_gradients = world.size > 1 and not config.noddp
 
     def run(self) -> None:

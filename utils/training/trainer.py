@@ -11,7 +11,7 @@ from utils.data.loaders import Batch
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped
 from utils.log import once_per_job
-from utils.optim.schedules import build_schedule
+from utils.optim.schedules import Schedule
 from utils.progress import Progress
 from utils.run.open_run import Run
 from utils.run.start import random_states
@@ -43,7 +43,7 @@ class Trainer:
         self.config, self.step, self.loaders, self.state = config, parts.step, parts.loaders, state
         self.world, self.records, self.checkpoint_writer = run.world, run.records, run.checkpoint_writer
         self.profiler, self.evaluation, self.signals = profiler, evaluation, signals
-        self.schedule = build_schedule(config)
+        self.schedule = Schedule(config)
         self.reporter = Reporter(config, parts, run, self.schedule, state)
         self.integrity = Integrity(config, parts.step, run.world)
         self._pulse, self._coordinator = self.world.pulse, StopCoordinator(self.world)
