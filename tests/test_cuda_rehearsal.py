@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from utils.steps.backends import has_faulty_conv3d
+from utils.steps.backends import FAULTY_CUDNN
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def test_a_prediction_avoids_cudnns_faulty_convolutions(rehearsed: dict[str, Any
         assert all("[32, 4, 64, 64, 64]" in line for line in prediction["not channels-last"])
     contiguous = rehearsed["steps"]["bfloat16 without channels-last"]["convolutions"]
     if rehearsed["torch"].startswith("2.9."):
-        assert has_faulty_conv3d(rehearsed["cudnn"])
+        assert rehearsed["cudnn"] in FAULTY_CUDNN
         assert not any("Cudnn" in text for text in contiguous)
-    elif not has_faulty_conv3d(rehearsed["cudnn"]):
+    elif rehearsed["cudnn"] not in FAULTY_CUDNN:
         assert all("Cudnn" in text for text in contiguous)

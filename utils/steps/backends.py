@@ -7,12 +7,15 @@ import torch
 
 from utils.config import Config
 from utils.distributed.world import World
-from utils.errors import LocalError, UserError
+from utils.errors import LocalError
 
 log = logging.getLogger(__name__)
 
 # Environment variables on which the order of sums depends, and the values that fix it; the first one is set.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
+# Versions of cuDNN whose contiguous 3D convolutions in half precision may return wrong values. PyTorch 2.9 replaces
+# them by a slow path. Sources: issues 163539 and 166643 and pull request 163581 of pytorch/pytorch.
+FAULTY_CUDNN = range(90800, 91500)
 
 
 def set_backends(config: Config, device: torch.device) -> None:
@@ -52,28 +55,13 @@ def log_backends(config: Config, world: World) -> None:
         )
 
 
-def check_backends(config: Config, device: torch.device) -> None:
-    """Raises UserError if this version of cuDNN may compute wrong convolutions."""
-    if device.type == "cuda" and torch.__version__ < "2.9" and (fault := conv3d_fault(config)):
-        raise UserError(fault)
-
-
 def conv3d_fault(config: Config) -> str:
     """A line about faulty convolutions of cuDNN that a run on a GPU would use; empty if it uses none."""
     version = torch.backends.cudnn.version()
-    if not config.enable_amp or config.channels_last or config.is_classification or not has_faulty_conv3d(version):
+    if not config.enable_amp or config.channels_last or config.is_classification or version not in FAULTY_CUDNN:
         return ""
     kind = "may be wrong" if torch.__version__ < "2.9" else "are slow"
     return (
         f"with cuDNN {version}, 3D convolutions in {config.precision} {kind} unless channels_last=true; set it, or use "
         "cuDNN 9.15 or later (PyTorch 2.10 and later have it)"
     )
-
-
-def has_faulty_conv3d(version: int | None) -> bool:
-    """True for versions of cuDNN whose contiguous 3D convolutions in half precision may return wrong values.
-
-    PyTorch 2.9 replaces them by a slow path, PyTorch 2.8 does not. Channels-last tensors are not affected.
-    Sources: issues 163539 and 166643 and pull request 163581 of pytorch/pytorch.
-    """
-    return version is not None and 90800 <= version < 91500

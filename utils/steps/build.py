@@ -24,7 +24,7 @@ from utils.lookup import build_user_class, lookup
 from utils.optim.optimizers import build_optimizer, check_name, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import convolutions, own_network
-from utils.steps.backends import check_backends, log_backends
+from utils.steps.backends import conv3d_fault, log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize
 from utils.volumes.channels import DENSITY_UNIT, volume_channels
@@ -175,7 +175,8 @@ def check_output(config: Config) -> None:
 def check(config: Config, world: World, step_class: type[EagerStep] = EagerStep) -> None:
     """Raises UserError if the ranks of this world cannot train with this config."""
     step_class.check(config, world)
-    check_backends(config, world.device)
+    if world.device.type == "cuda" and torch.__version__ < "2.9" and (fault := conv3d_fault(config)):
+        raise UserError(fault)  # with wrong values; later versions of PyTorch are only slow
     if config.network.norm == "sync_batch" and world.size > 1 and world.device.type == "cpu":
         raise UserError(
             "network.norm sync_batch needs GPUs: PyTorch does not synchronize batch norms of several ranks on CPUs; "
