@@ -239,43 +239,37 @@ class Config(NeutralKeys):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Config":
-        block = self.window_multiple
-        torch_ddp_only = self.static_graph or self.gradient_compression != "none"
-        faults = {
-            "enable_benchy and enable_manual_profiling cannot be combined; choose one": (
-                self.enable_benchy and self.enable_manual_profiling
-            ),
-            f"evaluation.window {self.evaluation.window} is not a multiple of {block}, which the network needs": (
-                self.evaluation.window is not None and self.evaluation.window % block
-            ),
-            f"channel_weights must have {self.N_out_channels} values, one per target channel": (
-                self.channel_weights is not None and len(self.channel_weights) != self.N_out_channels
-            ),
-            "data_loader_config classification and dataset.name must be set together; set both or neither": (
-                (self.dataset.name is None) == (self.data_loader_config == "classification")
-            ),
-            "static_graph and gradient_compression need ddp torch; unset them or set ddp=torch": (
-                self.ddp == "manual" and torch_ddp_only
-            ),
-            "static_graph needs accumulation_steps 1; change one of them": (
-                self.static_graph and self.accumulation_steps > 1
-            ),
-            f"fused_tail needs network.name unet with last in network.space_to_depth, loss l1, lambda_rho 0 and no "
-            f"channel_weights, but {self.fused_tail_obstacle}; change it, or set fused_tail=false": (
-                self.fused_tail is True and self.fused_tail_obstacle
-            ),
-        }
+        window, block, weights = self.evaluation.window, self.window_multiple, self.channel_weights
         volumes, vectors = len(self.paths("val_path")), self.vector_channels
-        faults[
-            f"Nsamples_val {self.Nsamples_val} is less than the {volumes} volumes of val_path; raise it to {volumes}"
-        ] = self.Nsamples_val < volumes
+        if self.enable_benchy and self.enable_manual_profiling:
+            raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
+        if window is not None and window % block:
+            raise ValueError(f"evaluation.window {window} is not a multiple of {block}, which the network needs")
+        if weights is not None and len(weights) != self.N_out_channels:
+            raise ValueError(f"channel_weights must have {self.N_out_channels} values, one per target channel")
+        if self.is_classification != (self.data_loader_config == "classification"):
+            raise ValueError(
+                "data_loader_config classification and dataset.name must be set together; set both or neither"
+            )
+        if self.ddp == "manual" and (self.static_graph or self.gradient_compression != "none"):
+            raise ValueError("static_graph and gradient_compression need ddp torch; unset them or set ddp=torch")
+        if self.static_graph and self.accumulation_steps > 1:
+            raise ValueError("static_graph needs accumulation_steps 1; change one of them")
+        if self.fused_tail is True and self.fused_tail_obstacle:
+            raise ValueError(
+                f"fused_tail needs network.name unet with last in network.space_to_depth, loss l1, lambda_rho 0 and no "
+                f"channel_weights, but {self.fused_tail_obstacle}; change it, or set fused_tail=false"
+            )
+        if self.Nsamples_val < volumes:
+            raise ValueError(
+                f"Nsamples_val {self.Nsamples_val} is less than the {volumes} volumes of val_path; raise it to "
+                f"{volumes}"
+            )
         for name, triples, key in (("inputs", vectors.inputs, "N_in"), ("targets", vectors.targets, "N_out")):
             last, channels = max(itertools.chain(*triples), default=0), getattr(self, f"{key}_channels")
-            faults[
-                f"vector_channels.{name}: there is no channel {last}, since {key}_channels is {channels}; set it to "
-                f"the vectors' channels, [] for none"
-            ] = last >= channels
-        for message, is_fault in faults.items():
-            if is_fault:
-                raise ValueError(message)
+            if last >= channels:
+                raise ValueError(
+                    f"vector_channels.{name}: there is no channel {last}, since {key}_channels is {channels}; set it "
+                    f"to the vectors' channels, [] for none"
+                )
         return self
