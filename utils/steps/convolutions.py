@@ -1,6 +1,5 @@
 """The choice of own kernels or cuDNN for each strided convolution of a network (`convolutions`), before it runs."""
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +32,12 @@ def plan(config: Config, network: nn.Module, device: torch.device) -> Plan:
     shapes = _shapes(config, network, layers) if layers else {}
     select(network, config.convolutions)
     library, dtype = "cuDNN" if device.type == "cuda" else "PyTorch", getattr(torch, config.precision)
-    general = strided.unavailable(device) or _switch(config)
+    switches = {
+        "convolutions is cudnn": config.convolutions == "cudnn",
+        "enable_amp is false": not config.enable_amp,
+        "channels_last is false": not config.channels_last,
+    }
+    general = strided.unavailable(device) or next((reason for reason, is_off in switches.items() if is_off), "")
     for name, shape in shapes.items():
         reason = general or layers[name].obstacle(shape, dtype, device)
         kinds[name] = f"{library} ({reason})" if reason else OWN
@@ -48,15 +52,14 @@ def _shapes(config: Config, network: nn.Module, layers: Mapping[str, Any]) -> di
         shapes.setdefault(name, inputs[0].shape)
 
     select(network, "auto")
-    with contextlib.ExitStack() as hooks:
-        for name, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(functools.partial(note, name)).remove)
-        try:
-            with torch.no_grad():
-                network.eval()(*meta_batch(config, 1).network_inputs)
-        except Exception:
-            if not own_network.is_checked(config):
-                raise
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(functools.partial(note, name))  # stays: the network is used for this alone
+    try:
+        with torch.no_grad():
+            network.eval()(*meta_batch(config, 1).network_inputs)
+    except Exception:
+        if not own_network.is_checked(config):
+            raise
     return shapes
 
 
@@ -94,16 +97,6 @@ def describe(layers: Plan) -> list[str]:
 
 def _strided(network: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in network.named_modules() if hasattr(module, "plans_own")}
-
-
-def _switch(config: Config) -> str:
-    """The key that turns own kernels off; empty if none does."""
-    switches = {
-        "convolutions is cudnn": config.convolutions == "cudnn",
-        "enable_amp is false": not config.enable_amp,
-        "channels_last is false": not config.channels_last,
-    }
-    return next((reason for reason, is_off in switches.items() if is_off), "")
 
 
 def _grouped(layers: Plan, link: str) -> str:
