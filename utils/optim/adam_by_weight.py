@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -32,7 +32,6 @@ class AdamByWeight(torch.optim.Optimizer, ABC):
     scaler or by `utils.optim.optimizers.update`, is not 0, no bit changes.
     """
 
-    IS_WEIGHTS: ClassVar[str]  # the entry of a group that is True for weights
     # GradScaler then sets `found_inf`, as for torch's fused optimizers, without host synchronization.
     _step_supports_amp_scaling = True
 
@@ -40,8 +39,8 @@ class AdamByWeight(torch.optim.Optimizer, ABC):
         weights = {name: value for name, value in parameters.items() if value.ndim >= 2 and not name.endswith("bias")}
         others = [value for name, value in parameters.items() if name not in weights]
         groups: list[dict[str, Any]] = [
-            {"params": list(weights.values()), self.IS_WEIGHTS: True},
-            {"params": others, self.IS_WEIGHTS: False, "weight_decay": 0.0},
+            {"params": list(weights.values()), "is_weights": True},
+            {"params": others, "is_weights": False, "weight_decay": 0.0},
         ]
         # With "fused" torch keeps the step counts that it loads on the device.
         super().__init__(groups, {"lr": lr, **adam_options(options), "fused": True})

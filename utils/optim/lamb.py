@@ -19,18 +19,16 @@ class Lamb(AdamByWeight):
     Other parameters use r itself, without decay and trust ratio: their norm is no measure of a step.
     """
 
-    IS_WEIGHTS = "adapts"
-
     def _update(self, group: Group, parameters: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         directions = adam_directions(gradients, self._states(parameters), group, found_inf)
         if group["weight_decay"]:
             torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
-        trust = _trust_ratios(parameters, directions) if group["adapts"] else directions[0].new_ones(())
+        trust = _trust_ratios(parameters, directions) if group["is_weights"] else directions[0].new_ones(())
         lrs = group["lr"] * trust
         if found_inf is not None:
             lrs = lrs.masked_fill(found_inf > 0, 0.0)
-        torch._foreach_mul_(directions, list(lrs.unbind()) if group["adapts"] else lrs)
+        torch._foreach_mul_(directions, list(lrs.unbind()) if group["is_weights"] else lrs)
         torch._foreach_sub_(parameters, directions)
 
 

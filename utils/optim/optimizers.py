@@ -74,18 +74,6 @@ def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
         optimizer.step()
 
 
-def share(optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
-    """Divides work that takes long among the ranks. Their gradients must be equal in each update."""
-    if isinstance(optimizer, Soap):
-        optimizer.share(rank, size)
-
-
-def renew(optimizer: torch.optim.Optimizer) -> None:
-    """Completes a step that was replayed from a CUDA graph with what a graph cannot hold."""
-    if isinstance(optimizer, Soap):
-        optimizer.renew()
-
-
 def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     """The size of an optimizer's state; the parameters are on torch's meta device."""
     parameters = dict(named_parameters)

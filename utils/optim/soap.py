@@ -69,8 +69,6 @@ class Soap(AdamByWeight):
     it, else in float32.
     """
 
-    IS_WEIGHTS = "matrices"
-
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
         super().__init__(options, parameters, lr)
         self._frequency, self._tf32 = options.precondition_frequency, options.tf32
@@ -82,7 +80,7 @@ class Soap(AdamByWeight):
             for weight, sides in self._sides.items()
         }
         self._rank, self._ranks = 0, 1
-        self._skipped: torch.Tensor | None = None  # 1 on the device if the last update was
+        self._skipped = torch.zeros((), device=next(iter(parameters.values())).device)  # 1 if the last update was
         self._streams: list[torch.cuda.Stream] = []
 
     # --- the algorithm ---
@@ -100,20 +98,18 @@ class Soap(AdamByWeight):
         counts = [state["step"] for state in states]
         skip = torch.zeros_like(counts[0]) if found_inf is None else found_inf
         idle = torch.maximum(skip, (counts[0] == 0).to(skip.dtype))  # the first update only starts the statistics
-        gradients = [_laid_out(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
-        if group["matrices"]:
-            gradients = [
-                gradient.reshape(self._sides[parameter])
-                for gradient, parameter in zip(gradients, parameters, strict=True)
-            ]
+        gradients = [
+            _laid_out(parameter.grad, parameter).reshape(self._sides.get(parameter, parameter.shape))
+            for parameter in parameters
+            if parameter.grad is not None
+        ]
         bases = [self._matrices(parameter, "basis") for parameter in parameters]
         rotated = list(map(rotate, gradients, bases))
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
         directions = adam_directions(rotated, moments, group, idle, group["lr"])
         inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
         _descend(group, parameters, list(map(rotate, directions, inverse)), idle)
-        if group["matrices"]:
-            self._skipped = torch.zeros_like(skip) if self._skipped is None else self._skipped
+        if group["is_weights"]:
             self._skipped.copy_(skip)
             mine = [self._matrices(parameter, "statistics", self._rank) for parameter in parameters]
             _update_statistics(mine, gradients, 1 - group["betas"][1], skip)
@@ -152,7 +148,6 @@ class Soap(AdamByWeight):
         for weight, state in weights:
             for number, tensors in renewed[weight].items():
                 self._broadcast(self._owners[weight][number], *tensors)
-            assert self._skipped is not None
             _change_bases(state, renewed[weight], self._skipped)
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ If the loss or a gradient is NaN or infinite, all ranks skip the update, without
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -17,7 +18,8 @@ from utils.data.loaders.base import Batch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
-from utils.optim.optimizers import load_state, replicated_state, saved_state, share, update
+from utils.optim.optimizers import load_state, replicated_state, saved_state, update
+from utils.optim.soap import Soap
 from utils.steps.annotate import annotate
 from utils.steps.compile import Compiled
 from utils.steps.data_parallel import GradientNormProbe, ManualDataParallel, data_parallel, gradients_of
@@ -69,7 +71,8 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
             # The probe measures the first micro-batch; without micro-batches, the rank's gradients before the exchange.
             probe = self.probe if config.accumulation_steps == 1 else None
             self._forward = self._parallel = data_parallel(model, config, world, probe)
-            share(optimizer, world.rank, world.size)
+            if isinstance(optimizer, Soap):
+                optimizer.share(world.rank, world.size)
         if config.enable_jit:
             self._forward = Compiled(self._forward, world.rank)
         # After DistributedDataParallel, which gives all ranks the weights of rank 0.
@@ -254,7 +257,7 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
         count = self._config.accumulation_steps
         if self.probe is not None:
             self.probe.reset(self._scaler.scale(torch.ones((), device=self._device)) / count)
-        total: torch.Tensor | None = None
+        losses = []
         for index, micro_batch in enumerate(zip(*(part.chunk(count) for part in batch), strict=True)):
             sync = self._sync and index == count - 1
             if self._parallel is not None:
@@ -270,9 +273,8 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
                 self._parallel.all_reduce()
             if index == 0 and count > 1 and self.probe is not None:
                 self.probe.add(gradients_of(self._parameters))
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+            losses.append(loss.detach())
+        return functools.reduce(torch.add, losses)
 
     def _clip(self) -> torch.Tensor:
         """Clips the gradients; returns the norm of all of them before clipping, on the device."""

@@ -20,7 +20,7 @@ from utils.config import Config
 from utils.data.loaders.base import Batch
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
-from utils.optim.optimizers import renew
+from utils.optim.soap import Soap
 from utils.steps.annotate import annotate
 from utils.steps.eager import EagerStep
 
@@ -100,7 +100,8 @@ class GraphStep(EagerStep):
             recorded = self._recorded(batch)
             with annotate("replay"):
                 recorded.graph.replay()
-                renew(self.optimizer)
+                if isinstance(self.optimizer, Soap):
+                    self.optimizer.renew()
         self.gradient_norm = recorded.gradient_norm
         return recorded.loss
 
