@@ -6,41 +6,11 @@ The keys of its sections are in `sections`.
 import itertools
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from utils.config.sections import (
-    LIST,
-    ONE,
-    CheckpointConfig,
-    Count,
-    DatasetConfig,
-    EarlyStoppingConfig,
-    EvaluationConfig,
-    Fraction,
-    IntegrityConfig,
-    LrScheduleConfig,
-    Name,
-    NetworkConfig,
-    OptimizerConfig,
-    PathText,
-    PathTexts,
-    Positive,
-    PositiveFloat,
-    ProfileConfig,
-    Rate,
-    Section,
-    TimeoutsConfig,
-    TransformConfig,
-    VectorChannelsConfig,
-    WeightInitConfig,
-    one_or_list,
-)
+from utils.config import sections
+from utils.config.sections import Count, Fraction, Name, PathText, PathTexts, Positive, PositiveFloat, Rate
 from utils.errors import UserError
-
-Shape = Annotated[list[Positive], Field(min_length=3, max_length=3)]
-CellsOrShapes = Annotated[
-    Annotated[Positive, Tag(ONE)] | Annotated[list[Shape], Field(min_length=1), Tag(LIST)], one_or_list
-]
 
 # Without the validator, pydantic would take 1 for true.
 AutoOrBool = Annotated[
@@ -48,7 +18,7 @@ AutoOrBool = Annotated[
 ]
 
 
-class NeutralKeys(Section):
+class NeutralKeys(sections.Section):
     """Keys that change no result: where files are, how they are read, what is logged and saved in addition.
 
     An interrupted run is continued regardless of their values, but not with data files of other content, nor with
@@ -78,13 +48,13 @@ class NeutralKeys(Section):
 
     allow_physical_values: bool = False  # train although the values are not scaled to about [-1, 1]
     log_interval: Positive = 50  # steps between two log lines, and between two reads of the loss from the device
-    profile: ProfileConfig = ProfileConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
+    profile: sections.ProfileConfig = sections.ProfileConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
     # In addition to SIGTERM: save a checkpoint and exit with code 75.
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
-    timeouts: TimeoutsConfig = TimeoutsConfig()
-    integrity: IntegrityConfig = IntegrityConfig()
+    timeouts: sections.TimeoutsConfig = sections.TimeoutsConfig()
+    integrity: sections.IntegrityConfig = sections.IntegrityConfig()
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
     # Names of LOGGERS in utils/run/loggers. out.log and metrics.jsonl are always written.
     loggers: list[str] = Field(default=["tensorboard"])
@@ -96,7 +66,7 @@ class Config(NeutralKeys):
 
     # Keys and flags of the tutorial (SC21), with its names and meaning.
 
-    weight_init: WeightInitConfig = WeightInitConfig()
+    weight_init: sections.WeightInitConfig = sections.WeightInitConfig()
     lambda_rho: Rate = 0.0  # weight of the density term of the loss
     full_scale: bool = True  # false: five scales instead of six
     global_batch_size: Positive = 64  # samples per step, over all ranks
@@ -107,11 +77,11 @@ class Config(NeutralKeys):
     num_epochs: Positive = 10  # epochs of the whole run
     enable_amp: bool = False  # mixed precision
     enable_jit: bool = False  # compile the network and the loss with torch.compile
-    lr_schedule: LrScheduleConfig = LrScheduleConfig()
+    lr_schedule: sections.LrScheduleConfig = sections.LrScheduleConfig()
     # Cells per side of the cubes for training and for validation; a config without this key reads them from the files.
     # In place of several volumes, or of one that is not a cube, the number has no effect: the run replaces it by a list
     # of their shapes [x, y, z].
-    box_size: list[CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
+    box_size: list[sections.CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
     data_size: Positive = 64  # cells per side of a crop
     N_out_channels: Positive = 5  # channels of the targets; a config without this key reads it from the files
     bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
@@ -123,12 +93,12 @@ class Config(NeutralKeys):
     N_in_channels: Positive = 4  # channels of the inputs; a config without this key reads it from the files
     # Names of the datasets of inputs and targets in the HDF5 files.
     dataset_names: list[Name] = Field(default=["Nbody", "Hydro"], min_length=2, max_length=2)
-    network: NetworkConfig = NetworkConfig()
-    dataset: DatasetConfig = DatasetConfig()
+    network: sections.NetworkConfig = sections.NetworkConfig()
+    dataset: sections.DatasetConfig = sections.DatasetConfig()
     # a name of LOSSES in networks; for classes cross_entropy, for volumes any other; or my_module.MyLoss
     loss: str = "l1"
     metrics: list[str] = Field(default=[])  # names of METRICS in networks, computed along with the validation loss
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the initial weights and of the sample plan
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
     tf32: bool = True  # float32 convolutions on tensor cores, 10-bit mantissa; NVIDIA_TF32_OVERRIDE=0 overrides it
@@ -151,8 +121,8 @@ class Config(NeutralKeys):
     # Decay of the exponential moving average of the weights, which validation and checkpoints use; None: no average.
     ema_decay: Fraction | None = None
     channel_weights: list[PositiveFloat] | None = None  # of the target channels in the loss, normalized to mean 1
-    vector_channels: VectorChannelsConfig = VectorChannelsConfig()
-    transform: TransformConfig = TransformConfig()
+    vector_channels: sections.VectorChannelsConfig = sections.VectorChannelsConfig()
+    transform: sections.TransformConfig = sections.TransformConfig()
     # Augmentation by rotations and reflections; grid: vector components unchanged; tutorial: likewise, 24 of the 48.
     symmetries: Literal["full", "grid", "tutorial", "none"] = "full"
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
@@ -161,7 +131,7 @@ class Config(NeutralKeys):
     static_graph: bool = False  # DDP: every step uses the same parameters
     gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: type in which gradients are exchanged
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if this machine has one
-    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    early_stopping: sections.EarlyStoppingConfig = sections.EarlyStoppingConfig()
     # Training stops after this many consecutive steps with a non-finite (NaN or infinite) loss or gradient.
     max_consecutive_skips: Positive = 10
 

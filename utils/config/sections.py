@@ -75,6 +75,11 @@ PathTexts = Annotated[
     one_or_list,
 ]
 
+Shape = Annotated[list[Positive], Field(min_length=3, max_length=3)]
+CellsOrShapes = Annotated[
+    Annotated[Positive, Tag(ONE)] | Annotated[list[Shape], Field(min_length=1), Tag(LIST)], one_or_list
+]
+
 
 class Section(BaseModel):
     """Base class of all sections. Types are strict: a string is not a number, and 1 is not a boolean."""
