@@ -21,7 +21,7 @@ import predict
 from docs import modules
 from networks import LOSSES, METRICS, NETWORKS, losses
 from utils import cli
-from utils.config import Config
+from utils.config import Config, flatten
 from utils.config.sections import Section
 from utils.data.datasets import DATASETS
 from utils.data.loaders import LOADERS
@@ -85,11 +85,13 @@ def comments_of(section: type[Section]) -> dict[str, str]:
     return {key: " ".join([*re.findall("# (.*)", above), *filter(None, [behind])]) for above, key, behind in keys}
 
 
-def keys_of(section: type[Section]) -> Iterator[tuple[str, str, str]]:
-    """Key, default and meaning of all keys of a section and of the sections in it."""
-    for owner, prefix, name, field in modules.keys(section):
-        meaning = _meaning(comments_of(owner)[name], field.annotation)
-        yield f"{prefix}{name}", _default(field.default), meaning
+def config_keys() -> Iterator[list[str]]:
+    """Key, default and meaning of all keys of a config."""
+    for key, default in flatten(Config()).items():
+        section, _, name = key.rpartition(".")
+        owner: Any = Config.model_fields[section].annotation if section else Config
+        meaning = _meaning(comments_of(owner)[name], owner.model_fields[name].annotation)
+        yield [f"`{key}`", f"`{_default(default)}`", meaning]
 
 
 def _default(value: Any) -> str:
@@ -116,12 +118,6 @@ def _choices(annotation: Any) -> list[Any]:
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
-def config_keys() -> str:
-    """All keys of a config."""
-    rows = [[f"`{key}`", f"`{default}`", meaning] for key, default, meaning in keys_of(Config)]
-    return table(["key", "default", "meaning"], rows)
-
-
 def known_losses() -> str:
     """The losses, with the first lines of their docstrings; constants of the module are replaced by their values."""
     rows = []
@@ -138,7 +134,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags-predict": lambda: flags(predict.build_parser()),
     "flags-evaluate": lambda: flags(evaluate.build_parser()),
     "flags-export": lambda: flags(export.build_parser()),
-    "config-keys": config_keys,
+    "config-keys": lambda: table(["key", "default", "meaning"], [*config_keys()]),
     "losses": known_losses,
     "modules": lambda: table(["module", "contents"], modules.module_rows()),
     "key-readers": lambda: table(["key", "read by"], modules.key_rows()),

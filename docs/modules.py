@@ -1,16 +1,11 @@
 """The tables of docs/index.md: a line per module, and the modules that read each config key, from the sources."""
 
 import ast
-import inspect
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic.fields import FieldInfo
-
-from utils.config import Config
-from utils.config.sections import Section
+from utils.config import Config, flatten
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("networks", "utils", "analysis", "simulation", "benchmarks", "docs", "docker")
@@ -36,20 +31,12 @@ def module_rows() -> list[list[str]]:
     return [[f"[{path}](../{path})", caption] for path, caption in captions.items()]
 
 
-def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[type[Section], str, str, FieldInfo]]:
-    """Section, prefix, name and field of each key of a section and of the sections in it."""
-    for name, field in section.model_fields.items():
-        if inspect.isclass(field.annotation) and issubclass(field.annotation, Section):
-            yield from keys(field.annotation, f"{prefix}{name}.")
-        else:
-            yield section, prefix, name, field
-
-
-def readers(section: str, name: str, texts: dict[str, str]) -> list[str]:
+def readers(key: str, texts: dict[str, str]) -> list[str]:
     """The modules that read a key, by usual names of variables that hold the config or a section, or name it in quotes.
 
     Those of utils/config, in which the config is also `self`, count if no other module does.
     """
+    section, _, name = key.rpartition(".")
     holders = f"{section.rpartition('_')[2]}|options|start" if section else "config"
     ending = name[name.find("_npy") :] if "_npy" in name else name  # the beginning may be a variable
     read = re.compile(rf"({holders})\.{name}\b|[\"'}}]({name}|{ending})[\"']")
@@ -63,4 +50,4 @@ def key_rows() -> list[list[str]]:
     """Each config key with the modules that read it."""
     program = [path for path in sources() if not path.startswith(("benchmarks", "doc"))]
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in program}
-    return [[f"`{prefix}{name}`", ", ".join(readers(prefix.rstrip("."), name, texts))] for _, prefix, name, _ in keys()]
+    return [[f"`{key}`", ", ".join(readers(key, texts))] for key in flatten(Config())]
