@@ -60,10 +60,11 @@ class AdamByWeight(torch.optim.Optimizer, ABC):
         """The parameters' states, created where there are none."""
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter].update(self._new_state(parameter))
+                self.state[parameter].update(self.new_state(parameter))
         return [self.state[parameter] for parameter in parameters]
 
-    def _new_state(self, parameter: torch.Tensor) -> State:
+    def new_state(self, parameter: torch.Tensor) -> State:
+        """The state of a parameter before its first update."""
         count = torch.zeros((), device=parameter.device, dtype=torch.float32)
         return {"step": count, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 

@@ -78,7 +78,8 @@ def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, 
     """The size of an optimizer's state; the parameters are on torch's meta device."""
     parameters = dict(named_parameters)
     if options.name == "soap":
-        return Soap(options, parameters, 0.0).state_bytes()
+        new_state = Soap(options, parameters, 0.0).new_state
+        return sum(value.nbytes for parameter in parameters.values() for value in new_state(parameter).values())
     return 2 * 4 * sum(parameter.numel() for parameter in parameters.values())  # Adam's, the most of the others
 
 

@@ -183,10 +183,9 @@ class Soap(AdamByWeight):
         """ValueError if the saved run viewed the weights as other matrices."""
         super().load_state_dict(state_dict)
         for weight, state in self._weights():
-            new = self._new_state(weight)
-            if {name: value.shape for name, value in new.items()} != {
-                name: value.shape for name, value in state.items()
-            }:
+            new = self.new_state(weight)
+            shapes, saved = ({name: value.shape for name, value in values.items()} for values in (new, state))
+            if shapes != saved:
                 names = "optimizer.merge_dims or optimizer.max_precondition_dim"
                 raise ValueError(f"its {names} is not this run's (see its config.yaml)")
             # Moments have the weight's memory format, which may be another one than the saved run's.
@@ -198,13 +197,8 @@ class Soap(AdamByWeight):
             for number, owner in self._owners[weight].items():
                 self._broadcast(owner, state[f"statistics_{number}"])
 
-    def state_bytes(self) -> int:
-        """The size of the state, for parameters on torch's meta device."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return sum(value.nbytes for parameter in parameters for value in self._new_state(parameter).values())
-
-    def _new_state(self, parameter: torch.Tensor) -> State:
-        state = super()._new_state(parameter)
+    def new_state(self, parameter: torch.Tensor) -> State:
+        state = super().new_state(parameter)
         if parameter in self._sides:
             state |= {name: state[name].reshape(self._sides[parameter]) for name in ("exp_avg", "exp_avg_sq")}
         for number in self._owners.get(parameter, ()):
