@@ -48,9 +48,7 @@ def launches(config: Config, device: torch.device) -> list[fused.Launch]:
     form = memory_format(config.channels_last)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device("meta"):
         model = build.network_with_loss(config)
-        for parameter in model.parameters():
-            if parameter.dim() == 5:
-                parameter.data = parameter.data.contiguous(memory_format=form)
+        model.to(memory_format=form)  # type: ignore[call-overload] # its stubs lack it
     samples = (config.local_batch_size or 1) // config.accumulation_steps
     parts = meta_batch(config, samples)
     batch = [part.contiguous(memory_format=form) if part.dim() == 5 else part for part in parts]
