@@ -146,11 +146,7 @@ def activation_gradient(
 
     given: the gradient of y, or two whose sum it is. pads: the result is padded, see padded.py.
     """
-    shape = (len(y), channels, *y.shape[2:])
-    if pads:
-        x_gradient = padded.empty(shape, y.dtype, y.device)
-    else:
-        x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
+    x_gradient = padded.empty((len(y), channels, *y.shape[2:]), y.dtype, y.device, pads)
     operands = [_by_cells(values[:, :channels]) for values in (y, given[0], given[-1])]
     # If no operand has pads, all are matrices [cells, channels].
     side = y.shape[4] if pads or any(pitch != y.shape[4] for *_, pitch in operands) else 0

@@ -65,7 +65,7 @@ class BatchNorm(_BatchNorm):
 
 
 class GhostBatchNorm(BatchNorm):
-    """Batch norm over groups of `samples` samples; in training, ValueError for a batch that is not a multiple of it.
+    """Batch norm over groups of `samples` samples, of which a training batch is a multiple.
 
     Sample i belongs to group i modulo the number of groups. In contiguous memory a view then turns the groups into
     channels without a copy; channels_last memory is copied there and back. The running statistics use the mean over the
@@ -83,16 +83,9 @@ class GhostBatchNorm(BatchNorm):
         self.samples = samples
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training:
+        if not self.training or len(input) == self.samples:
             return super().forward(input)
-        groups, rest = divmod(len(input), self.samples)
-        if rest or not groups:
-            raise ValueError(
-                f"norm ghost({self.samples}): a batch of {len(input)} samples is not a multiple of {self.samples}; "
-                "change one of them"
-            )
-        if groups == 1:
-            return super().forward(input)
+        groups = len(input) // self.samples
         weight, bias = self.weight.repeat(groups), self.bias.repeat(groups)
         grouped = input.reshape(self.samples, groups * self.num_features, *input.shape[2:])
         means, variances = torch.zeros_like(weight), torch.zeros_like(weight)

@@ -11,8 +11,13 @@ from collections.abc import Sequence
 import torch
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A view [N, C, D, D, D] of new memory; only the first cell is set. Its writer also writes the other pads."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pads: bool = True) -> torch.Tensor:
+    """A view [N, C, D, D, D] of new memory; only the first cell is set. Its writer also writes the other pads.
+
+    pads: False for a channels_last_3d tensor without them.
+    """
+    if not pads:
+        return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=torch.channels_last_3d)
     count, channels, side = shape[:3]
     memory = torch.empty(channels * (1 + count * (side + 1) ** 3), dtype=dtype, device=device)
     memory[:channels].zero_()

@@ -29,13 +29,12 @@ GATHER_SPLITS = {1: 16, 2: 8}
 
 
 class Tile(NamedTuple):
-    """Cells (or rows of the weights), columns and summands of a program's tile, its warps and pipeline stages."""
+    """Cells (or rows of the weights), columns and summands of a program's tile, and its warps."""
 
     rows: int
     columns: int
     depth: int
     warps: int = 8
-    stages: int = 4
 
 
 @functools.cache
@@ -51,10 +50,7 @@ def kernels() -> Any:
 def unavailable(device: torch.device) -> str:
     """Why no kernel here can run on the device; empty if they can, or if this machine has no GPU to ask."""
     trial = fused.passes_as(device)
-    return _unavailable(device if trial is None else trial.device)
-
-
-def _unavailable(device: torch.device) -> str:
+    device = device if trial is None else trial.device
     if device.type != "cuda":
         return "there is no CUDA device"
     if not torch.cuda.is_available():
@@ -93,7 +89,7 @@ def gather(
     steps = (8 if side == 1 else 64) * (large // tile.depth)
     per_split = -(-steps // max(1, min(GATHER_SPLITS.get(side, 1), steps // 4)))
     splits = -(-steps // per_split)
-    boxes, _, rows, _ = _box(side, tile.rows)
+    boxes, _, rows = _box(side, tile.rows)
     l = _laid_out(l)  # noqa: E741
     sample, plane, row, _ = _strides(l)
     shape, strides = (samples, 2 * side, side, side, 2 * large), (sample, plane, 2 * row, 2 * large, 1)
@@ -127,13 +123,12 @@ def scatter(
     # Tiles of BLOCK columns leave tensor cores idle: then a program computes pairs of planes.
     planes = 2 if large % (2 * BLOCK) and side > 2 else 1
     tile = _scatter_tile(samples * side**3, planes * large, 8 // planes)
-    boxes, depth, rows, _ = _box(side, tile.rows, planes=1 if planes == 2 else side)
+    boxes, depth, rows = _box(side, tile.rows, planes=1 if planes == 2 else side)
     channels = large + (0 if skip is None else skip.shape[1])
     shape = (samples, channels, *[2 * side] * 3)
+    out = padded.empty(shape, s.dtype, s.device, pads)
     if pads:
-        out = padded.zero_pads(padded.empty(shape, s.dtype, s.device))
-    else:
-        out = torch.empty(shape, dtype=s.dtype, device=s.device, memory_format=torch.channels_last_3d)
+        padded.zero_pads(out)
     s = _laid_out(s)
     sample, plane, row, cell = _strides(s)
     view = _descriptor(
@@ -163,7 +158,7 @@ def weight_gradient(s: torch.Tensor, l: torch.Tensor) -> torch.Tensor:  # noqa: 
     runs = large == BLOCK  # a tile of all four taps along a row needs zero cells between rows
     l = padded.padded(l) if runs else _laid_out(l)  # noqa: E741
     tile = _weight_tile(small, large, runs)
-    boxes, depth, rows, _ = _box(side, tile.depth, planes=side)
+    boxes, depth, rows = _box(side, tile.depth, planes=side)
     chunks = -(-samples * side**3 // tile.depth)
     splits = _splits((small // tile.rows) * (64 * large // tile.columns), chunks)
     per_split = -(-chunks // splits)
@@ -231,11 +226,11 @@ def _splits(tiles: int, chunks: int) -> int:
     return max(range(1, max(1, min(64, chunks // 16)) + 1), key=score)
 
 
-def _box(side: int, cells: int, planes: int = 1) -> tuple[int, int, int, int]:
-    """Samples, planes, rows and columns of a tile of that many cells; it has at most `planes` planes of a sample."""
+def _box(side: int, cells: int, planes: int = 1) -> tuple[int, int, int]:
+    """Samples, planes and complete rows of a tile of that many cells; at most `planes` planes of a sample."""
     rows = min(side, cells // side)
     depth = min(planes, side, cells // side // rows)
-    return cells // side // rows // depth, depth, rows, side
+    return cells // side // rows // depth, depth, rows
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -263,4 +258,4 @@ def _descriptor(x: torch.Tensor, start: int, shape: Sequence[int], strides: Sequ
 
 def _constants(tile: Tile) -> dict[str, int]:
     sizes = {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth}
-    return {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
+    return {**sizes, "num_warps": tile.warps, "num_stages": 4}

@@ -45,15 +45,10 @@ class UNet(nn.Module):
         crop: int | None = None,
     ) -> None:
         super().__init__()
-        if scales < 1:
-            raise ValueError(f"a U-Net needs at least one scale, not {scales}")
         if crop is not None and crop % 2**scales:
             raise ValueError(f"data_size {crop} is not a multiple of {2**scales} (2**scales of the network)")
         if fused and norm != "none":
             raise ValueError(f"fused_pointwise cannot be combined with norm {norm}; turn one of them off")
-        for name in space_to_depth:
-            if name not in SPACE_TO_DEPTH:
-                raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(SPACE_TO_DEPTH)}")
         self.space_to_depth = tuple(space_to_depth)
         self.scales, self.fused, self.norm = scales, fused, norm
         self.film: Film | None = None
@@ -112,12 +107,10 @@ class UNet(nn.Module):
             return {}
         places = [(f"down{scale}", scale - 1) for scale in range(1, self.scales + 1)]
         places += [(f"up{scale}", scale) for scale in range(self.scales, 1, -1)]
-        layers = {name: self._strided(name) for name, _ in places}
-        shapes = {name: _shape(fields, halvings) for name, halvings in places}
         weights = {
-            name: layer.weight.detach()
-            for name, layer in layers.items()
-            if layer.plans_own(shapes[name], dtype, fields.device)
+            name: self._strided(name).weight.detach()
+            for name, halvings in places
+            if self._strided(name).plans_own(_shape(fields, halvings), dtype, fields.device)
         }
         form = torch.channels_last_3d
         halves = [torch.empty_like(weight, dtype=dtype, memory_format=form) for weight in weights.values()]

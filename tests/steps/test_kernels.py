@@ -31,7 +31,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
     )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(strided, "_unavailable", lambda device: "")
+    monkeypatch.setattr(strided, "unavailable", lambda device: "")
     import_kernels_again()
     monkeypatch.setattr(driver, "_active", stand_in)
     yield tmp_path / "cache"
@@ -61,7 +61,7 @@ def test_all_kernels_of_a_step_are_compiled_once(hopper: Path) -> None:
 
 
 def test_a_network_without_kernels_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strided, "_unavailable", lambda device: "none")
+    monkeypatch.setattr(strided, "unavailable", lambda device: "none")
     assert (
         kernels.launches(config(enable_amp=False, fused_pointwise=False, fused_tail=False), torch.device("cpu")) == []
     )
