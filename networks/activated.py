@@ -35,7 +35,6 @@ class _Down(torch.autograd.Function):
         else:
             y = strided.gather(x, w, bias, fused.NEGATIVE_SLOPE)
         ctx.save_for_backward(x, weight, w, y)
-        ctx.bias_dtype = bias.dtype
         ctx.set_materialize_grads(False)
         return y, y.detach()
 
@@ -56,7 +55,7 @@ class _Down(torch.autograd.Function):
             weight_gradient = strided.weight_gradient(gradient, x)
             if ctx.needs_input_grad[0]:
                 x_gradient = strided.scatter(gradient, w)
-        return x_gradient, weight_gradient.to(weight.dtype), bias_gradient.to(ctx.bias_dtype), None, None
+        return x_gradient, weight_gradient.to(weight.dtype), bias_gradient, None, None
 
 
 class _Up(torch.autograd.Function):
@@ -72,7 +71,6 @@ class _Up(torch.autograd.Function):
     ) -> torch.Tensor:
         y = strided.scatter(x, w, bias, 0.0, skip, pads)
         ctx.save_for_backward(x, weight, w, y)
-        ctx.bias_dtype = bias.dtype
         return y
 
     @staticmethod
@@ -86,4 +84,4 @@ class _Up(torch.autograd.Function):
         gradient, bias_gradient = fused.activation_gradient(y, [gradient], "relu", channels, pads)
         x_gradient = strided.gather(gradient, w) if ctx.needs_input_grad[0] else None
         weight_gradient = strided.weight_gradient(x, gradient).to(weight.dtype)
-        return x_gradient, weight_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None, None
+        return x_gradient, weight_gradient, bias_gradient, skip_gradient, None, None

@@ -106,11 +106,7 @@ class _BiasActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context,
-        x: torch.Tensor,
-        bias: torch.Tensor,
-        skip: torch.Tensor | None,
-        activation: Activation,
+        ctx: Context, x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor | None, activation: Activation
     ) -> tuple[torch.Tensor, torch.Tensor]:
         channels, skip_channels = x.shape[1], 0 if skip is None else skip.shape[1]
         shape = (x.shape[0], channels + skip_channels, *x.shape[2:])
@@ -122,7 +118,7 @@ class _BiasActivation(torch.autograd.Function):
         slopes: dict[str, Any] = {"ACTIVATION": activation, "NEGATIVE_SLOPE": NEGATIVE_SLOPE}
         launch(kernels().bias_activation, tile.count(cells), *arguments, **sizes, **slopes)
         ctx.save_for_backward(y)
-        ctx.channels, ctx.activation, ctx.bias_dtype = channels, activation, bias.dtype
+        ctx.channels, ctx.activation = channels, activation
         # A result that the loss does not depend on gets None as its gradient instead of zeros.
         ctx.set_materialize_grads(False)
         return y, y.detach()
@@ -136,7 +132,7 @@ class _BiasActivation(torch.autograd.Function):
             return (None,) * 4
         x_gradient, bias_gradient = activation_gradient(y, given, ctx.activation, channels)
         skip_gradient = given[0][:, channels:] if channels < y.shape[1] else None
-        return x_gradient, bias_gradient.to(ctx.bias_dtype), skip_gradient, None
+        return x_gradient, bias_gradient, skip_gradient, None
 
 
 def activation_gradient(
