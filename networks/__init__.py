@@ -4,7 +4,6 @@ A network maps volumes (fields on a grid) to volumes, or samples to class logits
 write a module and add one line to the table below.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,7 +32,7 @@ LOSSES: dict[str, type[losses.Loss]] = {
 }
 METRICS: dict[str, losses.Metric] = {"accuracy": losses.accuracy, "top5_accuracy": losses.top5_accuracy}
 
-__all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "build_network", "initialize"]
+__all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_network", "initialize"]
 
 
 def build_network(name: str, /, **options: Any) -> nn.Module:
@@ -66,13 +65,6 @@ def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn
     if is_classification and any(options.values()):
         raise ValueError(f"loss {name} has no lambda_rho, fused_pointwise or channel_weights; remove them")
     return LOSSES[name]() if is_classification else LOSSES[name](**options)
-
-
-def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[losses.Metric]:
-    """The metrics of these names in METRICS; ValueError if there are any but the dataset has no classes."""
-    if names and not is_classification:
-        raise ValueError(f"metrics {', '.join(names)} cannot be used with volumes; set metrics=[]")
-    return [METRICS[name] for name in names]
 
 
 def _options(kind: type[nn.Module]) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from networks import LOSSES, METRICS, NETWORKS, build_loss, build_metrics, build_network, initialize
+from networks import LOSSES, METRICS, NETWORKS, build_loss, build_network, initialize
 from networks.losses import NetworkWithLoss, mean_densities
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
@@ -141,9 +141,9 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
     torch.manual_seed(config.seed)
     with value_errors_for_users():
         check_name(config.optimizer)
-        for name in config.metrics:
-            lookup(METRICS, "metrics", name)
-        metrics = build_metrics(config.metrics, config.is_classification)
+        metrics = [lookup(METRICS, "metrics", name) for name in config.metrics]
+        if metrics and not config.is_classification:
+            raise UserError(f"metrics {', '.join(config.metrics)} cannot be used with volumes; set metrics=[]")
         density, *_ = volume_channels(config)[1]
         if density.unit == DENSITY_UNIT and not config.is_classification:
             metrics += mean_densities(density.scale)
