@@ -17,16 +17,9 @@ from colossus.cosmology import cosmology as colossus
 from torch import Tensor
 from torch.nn import functional
 
+from simulation import ionization
 from simulation.fourier import one_thread
-from simulation.ionization import (
-    ELECTRONVOLT,
-    HELIUM,
-    HELIUM_REDSHIFTS,
-    REIONIZATION,
-    CollisionRates,
-    Equilibrium,
-    helium_ionized,
-)
+from simulation.ionization import ELECTRONVOLT, HELIUM, REIONIZATION, CollisionRates, Equilibrium, helium_ionized
 from utils.constants import HYDROGEN_ATOM_KG, HYDROGEN_FRACTION, MEGAPARSEC_M
 
 MEGAPARSEC = MEGAPARSEC_M / 1e3  # km
@@ -59,7 +52,7 @@ def attributes() -> dict[str, Any]:
         "hydrogen_fraction": HYDROGEN_FRACTION,
         "hydrogen_reionization_redshift": REIONIZATION,
         "hydrogen_reionization_temperature_k": REIONIZATION_TEMPERATURE,
-        "helium_reionization_redshifts": HELIUM_REDSHIFTS,
+        "helium_reionization_redshifts": ionization.HELIUM_REDSHIFTS,
         "helium_reionization_heat_ev": HELIUM_HEAT,
     }
 

@@ -219,9 +219,8 @@ def _complete(path: str, configs: dict[str, dict[str, Any]], inherited: Configs)
             raise UserError(f"{path}: config {name} extends {base}, which is no earlier config{hint}")
         parent = (inherited if base == name else known).get(base)
         if parent is None:
-            named = merged[:1] if isinstance(merged, list) else [merged]
-            names = [key for key, config in complete.items() if any(config.values is value for value in named)]
-            parent = complete[names[0]] if names else None
+            first = next(iter(merged), None) if isinstance(merged, list) else merged
+            parent = next((config for config in complete.values() if config.values is first), None)
         else:
             _inherit(values, parent.values)
         complete[name] = NamedConfig(name, values, parent)

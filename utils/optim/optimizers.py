@@ -132,10 +132,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
 
 
 def _adam(
-    options: OptimizerConfig,
-    parameters: Parameters,
-    lr: LearningRate,
-    kind: type[torch.optim.Adam] = torch.optim.Adam,
+    options: OptimizerConfig, parameters: Parameters, lr: LearningRate, kind: type[torch.optim.Adam] = torch.optim.Adam
 ) -> torch.optim.Optimizer:
     """torch's fused Adam (Kingma & Ba 2015), or AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
     return kind(

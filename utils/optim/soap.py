@@ -256,10 +256,7 @@ def _laid_out(direction: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _update_statistics(
-    statistics: list[dict[int, torch.Tensor]],
-    gradients: list[torch.Tensor],
-    weight: float,
-    skip: torch.Tensor,
+    statistics: list[dict[int, torch.Tensor]], gradients: list[torch.Tensor], weight: float, skip: torch.Tensor
 ) -> None:
     old = [matrix for matrices in statistics for matrix in matrices.values()]
     products = [
