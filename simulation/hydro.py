@@ -61,7 +61,7 @@ class Gas:
     def advance(self, duration: float) -> None:
         """Integrates over this super-comoving time, in steps within the Courant condition."""
         while duration > 0:
-            speed = self._signal_speed()
+            speed = float(torch.tensor(self._for_tiles(_signal_speed, 0)).max())  # NaN if any is
             if not math.isfinite(speed):
                 raise UserError("the gas dynamics failed, with values that are not finite; give another --seed")
             steps = math.ceil(duration * speed / COURANT)
@@ -69,10 +69,6 @@ class Gas:
             for axis in (0, 1, 2) if self.steps % 2 == 0 else (2, 1, 0):
                 self._for_tiles(functools.partial(_sweep, step=step), axis)
             self.steps, duration = self.steps + 1, duration - step if steps > 1 else 0.0
-
-    def _signal_speed(self) -> float:
-        """Largest speed of a wave along an axis; NaN if any is."""
-        return float(torch.tensor(self._for_tiles(_signal_speed, 0)).max())
 
     def _for_tiles(self, work: Callable[[Tile], Result], axis: int) -> list[Result]:
         """The results of `work` for tiles of complete lines along `axis`.

@@ -70,8 +70,6 @@ class SimulationOptions:
     def __post_init__(self) -> None:
         if self.grid < SMALLEST_GRID:
             raise UserError(f"grid is {self.grid}; give at least {SMALLEST_GRID}")
-        if not self.box_length > 0:
-            raise UserError(f"box_size is {self.box_size}; give a positive length in Mpc/h")
         low, high = (limit * self.grid for limit in CELLS)
         if not low <= self.box_length <= high:
             raise UserError(
