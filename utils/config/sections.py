@@ -5,18 +5,8 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainSerializer,
-    SerializationInfo,
-    Tag,
-    ValidationInfo,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, Field, Tag, model_validator
 
 # The limits are far above all useful values. They keep a digit too many from filling the memory.
 Positive = Annotated[int, Field(ge=1, le=10**9)]
@@ -49,11 +39,11 @@ def expand(path: str) -> str:
     return VARIABLE.sub(value, home)
 
 
-def _read(path: str, info: ValidationInfo) -> str:
+def _read(path: str, info: pydantic.ValidationInfo) -> str:
     return expand(path) if info.context == EXPAND else path
 
 
-def _write(path: str, info: SerializationInfo) -> str:
+def _write(path: str, info: pydantic.SerializationInfo) -> str:
     return path.replace("$", "$$") if info.mode == FOR_A_FILE else path
 
 
@@ -64,11 +54,11 @@ def _distinct(paths: list[str]) -> list[str]:
     return paths
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_read), PlainSerializer(_write)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_read), pydantic.PlainSerializer(_write)]
 
 # Tags of the two types of a value that may also be a list; error messages omit them.
 ONE, LIST = "=one", "=list"
-one_or_list = Discriminator(lambda value: LIST if isinstance(value, list) else ONE)
+one_or_list = pydantic.Discriminator(lambda value: LIST if isinstance(value, list) else ONE)
 PathTexts = Annotated[
     Annotated[PathText, Tag(ONE)]
     | Annotated[list[PathText], Field(min_length=1), AfterValidator(_distinct), Tag(LIST)],
@@ -84,7 +74,7 @@ CellsOrShapes = Annotated[
 class Section(BaseModel):
     """Base class of all sections. Types are strict: a string is not a number, and 1 is not a boolean."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class WeightInitConfig(Section):
