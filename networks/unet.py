@@ -92,7 +92,8 @@ class UNet(nn.Module):
             x, skip = self._down(name, x, modulations.get(name), halves.get(name))
             skips.append(skip)
         skips.pop()
-        last_is_own = self._last_is_own(_shape(fields, 1), dtype, fields.device)
+        last: object = self.last  # a subclass may have another kind
+        last_is_own = isinstance(last, StridedLayer) and last.plans_own(_shape(fields, 1), dtype, fields.device)
         for scale in range(self.scales, 1, -1):
             name = f"up{scale}"
             if name in halves:
@@ -123,10 +124,6 @@ class UNet(nn.Module):
         if self.fused:
             return bias_activation(*self._without_bias("last", x, None), "tanh")
         return torch.tanh(self.last(x))
-
-    def _last_is_own(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-        last = self.last  # a subclass may have another kind
-        return isinstance(last, StridedLayer) and last.plans_own(shape, dtype, device)
 
     def _strided(self, name: str) -> StridedLayer:
         layer = self.get_submodule(name)

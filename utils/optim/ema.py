@@ -26,7 +26,7 @@ class EMA:
         self.network = copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})
         self.network.requires_grad_(False)
         self._trained = dict(network.named_parameters())  # in the order of the averages
-        self._means = list(self.network.parameters())
+        self._means: list[torch.Tensor] = list(self.network.parameters())
         self._decay = decay
         self._updates = torch.zeros((), device=next(network.parameters()).device)
 
@@ -34,8 +34,7 @@ class EMA:
     def restart(self) -> None:
         """Restarts from the present weights."""
         self._updates.zero_()
-        for trained, mean in zip(self._trained.values(), self._means, strict=True):
-            mean.copy_(trained)
+        torch._foreach_copy_(self._means, list(self._trained.values()))
 
     @torch.no_grad()
     def update(self, updated: torch.Tensor) -> None:
