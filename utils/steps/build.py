@@ -234,9 +234,8 @@ def _initialize(config: Config, network: nn.Module) -> None:
 def log_settings(config: Config, world: World) -> None:
     """Logs the backends, the augmentation, a long warm-up, and the options without effect in this run."""
     log_backends(config, world)
-    if world.device.type == "cuda":
-        for line in convolutions.describe(convolution_plan(config, world.device)):
-            log.info(line)
+    if world.device.type == "cuda" and (plan := convolution_plan(config, world.device)):
+        log.info("Convolutions: %s", convolutions.describe(plan))
     if not config.is_classification:
         log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
     warn_of_long_warmup(config)

@@ -87,21 +87,16 @@ def changes(before: Plan, now: Plan) -> list[str]:
         name: f"{earlier} before, by {current} now" for name, (earlier, current) in known.items() if earlier != current
     }
     what = "Other kernels compute convolutions than before, so results differ within rounding"
-    return [f"{what}: {_grouped(differ, ' by ')}"] if differ else []
-
-
-def describe(layers: Plan) -> list[str]:
-    """A line for the log."""
-    return [f"Convolutions: {_grouped(layers, ' by ')}"] if layers else []
+    return [f"{what}: {describe(differ)}"] if differ else []
 
 
 def _strided(network: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in network.named_modules() if hasattr(module, "plans_own")}
 
 
-def _grouped(layers: Plan, link: str) -> str:
-    """The layers that share a text, before it."""
+def describe(layers: Plan) -> str:
+    """The layers by what computes them; empty if there are none."""
     groups = dict[str, list[str]]()
     for name, text in layers.items():
         groups.setdefault(text, []).append(name)
-    return "; ".join(f"{', '.join(names)}{link}{text}" for text, names in groups.items())
+    return "; ".join(f"{', '.join(names)} by {text}" for text, names in groups.items())
