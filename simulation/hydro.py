@@ -14,16 +14,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from simulation.fourier import in_order
+from simulation.fourier import Result, in_order
 from utils.errors import UserError
 from utils.powers import power
 
-Result = TypeVar("Result")
 Tile = tuple[Tensor, ...]
 
 GAMMA = 5 / 3

@@ -40,13 +40,10 @@ class Nsys:
 
 
 class TorchProfiler:
-    """Records the host and, if used, the GPU with torch.profiler; writes trace.json.gz and top_operations.txt.
+    """Records the host and, if used, the GPU with torch.profiler; writes a trace and a table to the run's directory."""
 
-    If `rank` is set, both file names contain it, because every rank writes its own files.
-    """
-
-    def __init__(self, directory: RunDirectory, on_gpu: bool, rank: int | None = None) -> None:
-        self._trace, self._table = directory.profile("" if rank is None else f"_rank{rank}")
+    def __init__(self, directory: RunDirectory, on_gpu: bool, suffix: str = "") -> None:
+        self._trace, self._table = directory.profile(suffix)
         self._on_gpu = on_gpu
         self._profile: Any = None
 
@@ -141,10 +138,10 @@ def build_profiler(config: Config, world: World, directory: RunDirectory) -> Pro
     first = _first_step(config)
     if options.ranks == "root" and not world.is_root:
         return Profiler()
-    rank = world.rank if options.ranks == "all" else None
+    suffix = f"_rank{world.rank}" if options.ranks == "all" else ""  # every rank writes its own files
     if with_nsys and world.is_root and not _runs_under_nsys():
         log.warning("No nsys runs around this command; if no profile appears, use --profiler=torch")
-    tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, rank)
+    tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, suffix)
     return WindowProfiler(first, options.steps, tool, world.device)
 
 

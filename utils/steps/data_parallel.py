@@ -60,9 +60,7 @@ class ManualDataParallel(nn.Module):
     gradients first.
     """
 
-    def __init__(
-        self, module: nn.Module, probe: GradientNormProbe | None = None, broadcast_buffers: bool = True
-    ) -> None:
+    def __init__(self, module: nn.Module, probe: GradientNormProbe | None, broadcast_buffers: bool) -> None:
         super().__init__()
         self.module, self._probe, self._broadcast_buffers = module, probe, broadcast_buffers
         self.require_backward_grad_sync = True  # named like DistributedDataParallel's; False: no exchange in this pass

@@ -49,8 +49,7 @@ def launches(config: Config, device: torch.device) -> list[fused.Launch]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device("meta"):
         model = build.network_with_loss(config)
         model.to(memory_format=form)  # type: ignore[call-overload] # its stubs lack it
-    samples = (config.local_batch_size or 1) // config.accumulation_steps
-    parts = meta_batch(config, samples)
+    parts = meta_batch(config, (config.local_batch_size or 1) // config.accumulation_steps)
     batch = [part.contiguous(memory_format=form) if part.dim() == 5 else part for part in parts]
     dtype = getattr(torch, config.precision) if config.enable_amp else None
     with fused.dry_run(device, dtype) as made:
