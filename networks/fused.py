@@ -28,7 +28,6 @@ LANES, TILE, WARPS = 256, 2048, 4
 PROGRAMS = 1056
 
 Activation = Literal["leaky_relu", "relu", "tanh"]
-Context = Any  # torch.autograd's
 
 
 def bias_activation(x: torch.Tensor, bias: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -106,7 +105,7 @@ class _BiasActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor | None, activation: Activation
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor | None, activation: Activation
     ) -> tuple[torch.Tensor, torch.Tensor]:
         channels, skip_channels = x.shape[1], 0 if skip is None else skip.shape[1]
         shape = (x.shape[0], channels + skip_channels, *x.shape[2:])
@@ -125,7 +124,7 @@ class _BiasActivation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         channels, (y,) = ctx.channels, ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
@@ -162,7 +161,7 @@ class _L1(torch.autograd.Function):
     """Processes the elements in memory order, which is the same for both tensors."""
 
     @staticmethod
-    def forward(ctx: Context, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         count = outputs.numel()
         programs = min(-(-count // TILE), PROGRAMS)
         partial = torch.empty(programs, dtype=torch.float32, device=outputs.device)
@@ -172,7 +171,7 @@ class _L1(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         outputs, targets = ctx.saved_tensors
         count = outputs.numel()
         outputs_gradient = torch.empty_like(outputs)

@@ -4,8 +4,6 @@ Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training B
 algorithm 2.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from utils.optim.adam_by_weight import AdamByWeight, Group, adam_directions
@@ -24,15 +22,12 @@ class Lamb(AdamByWeight):
         directions = adam_directions(gradients, self._states(parameters), group, found_inf)
         if group["weight_decay"]:
             torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
-        trust = _trust_ratios(parameters, directions) if group["is_weights"] else directions[0].new_ones(())
-        lrs = group["lr"] * trust
+        if group["is_weights"]:
+            norms, step_norms = (torch.stack(torch._foreach_norm(tensors)) for tensors in (parameters, directions))
+            lrs = group["lr"] * (norms / step_norms).masked_fill((norms == 0) | (step_norms == 0), 1.0)
+        else:
+            lrs = group["lr"] * directions[0].new_ones(())
         if found_inf is not None:
             lrs = lrs.masked_fill(found_inf > 0, 0.0)
         torch._foreach_mul_(directions, list(lrs.unbind()) if group["is_weights"] else lrs)
         torch._foreach_sub_(parameters, directions)
-
-
-def _trust_ratios(parameters: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """|x| / |direction| per tensor, shape [tensors]."""
-    norms, step_norms = (torch.stack(torch._foreach_norm(list(tensors))) for tensors in (parameters, directions))
-    return (norms / step_norms).masked_fill((norms == 0) | (step_norms == 0), 1.0)

@@ -164,7 +164,7 @@ class Soap(AdamByWeight):
     # --- its division among ranks ---
 
     def share(self, rank: int, ranks: int) -> None:
-        """Divides the bases among ranks that train together. Every rank calls it before the first step."""
+        """Divides the bases among ranks, whose gradients are equal. Every rank calls it before the first step."""
         self._rank, self._ranks = rank, ranks
         pieces = [(weight, number) for weight, numbers in self._owners.items() for number in numbers]
         costs = [self._sides[weight][number] ** 3 for weight, number in pieces]
