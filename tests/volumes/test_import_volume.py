@@ -1,7 +1,10 @@
 """The importer: the same channels from every layout, plausible files only, parts that do not touch, bounded memory."""
 
+import functools
 import os
+import re
 import shlex
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -106,13 +109,13 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
     grids = np.random.default_rng(0).uniform(1e9, 1e10, (3, *SHAPE))
     grids[1, 2, 3, 4] = 0
     for key in ("Mcdm", "Mgas", "T"):
-        np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", grids + (key == "T"))
+        np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", 1e-5 * grids + 1 if key == "T" else grids)
     run(tmp_path, "--index=1", "--validation_index=2", "--box_size=25")
     for part, grid in (("train", grids[1]), ("val", grids[2])):
         imported, _ = contents(box.with_name(f"box_{part}.h5"))
         density = np.log(np.maximum(grid / grid.mean(), np.exp(-14))) / 14
         np.testing.assert_allclose(imported["Nbody"][0], density, atol=1e-7)
-        np.testing.assert_allclose(imported["Hydro"], [density, np.log(grid + 1) / 8 - 1.5], atol=3e-7)
+        np.testing.assert_allclose(imported["Hydro"], [density, np.log(1e-5 * grid + 1) / 8 - 1.5], atol=3e-7)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +203,20 @@ def files(ending: str, dtype: str = "f4") -> Any:
     return write
 
 
-TEMPERATURE = "native_fields/temperature"
+TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
 
 
 @pytest.mark.parametrize(
     ("write", "flags", "says"),
     [
         (nyx(temperature=FIELDS["temperature"][:, :, 1:]), [], "give one grid"),
-        (nyx(temperature=np.full(SHAPE, 4.1)), [], "a mean of 4.1 K is implausible"),
+        (nyx(temperature=np.log10(FIELDS["temperature"])), [], "K is implausible; write temperatures in K, no"),
         (nyx(velocity_y=np.zeros(SHAPE)), [], "velocity_y is 0 everywhere; give another file"),
-        (nyx(baryon_density=np.full(SHAPE, 1e-30)), [], "although it is in units of the mean"),
+        (nyx(temperature=np.full(SHAPE, 4.1)), [], "temperature is 4.1 everywhere; give another file"),
+        (nyx(baryon_density=1e-30 * FIELDS[DARK]), [], "1e-30 mean density is implausible; correct its attribute"),
         (nyx(velocity_x=None), [], "all components of a velocity"),
         (nyx("domain", "size", [6.0, 3.0, 4.1]), [], "are not cubes"),
-        (nyx("universe", "hubble", 67.5), [], "cosmology_H0 is 6750, expected 10 to 200"),
+        (nyx("universe", "hubble", 67.5), [], "cosmology_H0 is 6750, expected 10 to 200; correct it: lengths are in"),
         (nyx("universe", "redshift", np.nan), [], "redshift is nan, expected 0 to 10000"),
         (nyx("universe", "redshift", -0.5), [], "redshift is -0.5, expected 0 to 10000"),
         (nyx("universe", "omega_m", "flat"), [], "attribute universe omega_m is 'flat', expected a number"),
@@ -221,9 +225,11 @@ TEMPERATURE = "native_fields/temperature"
         (nyx("/", "periodic", "maybe"), [], "attribute periodic is 'maybe', expected true or false"),
         (nyx(TEMPERATURE, (3, 4, 5), np.nan), [], "native_fields/temperature[3, 4, 5] is nan"),
         (nyx(TEMPERATURE, (0, 1, 2), 0), [], "native_fields/temperature[0, 1, 2] is 0, which is impossible"),
-        (nyx(), ["--velocity_units=km/s"], "is implausible; give its unit with --velocity_units"),
+        (nyx(), ["--velocity_units=km/s"], "velocity_x states cm/s, not km/s; correct it, or remove --v"),
+        (nyx(VELOCITY, "units", "kpc/yr"), [], "velocity_x is in kpc/yr; give --velocity_units (km/s, m/s, cm/s)"),
+        (nyx(VELOCITY, "units", "m/s"), [], "km/s is implausible; correct its attribute units or, wi"),
         (nyx(), ["--redshift=2"], "states redshift 3, not 2; remove --redshift"),
-        (nyx(), ["--split=0.9"], "leaves -15 training and 11 validation planes of 12"),
+        (nyx(), ["--split=0.9"], "leaves -15 training and 11 validation planes of 12, with two gaps of 8; give a box"),
         (nyx(), ["--output={source}", "--overwrite"], "is the input; give another --output"),
         (
             nyx(temperature=None),
@@ -245,6 +251,53 @@ def test_contradictory_input_is_refused_and_nothing_is_left(
     given = [flag.format(good=good, source=source) for flag in flags]
     assert says in refusal(main, [f"--input={source}", f"--output={box}", *given], capsys)
     assert not box.parent.exists() or os.listdir(box.parent) == []
+
+
+def test_a_split_that_is_too_small_names_the_limits(box: Path, tmp_path: Path, capsys: Any) -> None:
+    source = write_nyx(tmp_path / "snapshot.h5", physical_fields((40, 2, 2)))
+    for share, limits in ((0.01, "0.05 to 0.55"), (20, "0.05 to 0.55")):
+        says = refusal(main, [f"--input={source}", f"--output={box}", f"--split={share}"], capsys)
+        assert says.endswith(f"give --split {limits}")
+
+
+@pytest.mark.parametrize("unit", ["cm*s**-1", "cm s^-1", "cm / s", "cm s-1"])
+def test_a_file_of_yt_is_imported_as_its_refusal_says(
+    run: Any, box: Path, tmp_path: Path, capsys: Any, unit: str
+) -> None:
+    """Fixed: "it contains grid; give another file". yt writes datasets of its own names, with its spelling of units."""
+    path = tmp_path / "grid.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs["data_type"] = "yt_data_container"
+        for name, values in FIELDS.items():
+            stored = file.create_dataset(f"grid/{name}", data=values * (CM_PER_KM if "velocity" in name else 1))
+            stored.attrs["units"] = unit if "velocity" in name else "K" if name == "temperature" else "g/cm**3"
+    says = refusal(main, [f"--input={path}", f"--output={box}"], capsys)
+    assert "seems to be a file of yt; it contains grid/baryon_density, grid/dark_matter_density, " in says
+    (command,) = re.findall(r"in Python: (.*); then", says)
+    linked = shutil.copy(path, tmp_path / "linked.h5")  # the other one is open in this process
+    for name in FIELDS:
+        changes = {str(path): str(linked), DARK: name, "/NAME": f"/grid/{name}"}
+        exec(functools.reduce(lambda text, change: text.replace(*change), changes.items(), command), {"h5py": h5py})
+    printed = run(linked, f"--validation={linked}", "--box_size=6", "--redshift=3")
+    assert "warning: validation uses the training volume" in printed, "fixed: only without --validation"
+    velocities = contents(box.with_name("box_val.h5"))[0]["Hydro"][1:4] * 900
+    np.testing.assert_allclose(velocities, [FIELDS[name] for name in GAS[1:4]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["PartType0/Masses", "PartType1/Masses"], "particles (Gadget, SWIFT); it contains PartType0/Masses, Part"),
+        (["Nbody", "Hydro"], "is a volume already; set train_path to it, or give it to predict.py"),
+        ([f"grid/{number:02d}" for number in range(14)], "grid/11 and 2 more; link each grid to its name in docs/data"),
+    ],
+)
+def test_other_hdf5_files_are_refused_with_what_they_seem_to_be(
+    box: Path, tmp_path: Path, capsys: Any, names: list[str], says: str
+) -> None:
+    with h5py.File(path := tmp_path / "a.h5", "w") as file:
+        file.update(dict.fromkeys(names, FIELDS[DARK]))
+    assert says in refusal(main, [f"--input={path}", f"--output={box}"], capsys)
 
 
 def test_parts_of_a_box_do_not_touch_also_across_its_faces(

@@ -23,6 +23,9 @@ TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to 
 SIMULATION_TOLERANCE = 1e-3  # relative: a snapshot is seldom at exactly the redshift that was asked for
 CELL = "cell size (Mpc/h)"
 SMALLEST_BOX, LARGEST_BOX = 1e-6, 1e6  # Mpc/h
+# Plausible values; others are in other units.
+LIMITS = {"cosmology_H0": (10.0, 200.0), "redshift": (0.0, 1e4), CELL: (1e-5, 50.0)}
+LIMITS |= {"cosmology_Om0": (0.0, 2.0), "cosmology_Ode0": (-2.0, 2.0), "cosmology_Ob0": (0.0, 1.0)}
 FLOOR = "density_floor_of_mean"  # smaller densities were raised to it: the logarithm of an empty cell is infinite
 DENSITY_FLOOR = 1e-3  # in units of the mean; of the simulation, and of files that do not state it
 # Attributes of the group `universe` of Nyx's files: the attribute of this project's files, and its factor.
@@ -49,27 +52,29 @@ log = logging.getLogger(__name__)
 
 
 def plain_attributes(owner: h5py.HLObject, types: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any]:
-    """The attributes as Python values; some programs write arrays of one element, and texts as bytes.
-
-    Raises UserError if one of `types` cannot be read as a value of its type.
-    """
-    attributes = {}
-    for name, value in owner.attrs.items():
-        plain = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
-        attributes[name] = plain.decode(errors="replace") if isinstance(plain, bytes) else plain
-        if name in types:
-            attributes[name] = _typed(types[name], value, f"{owner.file.filename}: attribute {owner.name[1:]} {name}")
+    """The attributes as Python values, an array as a list; UserError if one of `types` has no value of its type."""
+    attributes = {name: _plain(value) for name, value in owner.attrs.items()}
+    for name in types.keys() & attributes.keys():
+        place = f"{owner.file.filename}: attribute {owner.name[1:]} {name}"
+        attributes[name] = _typed(types[name], attributes[name], " ".join(place.split()))
     return attributes
+
+
+def _plain(value: Any) -> Any:
+    """A number, a text or a list of them; some programs write arrays of one element, and texts as bytes."""
+    values = [] if isinstance(value, h5py.Empty) else np.ravel(value).tolist()
+    values = [item.decode(errors="replace") if isinstance(item, bytes) else item for item in values]
+    return values[0] if len(values) == 1 else values
 
 
 def _typed(kind: type, value: Any, name: str) -> Any:
     """The number or truth value of an attribute, also from a text or from equal values, such as those of three axes."""
     try:
-        (single,) = set(np.ravel(value).tolist())
+        (single,) = {*value} if isinstance(value, list) else {value}
         return TypeAdapter(kind).validate_python(single)
     except (TypeError, ValueError):
         expected = "true or false" if kind is bool else "a number"
-        raise UserError(f"{' '.join(name.split())} is {value!r}, expected {expected}; correct or remove it") from None
+        raise UserError(f"{name} is {value!r}, expected {expected}; correct or remove it") from None
 
 
 def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> None:
@@ -96,8 +101,9 @@ def universe_of(file: h5py.File) -> dict[str, float]:
 
 def domain_of(file: h5py.File) -> list[float]:
     """The lengths of the group `domain` in comoving Mpc/h, three or that of a cube; empty if the file states none."""
-    size = file["domain"].attrs.get("size", []) if "domain" in file else []
-    return [_typed(float, length, f"{file.filename}: attribute domain size") for length in np.ravel(size).tolist()]
+    size = _plain(file["domain"].attrs.get("size", [])) if "domain" in file else []
+    lengths = size if isinstance(size, list) else [size]
+    return [_typed(float, length, f"{file.filename}: attribute domain size") for length in lengths]
 
 
 def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:
@@ -154,6 +160,15 @@ def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
         for name, value in stated.items()
         if isinstance(value, str | Real)
     }
+
+
+def implausible(simulation: Mapping[str, Any]) -> list[str]:
+    """The values beyond LIMITS, as in "redshift is -0.5, expected 0 to 10000"."""
+    return [
+        f"{key} is {simulation[key]:g}, expected {low:g} to {high:g}"
+        for key, (low, high) in LIMITS.items()
+        if not low <= simulation.get(key, low) <= high
+    ]
 
 
 def common_simulation(simulations: Sequence[Simulation]) -> Simulation:

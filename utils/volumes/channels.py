@@ -17,6 +17,8 @@ from utils.config.sections import TransformConfig
 from utils.errors import UserError
 
 DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
+# Plausible typical values; others are in other units, or the transform is another one.
+PLAUSIBLE = {DENSITY_UNIT: (0.5, 2.0), VELOCITY_UNIT: (1.0, 3000.0), TEMPERATURE_UNIT: (100.0, 1e9)}
 DARK_MATTER, GAS, UNKNOWN = "dark-matter ", "gas ", "channel "  # prefixes of names
 
 Vectors = Sequence[Sequence[int]]

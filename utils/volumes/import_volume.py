@@ -1,20 +1,10 @@
 """Imports a simulation's fields into a volume that train.py and predict.py read: HDF5 with `Nbody` and `Hydro`.
 
     python -m utils.volumes.import_volume --input snapshot_1.h5 --validation snapshot_2.h5 --output box.h5
-                                          Nyx's HDF5 ("nyx-lyaf"): box_train.h5 and box_val.h5
-    python -m utils.volumes.import_volume --input snapshot.h5 --output box.h5 --split 0.25
-                                          one box, of which a quarter is for validation
-    python -m utils.volumes.import_volume --input SDRBENCH-EXASKY-NYX-512x512x512 --output box.h5 \\
-        --shape 512,512,512 --velocity_units cm/s
-                                          a directory of raw float32 fields: box.h5
-    python -m utils.volumes.import_volume --input CAMELS/3D_grids --output box.h5 --index 7 --validation_index 8 \\
-        --box_size 25                     a directory of NumPy grids
+    python train.py --yaml_config box.yaml
 
-It also writes box.yaml, a config that trains on the volumes: python train.py --yaml_config box.yaml
-
-The fields are dark_matter_density, baryon_density, velocity_x, velocity_y, velocity_z, temperature and, if known,
-dark_matter_velocity_x, _y and _z. Missing fields have no channels; without baryon_density only `Nbody`
-is written. Densities in other units than the mean are divided by the mean. Memory does not grow with the box.
+The first command writes box_train.h5, box_val.h5 and box.yaml, a config that trains on them. The input is an HDF5 file
+in Nyx's layout, or a directory of raw or NumPy files. docs/data.md, "Your own files", has formats, units and examples.
 """
 
 import argparse
@@ -35,8 +25,8 @@ from utils.config.sections import TransformConfig
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.volumes.attributes import CELL, FLOOR, UNIVERSE
-from utils.volumes.channels import INPUTS, TARGETS, Channel, input_channels, target_channels, vectors_of
+from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible
+from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
 from utils.volumes.hdf5 import DATASETS, stored_slabs
 from utils.volumes.imported_config import write_config
 from utils.volumes.nyx import open_nyx
@@ -52,17 +42,16 @@ from utils.volumes.snapshots import (
     quantity_of,
 )
 
+SMALLEST_CROP = 2
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
-# Plausible values; others are in other units.
-LIMITS = {"cosmology_H0": (10.0, 200.0), "redshift": (0.0, 1e4), CELL: (1e-5, 50.0)}
-LIMITS |= {"cosmology_Om0": (0.0, 2.0), "cosmology_Ode0": (-2.0, 2.0), "cosmology_Ob0": (0.0, 1.0)}
-MEAN_RANGE = (0.5, 2.0)  # of a density in units of the mean; that of a part of a box is not exactly 1
-COLDEST_MEAN = 100.0  # K, of a temperature; decimal logarithms are about 4
-VELOCITY_RANGE = (1.0, 3000.0)  # km/s, of the root mean square of a component
+REMEDIES = {  # for values that do not fit the unit
+    "density": "correct its attribute units",
+    "velocity": "correct its attribute units or, without one, give another --velocity_units",
+    "temperature": "write temperatures in K, no logarithms",
+}
 
 Options = argparse.Namespace  # the command line; the attributes have the names of the flags
-Parts = Mapping[Path, range]  # the files to write, and their planes of the box along x
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ class Source:
 
     shape: Shape
     datasets: Datasets
-    parts: Parts
+    parts: Mapping[Path, range]  # the files to write, and their planes of the box along x
     attributes: Mapping[str, Any]
     cell: float | None  # side of a cell in comoving Mpc/h
 
@@ -95,8 +84,8 @@ class Source:
 
 def import_volume(options: Options) -> list[str]:
     """Writes the files; returns lines for the user. Raises UserError, and leaves nothing, for contradictory input."""
-    inputs, targets = list_inputs(options), list_targets(options)
-    for path in targets:
+    inputs = list_inputs(options)
+    for path in itertools.chain(*(source.outputs for source in inputs)):
         check_target(path, options.overwrite)
         for source in inputs:
             if path.exists() and path.samefile(source.input):
@@ -115,33 +104,25 @@ def import_volume(options: Options) -> list[str]:
     lines += [f"channels of {name}: {', '.join(named)}" for name, named in sources[0].channel_names.items()]
     if len(counts) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
+    if options.split is None and len({(Path(source.input).resolve(), source.index) for source in inputs}) == 1:
+        lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
     return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts)]
 
 
-# --- what is imported ------------------------------------------------------------------------------------------------
-
-
 def list_inputs(options: Options) -> list[Options]:
-    """The options of each input: of one, or of the training and the validation box."""
+    """The options of each input, one or two boxes, with its `outputs`: the files to write."""
+    given, output = vars(options), options.output
+    both = [output.with_name(f"{output.stem}_{part}{output.suffix}") for part in ("train", "val")]
     if options.validation is None and options.validation_index is None:
-        return [options]
-    train, valid = list_targets(options)
-    second = {"input": options.validation or options.input, "index": options.validation_index, "output": valid}
-    return [Options(**{**vars(options), **changes}) for changes in ({"output": train}, second)]
-
-
-def list_targets(options: Options) -> list[Path]:
-    """The files to write: one, or those of training and validation."""
-    output = options.output
-    if options.split is None and options.validation is None and options.validation_index is None:
-        return [output]
-    return [output.with_name(f"{output.stem}_{part}{output.suffix}") for part in ("train", "val")]
+        return [Options(**given, outputs=[output] if options.split is None else both)]
+    second = {**given, "input": options.validation or options.input, "index": options.validation_index}
+    return [Options(**given, outputs=both[:1]), Options(**second, outputs=both[1:])]
 
 
 def plan_source(options: Options) -> Source:
     """The channels, attributes and files to write for one input."""
     snapshot = open_snapshot(Path(options.input), options)
-    parts, simulation = plan_parts(snapshot.shape, options), describe(snapshot, options)
+    parts, simulation = plan_parts(snapshot.shape[0], options), describe(snapshot, options)
     datasets, cell = plan_channels(snapshot, options), simulation.pop(CELL, None)
     attributes = {
         "made_by": "utils.volumes.import_volume",
@@ -189,16 +170,18 @@ def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
 
 def _factor(field: GridField, options: Options) -> float:
     """The factor from a field's unit to that of its channel: one over the mean for densities in unknown units."""
-    unit, remedy = field.unit, "give --velocity_units"
+    units, unit, remedy = UNITS[field.quantity], field.unit, "write temperatures in K"
     if field.quantity == "density" and unit != "mean":
         return 1 / _mean(field)
-    if field.quantity == "velocity":
-        unit = options.velocity_units or unit
     if field.quantity == "temperature":
-        unit, remedy = unit or "K", "write temperatures in K"
-    if unit not in UNITS[field.quantity]:
+        unit = unit or "K"
+    if field.quantity == "velocity":
+        unit, remedy = options.velocity_units or unit, f"give --velocity_units ({', '.join(units)})"
+        if field.is_stated and field.unit in units and field.unit != unit:
+            raise UserError(f"{field.name} states {field.unit}, not {unit}; correct it, or remove --velocity_units")
+    if unit not in units:
         raise UserError(f"{field.name} is in {unit or 'an unknown unit'}; {remedy}")
-    return UNITS[field.quantity][unit]
+    return units[unit]
 
 
 def _mean(field: GridField) -> float:
@@ -224,28 +207,29 @@ def describe(snapshot: Snapshot, options: Options) -> dict[str, float]:
         known = stated.setdefault(key, factor * value) / factor
         if not math.isclose(known, value, rel_tol=STATED_TOLERANCE, abs_tol=STATED_TOLERANCE):
             raise UserError(f"{snapshot.path} states {flag} {known:.6g}, not {value:.6g}; remove --{flag}")
-    for key, (low, high) in LIMITS.items():
-        if not low <= stated.get(key, low) <= high:
-            raise UserError(f"{snapshot.path}: {key} is {stated[key]:g}, expected {low:g} to {high:g}; correct it")
+    for fault in implausible(stated):
+        raise UserError(
+            f"{snapshot.path}: {fault}; correct it: lengths are in comoving Mpc/h, that is h times those in Mpc, and "
+            f"--hubble is h = H0 / (100 km/s/Mpc)"
+        )
     return stated
 
 
-def plan_parts(shape: Shape, options: Options) -> Parts:
+def plan_parts(planes: int, options: Options) -> dict[Path, range]:
     """The files to write; with --split two, with a gap between them also across the periodic boundary."""
     if options.split is None:
-        return {options.output: range(shape[0])}
-    valid = round(options.split * shape[0])
-    train = shape[0] - valid - 2 * GAP
-    if min(train, valid) < 2:  # the smallest crop
+        return {options.outputs[0]: range(planes)}
+    valid = round(options.split * planes)
+    train = planes - valid - 2 * GAP
+    if min(train, valid) < SMALLEST_CROP:
+        least, most = SMALLEST_CROP / planes, 1 - (SMALLEST_CROP + 2 * GAP) / planes
+        limits = f"--split {least:.3g} to {most:.3g}" if least <= most else "a box with more planes"
         raise UserError(
-            f"--split {options.split:g} leaves {train} training and {valid} validation planes of {shape[0]}, with two "
-            f"gaps of {GAP}; give another --split"
+            f"--split {options.split:g} leaves {train} training and {valid} validation planes of {planes}, with two "
+            f"gaps of {GAP}; give {limits}"
         )
     start = train + GAP
-    return dict(zip(list_targets(options), (range(train), range(start, start + valid)), strict=True))
-
-
-# --- conversion ------------------------------------------------------------------------------------------------------
+    return dict(zip(options.outputs, (range(train), range(start, start + valid)), strict=True))
 
 
 def write_volumes(sources: Sequence[Source]) -> None:
@@ -256,17 +240,18 @@ def write_volumes(sources: Sequence[Source]) -> None:
         atomic_write(targets) as partials,
         ExitStack() as opened,
     ):
-        files = iter([opened.enter_context(h5py.File(partial, "w")) for partial in partials])
+        files = [opened.enter_context(h5py.File(partial, "w")) for partial in partials]
+        opened_as = dict(zip(targets, files, strict=True))
         for source in sources:
-            _write_source(source, list(itertools.islice(files, len(source.parts))))
+            _write_source(source, [(opened_as[path], planes) for path, planes in source.parts.items()])
 
 
-def _write_source(source: Source, files: Sequence[h5py.File]) -> None:
-    for file, planes in zip(files, source.parts.values(), strict=True):
+def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> None:
+    for file, planes in parts:
         file.attrs.update(source.attributes)
         if source.cell is not None:
             file.attrs["box_size_mpc_h"] = source.cell * max(len(planes), *source.shape[1:])
-        if len(source.parts) > 1:
+        if len(parts) > 1:
             file.attrs["input_planes"] = [planes.start, planes.stop]
         for name, channels in source.datasets.items():
             dataset = file.create_dataset(name, (len(channels), len(planes), *source.shape[1:]), "<f4")
@@ -275,19 +260,20 @@ def _write_source(source: Source, files: Sequence[h5py.File]) -> None:
     total = sum(map(len, source.datasets.values())) * source.shape[0]
     with Progress(f"importing {source.attributes['input']}", total, "planes") as progress:
         for name, channels in source.datasets.items():
-            parts = [(file[name], planes) for file, planes in zip(files, source.parts.values(), strict=True)]
+            datasets = [(file[name], planes) for file, planes in parts]
             for number, channel in enumerate(channels):
-                _write_channel(channel, number, parts, source.attributes[FLOOR], progress)
+                _write_channel(channel, number, datasets, source.attributes[FLOOR], progress)
 
 
 def _write_channel(
     source: FieldChannel, number: int, parts: Sequence[tuple[h5py.Dataset, range]], floor: float, progress: Progress
 ) -> None:
     """Converts a field to channel `number` of the dataset of each part."""
-    field, total, squares = source.field, 0.0, 0.0
+    field, total, squares, low, high = source.field, 0.0, 0.0, math.inf, -math.inf
     for slab, read in stored_slabs(field.stored, field.name):
         values = np.array(read)  # changed below
         _check_values(field, slab, values)
+        low, high = min(low, values.min()), max(high, values.max())
         total += float(values.sum(dtype=np.float64))
         squares += float(np.dot(values.reshape(-1), values.reshape(-1)))
         values *= np.float32(source.factor)
@@ -300,8 +286,10 @@ def _write_channel(
                 part = values[first - slab.start : end - slab.start]
                 dataset[number, first - planes.start : end - planes.start] = part
         progress.advance(len(values))
+    if low == high:
+        raise UserError(f"{field.name} is {low:g} everywhere; give another file, or one without this field")
     cells = math.prod(field.shape)
-    _check_units(field, total / cells, source.factor * math.sqrt(squares / cells))
+    _check_units(source, total / cells, math.sqrt(squares / cells))
 
 
 def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
@@ -314,23 +302,14 @@ def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
         raise UserError(f"{value}, which is impossible for a {field.quantity}; correct the file")
 
 
-def _check_units(field: GridField, mean: float, rms: float) -> None:
-    """Raises UserError if mean and root mean square do not fit the field's unit."""
-    if field.quantity == "velocity" and not rms:
-        raise UserError(f"{field.name} is 0 everywhere; give another file")
-    if field.quantity == "velocity" and not VELOCITY_RANGE[0] <= rms <= VELOCITY_RANGE[1]:
-        raise UserError(
-            f"{field.name}: a root mean square of {rms:.3g} km/s is implausible; give its unit with --velocity_units"
-        )
-    if field.quantity == "temperature" and mean < COLDEST_MEAN:
-        raise UserError(f"{field.name}: a mean of {mean:.3g} K is implausible; write temperatures in K, no logarithms")
-    if field.unit == "mean" and not MEAN_RANGE[0] <= mean <= MEAN_RANGE[1]:
-        raise UserError(
-            f"{field.name} has a mean of {mean:.3g} although it is in units of the mean; correct its attribute units"
-        )
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
+def _check_units(source: FieldChannel, mean: float, root_mean_square: float) -> None:
+    """Raises UserError if the field's mean, of a velocity its root mean square, does not fit its unit."""
+    field, unit = source.field, str(source.channel.unit)
+    name, value = ("root mean square", root_mean_square) if field.quantity == "velocity" else ("mean", mean)
+    typical, (low, high) = source.factor * value, PLAUSIBLE[unit]
+    if not low <= typical <= high:
+        remedy = REMEDIES[field.quantity]
+        raise UserError(f"{field.name}: a {name} of {typical:.3g} {unit} is implausible; {remedy}")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

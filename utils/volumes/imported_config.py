@@ -61,8 +61,6 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     lines = [f"wrote {path}, a config that extends {parent}"]
     if parent == "demo" and smallest >= CROPS["base"]:
         lines.append("demo has a small network, as there is no GPU; with one, let the config extend base")
-    if len(volumes) == 1:
-        lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
     if crop < CROPS[parent]:
         lines.append(f"warning: crops have {crop} cells per side, because a side has {smallest}; import larger parts")
     return [*lines, "to train:", command]

@@ -6,6 +6,7 @@ multiplies the lengths of its input file, in Mpc, by h) and shape (three counts)
 omega_m, omega_l, omega_b and redshift.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 
 from utils.errors import UserError
 from utils.volumes.attributes import CELL, TYPES, UNIVERSE, domain_of, plain_attributes, universe_of
-from utils.volumes.hdf5 import NATIVE
+from utils.volumes.hdf5 import DATASETS, NATIVE
 from utils.volumes.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
-from utils.volumes.storage import open_file, reading, storage_files
+from utils.volumes.storage import contents, open_file, reading, storage_files
 
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 FORMAT = "nyx-lyaf"
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of datasets that state none
+PER_SECOND = re.compile(r" */ *s$|[ .*]+s(\*\*|\^)?-1$")  # astropy's and yt's "km / s", "cm*s**-1", "km s^-1"
 CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
 
 
@@ -30,7 +32,7 @@ def open_nyx(path: Path) -> Snapshot:
     file = open_file(str(path))
     with reading(str(path)):
         if NATIVE not in file:
-            raise UserError(f"{path} has no group {NATIVE}; it contains {', '.join(file)}; give another file")
+            raise _other_layout(path, file)
         group = file[NATIVE]
         fields = {name: _field(path, name, group[name]) for name in FIELDS if name in group}
         simulation = universe_of(file)
@@ -44,13 +46,29 @@ def open_nyx(path: Path) -> Snapshot:
         return Snapshot(str(path), fields, simulation, periodic)
 
 
+def _other_layout(path: Path, file: h5py.File) -> UserError:
+    """The error for an HDF5 file that is no snapshot of Nyx: what it seems to be, and how to import it."""
+    if DATASETS[0] in file:
+        return UserError(f"{path} is a volume already; set train_path to it, or give it to predict.py")
+    kind, first = "has another layout than Nyx", ""
+    if str(plain_attributes(file).get("data_type", "")).startswith("yt"):
+        kind = "seems to be a file of yt"
+    if any(name.startswith("PartType") for name in file):
+        kind, first = "seems to be a snapshot of particles (Gadget, SWIFT)", "deposit them on a grid, and "
+    return UserError(
+        f"{path} {kind}; it contains {contents(file)}; {first}link each grid to its name in docs/data.md, in Python: "
+        f"h5py.File('{path}', 'a')['{NATIVE}/{FIELDS[0]}'] = h5py.SoftLink('/NAME'); then give --box_size, --redshift"
+    )
+
+
 def _field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
     name, quantity = f"{path}: {NATIVE}/{field}", quantity_of(field)
     if len(dataset.shape) != 3:
         raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z); give another file")
     storage_files(dataset)
-    unit = str(plain_attributes(dataset).get("units", DEFAULT_UNITS[quantity]))
-    return GridField(name, quantity, dataset, unit.strip("() "))
+    stated = plain_attributes(dataset).get("units")
+    unit = DEFAULT_UNITS[quantity] if stated is None else PER_SECOND.sub("/s", str(stated).strip("() "))
+    return GridField(name, quantity, dataset, unit, stated is not None)
 
 
 def layout_attributes(names: Sequence[str], shape: Shape, cell: float, simulation: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class GridField:
     name: str  # file and dataset, for errors
     quantity: str  # a key of UNITS
     stored: Any
-    unit: str | None = None  # as the file states it
+    unit: str | None = None
+    is_stated: bool = False  # by the file
 
     def __post_init__(self) -> None:
         check_real(self.stored.dtype, self.name)
@@ -71,7 +72,7 @@ class Snapshot:
     def shape(self) -> Shape:
         """Cells along x, y and z; raises UserError if they differ between fields, or if there are none."""
         if not self.fields:
-            raise UserError(f"{self.path} has none of the fields {', '.join(FIELDS)}; give another --input")
+            raise UserError(f"{self.path} has none of the fields {', '.join(FIELDS)}; give its files these names")
         first, *remaining = self.fields.values()
         for grid in remaining:
             if grid.shape != first.shape:

@@ -14,9 +14,11 @@ import h5py
 from utils.errors import UserError, os_errors_for_users, os_reason, os_remedy
 
 IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
-OF_NPY = f"{IMPORTER} makes one of the .npy files in a directory"
+OF_NPY = f"{IMPORTER} makes one of a directory of .npy files, named dark_matter_density.npy and so on"
 # Filters that HDF5 itself lacks. Source: the HDF Group's list of registered filter plugins.
 FILTERS = {307: "bzip2", 32001: "Blosc", 32004: "LZ4", 32008: "bitshuffle", 32013: "ZFP", 32015: "Zstandard"}
+
+LISTED = 12  # datasets in a message
 
 
 def open_file(path: str, remedy: str = "give another path") -> h5py.File:
@@ -47,6 +49,14 @@ def reading(path: str) -> Iterator[None]:
             if path.endswith(".npy"):
                 remedy = OF_NPY
         raise UserError(f"cannot read {path}: {text}; {remedy}") from None
+
+
+def contents(file: h5py.File) -> str:
+    """The names of the datasets in a file, of many the first ones."""
+    names: list[str] = []
+    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more or "no dataset"
 
 
 def storage_files(dataset: h5py.Dataset) -> list[str]:
