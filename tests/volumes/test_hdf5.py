@@ -1,6 +1,7 @@
 """HDF5 volumes: mapping, conversion, staging, checks of values, errors in one line."""
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from reference_samples import read_fields
+from reference_samples import ALONE, read_fields
 from volume_files import write_volume
 
 from utils import config as configs
 from utils.data.loaders import open_volumes
 from utils.errors import UserError
+from utils.log import warn_once
 from utils.volumes import hdf5
 from utils.volumes.hdf5 import Volume, as_float32, open_volume
 from utils.volumes.opened import stage, staged_path
@@ -29,8 +31,7 @@ STORAGES += [{"dtype": dtype} for dtype in (">f8", "<f2", ">f4", "<i2")]
 def test_contiguous_datasets_are_mapped_read_only_and_others_converted(
     tmp_path: Path, storage: dict, monkeypatch: Any, caplog: Any
 ) -> None:
-    """Large chunks are logged once: one of 2 GB was read for a minute without a word. Overflow gives no warning."""
-    caplog.set_level("INFO")
+    """Large chunks are a warning, once: one of 2 GB was read for a minute without a word. Overflow gives none."""
     monkeypatch.setattr(hdf5, "LARGE_CHUNK", 2000)
     path = write_volume(tmp_path / "a.h5", **storage)
     for _ in range(2):
@@ -171,11 +172,14 @@ def test_a_volume_for_training_and_validation_gets_a_warning(tmp_path: Path) -> 
     assert check_distinct({"train": [train], "valid": [changed]}) == []
 
 
-def test_the_preflight_names_a_constant_channel_among_others(caplog: Any) -> None:
+@pytest.mark.parametrize("check", [check_all, lambda volume: check_samples([volume], False)])
+def test_a_constant_channel_among_others_is_named_by_the_preflight_and_at_the_start(caplog: Any, check: Any) -> None:
     """Fixed: only a dataset that is constant as a whole was noticed."""
+    warn_once.cache_clear()
     fields = [values.copy() for values in FIELDS]
     fields[1][3] = 0.25
-    check_all(Volume("a.h5", *fields))
+    check(Volume("a.h5", *fields))
+    check(Volume("a.h5", *fields))
     assert [record.getMessage() for record in caplog.records] == [
         "a.h5: Hydro[3] is 0.25 everywhere; write its values, or choose another file or dataset"
     ]
@@ -194,3 +198,25 @@ def test_a_file_without_gas_or_with_few_cells_gets_the_remedy(tmp_path: Path) ->
     config = configs.load("config/UNet.yaml", "base", {"train_path": str(path), "box_size": [20, 20]})
     with pytest.raises(UserError, match=r"20³ cells, .* set data_size=16 and network\.scales=3, or"):
         open_volumes(config).split("train")
+    smaller = config.model_copy(update={"val_path": str(write_volume(tmp_path / "b.h5", 12))})
+    with pytest.raises(UserError, match=r"20³ cells, .* set data_size=8 and network\.scales=2, or"):
+        open_volumes(smaller).split("train")  # fixed: 16, which did not fit the other volume
+
+
+def test_values_that_cannot_be_are_a_warning_that_names_them(tmp_path: Path, caplog: Any) -> None:
+    """Fixed: only the importer noticed cells of 1250 Mpc/h, and temperatures in other units."""
+    stated = {"box_size_mpc_h": 20000.0, "redshift": -1.0, "temperature_log10_center": 12.0}
+    path = write_volume(tmp_path / "a.h5", velocity_scale_km_s=1e6, **stated)
+    keys = {"train_path": str(path), "val_path": str(path)}
+    open_volumes(configs.load("config/UNet.yaml", "test", keys)).check(ALONE)
+    _, *lines = [record.getMessage().removeprefix(f"{path}: ") for record in caplog.records]
+    assert lines[:2] == [
+        "redshift is -1, expected 0 to 10000; correct its attributes",
+        "cell size (Mpc/h) is 1250, expected 1e-05 to 50; correct its attributes",
+    ]
+    names = [line.partition(",")[0] for line in lines[2:]]
+    assert names == [f"Nbody[{number}]" for number in (1, 2, 3)] + [f"Hydro[{number}]" for number in (1, 2, 3, 4)]
+    assert re.search(r"temperature, would be [\d.]+e\+1[12] K in half of the cells; correct the transform", lines[-1])
+    caplog.clear()
+    open_volumes(configs.load("config/UNet.yaml", "test", keys | {"allow_physical_values": True})).check(ALONE)
+    assert len(caplog.records) == 1, "the others have been logged"

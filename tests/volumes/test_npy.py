@@ -88,8 +88,9 @@ def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(tmp_path:
     assert f"python -m utils.volumes.convert_to_npy -i {source}" in str(caught.value)
 
 
-def test_without_keys_of_copies_a_missing_source_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [None, "/nowhere/a_data.npy"])
+def test_without_copies_a_missing_source_is_named(data: str | None) -> None:
     """Fixed: the advice was to convert a file that does not exist."""
-    config = configs.load("config/UNet.yaml", "test", {"train_path": "/nowhere/a.h5", "train_path_npy_data": None})
+    config = configs.load("config/UNet.yaml", "test", {"train_path": "/nowhere/a.h5", "train_path_npy_data": data})
     with pytest.raises(UserError, match=r"no such file: /nowhere/a\.h5; simulate one"):
         Volumes.open(config, "npy").split("train", npy=True)

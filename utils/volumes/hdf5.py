@@ -4,8 +4,6 @@ Contiguous datasets are mapped into memory: a crop reads only its own bytes, and
 cache. Chunked or compressed datasets, and those of other types of numbers, are read through h5py and converted.
 """
 
-import functools
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -16,18 +14,17 @@ import h5py
 import numpy as np
 
 from utils.errors import UserError
+from utils.log import warn_once
 from utils.progress import Progress
 from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
-from utils.volumes.storage import IMPORTER, open_file, reading, storage_files
+from utils.volumes.storage import IMPORTER, contents, open_file, reading, storage_files
 
 DATASETS = ("Nbody", "Hydro")
 NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent, checked and converted in slabs
 LARGE_CHUNK = 2**28  # bytes
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -207,8 +204,7 @@ def checked_dataset(
         if NATIVE in file:
             command = f"{IMPORTER} --input {path} --output VOLUME.h5"
             raise UserError(f"{path} is a snapshot of Nyx; import it with {command}, and give VOLUME.h5")
-        names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
-        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedy}")
+        raise UserError(f"{path} has no dataset {name}; it contains {contents(file)}; {remedy}")
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
     is_last = len(shape) == 4 and shape[0] == shape[1] > shape[3]  # no crop fits into so flat a volume
     if len(shape) != 4 or 0 in shape or is_last or shape[0] != (channels or shape[0]):
@@ -219,7 +215,8 @@ def checked_dataset(
     check_real(dataset.dtype, f"{path}: {name}")
     chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
     if chunk > LARGE_CHUNK:
-        _log_large_chunks(path, name, chunk)
+        text = f"{path}: {name} has chunks of {chunk / 1e9:.1f} GB, and a crop needs whole ones: this is slow"
+        warn_once(f"{text}; rewrite it contiguously, or use --data_loader_config=inmem")
     return dataset
 
 
@@ -227,12 +224,6 @@ def check_real(dtype: np.dtype, name: str) -> None:
     """Raises UserError for values that are not real numbers."""
     if dtype.kind not in "fiu":
         raise UserError(f"{name} holds {dtype}, expected real numbers; write it as float32")
-
-
-@functools.cache  # a preflight opens its files again
-def _log_large_chunks(path: str, name: str, size: int) -> None:
-    text = "%s: %s has chunks of %.1f GB, and a crop needs whole ones: this is slow; rewrite it contiguously"
-    log.info(text, path, name, size / 1e9)
 
 
 def nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:

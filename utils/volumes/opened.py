@@ -15,17 +15,19 @@ from utils.config import Config, validate_section
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file, sample_digest
+from utils.log import warn_once
 from utils.volumes.attributes import (
     Simulation,
     common_simulation,
     conditions_of,
     file_transform,
+    implausible,
     warn_of_untrained_conditions,
 )
 from utils.volumes.channels import vectors_of, volume_channels
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.npy import open_npy_volume
-from utils.volumes.values import check_all, check_distinct, check_samples
+from utils.volumes.values import check_all, check_distinct, check_samples, warn_of_units
 
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
@@ -171,7 +173,8 @@ class Volumes:
             raise UserError(f"{volumes[0].path}: {fault}; set box_size to {sizes}")
         for volume in volumes:
             if min(volume.shape) < crop:
-                fitting, scales = largest_crop(min(volume.shape))
+                shapes = [volume.shape for name in SPLITS for volume in self._available(name)]
+                fitting, scales = largest_crop(min(map(min, shapes)))
                 raise UserError(
                     f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do "
                     f"not fit; set data_size={fitting} and network.scales={scales}, or choose another file"
@@ -227,7 +230,8 @@ class Volumes:
                 )
         volumes = []
         for source, *pair in itertools.zip_longest(sources, *paths):
-            needed = os.path.exists(source) or None in pair  # without copies it must be there to be converted
+            # Without copies it must be there to be converted.
+            needed = os.path.exists(source) or not all(path and os.path.exists(path) for path in pair)
             volume, files = self._open(source, key) if needed else None, (source, pair[0], pair[1])
             if files not in self._opened:
                 self._opened[files] = open_npy_volume(files[1:], keys, source, volume, self.config.dataset_names)
@@ -273,29 +277,33 @@ class Volumes:
 
         Rank 0 reads, every rank calls it. A file that cannot be opened is left to the loader; a benchmark may use any.
         """
-        config, network = self.config, self.config.network
         with world.raise_together():
-            if world.is_root and self.has_files and not config.enable_benchy:
+            if world.is_root and self.has_files and not self.config.enable_benchy:
                 try:
                     splits = self.splits()
                 except UserError:
                     return
-                check_samples(all_volumes(splits), config.allow_physical_values)
-                for line in check_distinct(splits):
-                    log.warning(line)
-                for volume in all_volumes(splits) if network.conditions else ():
-                    conditions = conditions_of(network, volume.path, volume.simulation)
-                    warn_of_untrained_conditions(network, volume.path, conditions)
-                for name, (low, high) in zip(network.conditions, network.condition_ranges, strict=True):
-                    if low == high:
-                        log.warning(
-                            f"network.conditions: {name} is {low:g} in all training volumes, so it has no effect"
-                        )
-                for volume in splits["train"]:
-                    if set(volume.shape) == {config.data_size}:
-                        log.warning(
-                            f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size"
-                        )
+                check_samples(all_volumes(splits), self.config.allow_physical_values)
+                self._warn(splits)
+
+    def _warn(self, splits: Mapping[str, Sequence[Volume]]) -> None:
+        config, network = self.config, self.config.network
+        for line in check_distinct(splits):
+            log.warning(line)
+        for volume in all_volumes(splits):
+            for fault in implausible(volume.simulation):
+                warn_once(f"{volume.path}: {fault}; correct its attributes")
+            if not config.allow_physical_values:
+                warn_of_units(volume, volume_channels(config))
+            if network.conditions:
+                conditions = conditions_of(network, volume.path, volume.simulation)
+                warn_of_untrained_conditions(network, volume.path, conditions)
+        for name, (low, high) in zip(network.conditions, network.condition_ranges, strict=True):
+            if low == high:
+                log.warning(f"network.conditions: {name} is {low:g} in all training volumes, so it has no effect")
+        for volume in splits["train"]:
+            if set(volume.shape) == {config.data_size}:
+                log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")
 
     def check_all(self) -> None:
         """Reads all values of the volumes of both splits, and logs how they are stored.

@@ -9,6 +9,7 @@ import numpy as np
 
 from utils.errors import UserError
 from utils.log import warn_once
+from utils.volumes.channels import DENSITY_UNIT, PLAUSIBLE, Channel
 from utils.volumes.hdf5 import Volume, nonfinite_place
 from utils.volumes.storage import IMPORTER, reading
 
@@ -29,7 +30,7 @@ def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
     """Raises UserError for values in samples that a run cannot succeed with.
 
     These are NaN and infinite values, the same value everywhere in a dataset, and physical values, unless they are
-    allowed. A constant channel is a warning.
+    allowed.
     """
     for volume in volumes:
         for name, field in zip(volume.names, volume.fields, strict=True):
@@ -37,7 +38,7 @@ def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
 
 
 def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None:
-    """The check of one dataset [C, X, Y, Z]."""
+    """The check of one dataset [C, X, Y, Z]; a constant channel is a warning."""
     stored, places = sample(path, field), _places(field.shape[1:])
     if (place := nonfinite_place(stored)) is not None:
         channel, row, z = place
@@ -46,7 +47,7 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
         raise _constant(path, name, stored.flat[0])
     for number, values in enumerate(stored):
         if values.min() == values.max():
-            warn_once(str(_constant(path, f"{name}[{number}]", values.flat[0])))
+            warn_once(str(_constant(path, f"{name}[{number}]", values[0, 0])))
         if not allow_physical and np.count_nonzero(np.abs(values) > PHYSICAL) > PHYSICAL_SHARE * values.size:
             raise UserError(
                 f"{path}: {name}[{number}] holds physical values (up to {np.abs(values).max():.3g}), but networks "
@@ -72,6 +73,22 @@ def check_all(volume: Volume) -> None:
         for number, extremes in enumerate(channels):
             if len(extremes) == 1:
                 warn_once(str(_constant(volume.path, f"{name}[{number}]", *extremes)))
+
+
+def warn_of_units(volume: Volume, channels: Sequence[Sequence[Channel]]) -> None:
+    """Warns of velocities and temperatures that are implausible by the transforms of the inputs and the targets."""
+    for name, field, known in zip(volume.names, volume.fields, channels, strict=True):
+        for number, (channel, values) in enumerate(zip(known, sample(volume.path, field), strict=True)):
+            if channel.unit in (None, DENSITY_UNIT):  # a sample does not have the mean of a density
+                continue
+            with np.errstate(over="ignore"):
+                typical = np.median(np.abs(channel.to_physical(values.astype(np.float64))))
+            low, high = PLAUSIBLE[channel.unit]
+            if not low <= typical <= high:
+                warn_once(
+                    f"{volume.path}: {name}[{number}], {channel.name}, would be {typical:.3g} {channel.unit} in half "
+                    f"of the cells; correct the transform in the file's attributes or the config (docs/data.md)"
+                )
 
 
 def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
