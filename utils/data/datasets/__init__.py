@@ -1,4 +1,4 @@
-"""Classification data sets, read from their published files into arrays. A new one is a module and a line in DATASETS.
+"""Classification data sets, read from their published files into arrays. A new one is a Dataset and a line in DATASETS.
 
 Nothing in a file is executed: the pickle in Keras's `reuters.npz` is read as data.
 """
@@ -6,10 +6,8 @@ Nothing in a file is executed: the pickle in Keras's `reuters.npz` is read as da
 import hashlib
 from pathlib import Path
 
-from utils.data.datasets.cifar import CIFAR10
 from utils.data.datasets.common import ClassificationData, Dataset
-from utils.data.datasets.digits import DIGITS
-from utils.data.datasets.idx import FASHION_MNIST, MNIST
+from utils.data.datasets.images import CIFAR10, DIGITS, FASHION_MNIST, MNIST
 from utils.data.datasets.reuters import REUTERS
 from utils.errors import UserError
 from utils.lookup import lookup
