@@ -19,7 +19,7 @@ from volume_files import write_volume
 
 import train
 from utils.config import Config, load, validate
-from utils.data.loaders import LOADERS, DataSplits, auto, dali, get_loader, gpu_resident, open_volumes, threaded
+from utils.data.loaders import LOADERS, DataSplits, LoaderSpec, build_auto, dali, get_loader, open_volumes
 from utils.data.loaders.base import memory_format, sample_plan
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.distributed.launch import Launch
@@ -175,9 +175,9 @@ def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[st
         config, few = config_for(paths, name, **CONDITIONS), config_for(paths, name, Nsamples_val=3)
         digests[name] = read(build_loaders(config, world), READINGS) + read(build_loaders(few, world), FEW)
     shared_memory.free_shared_memory = lambda _: 0 if world.is_root else 2**40
-    threaded.build_lowmem = lambda *_: built.append("lowmem")  # type: ignore[assignment,func-returns-value]
+    LOADERS["lowmem"] = LoaderSpec(lambda *_: built.append("lowmem"))  # type: ignore[arg-type,return-value,func-returns-value]
     chunked = str(Path(paths["val_path"]).with_name("chunked.h5"))
-    auto.build(open_volumes(config_for(paths, "auto", train_path=chunked)), world)
+    build_auto(open_volumes(config_for(paths, "auto", train_path=chunked)), world)
     return digests, built
 
 
@@ -314,9 +314,8 @@ def test_auto_builds_the_fastest_loader_that_fits(
             raise UserError(f"{loader} fails")
         built.append(loader)
 
-    builders = {"resident": (gpu_resident, "build"), "dali-lowmem": (dali, "build")}
-    builders |= {name: (threaded, f"build_{name}") for name in ("inmem", "lowmem")}
-    for name, (module, function) in builders.items():
-        monkeypatch.setattr(module, function, lambda volumes, *_, name=name: build(name, volumes))
-    auto.build(open_volumes(config), World(Launch("test"), torch.device(device)))
+    for name in ("resident", "dali-lowmem", "inmem", "lowmem"):
+        spec = LoaderSpec(lambda volumes, *_, name=name: build(name, volumes))  # type: ignore[misc]
+        monkeypatch.setitem(LOADERS, name, spec)
+    build_auto(open_volumes(config), World(Launch("test"), torch.device(device)))
     assert built == [wanted]

@@ -35,8 +35,8 @@ class EpochPlan:
 class SamplePlan:
     """`samples` (Nsamples or Nsamples_val) crops of `crop`³ cells in volumes of the shapes `boxes`.
 
-    In training all positions that fit are equally likely, so a volume's share of the samples is its share of the
-    positions. Validation has an equal number of samples of each volume, one volume after the other.
+    In training all positions that fit are equally likely. Validation has an equal number of samples of each volume, one
+    volume after the other.
     """
 
     samples: int
@@ -89,10 +89,7 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class ShufflePlan:
-    """The order of `samples` out of the `available` samples of a data set; each is used at most once per epoch.
-
-    `samples`, the config's Nsamples or Nsamples_val, is at most `available`.
-    """
+    """The order of `samples` (Nsamples or Nsamples_val) out of the `available` ones, each at most once per epoch."""
 
     samples: int
     available: int

@@ -1,7 +1,4 @@
-"""Attributes of an HDF5 file: the transforms of its channels, and the simulation that its fields come from.
-
-All are optional. `simulation` writes them, and `predict.py` copies those of its input.
-"""
+"""Attributes of an HDF5 file, all optional: the transforms of its channels, and the simulation of its fields."""
 
 import logging
 import math
@@ -45,7 +42,6 @@ CONDITIONS = {name: key for name, (key, _) in UNIVERSE.items()}
 CONDITIONS |= {"cell": CELL, "sigma8": "cosmology_sigma8", "n_s": "cosmology_ns"}
 TYPES: dict[str, type] = {"periodic": bool, "box_size_mpc_h": float, FLOOR: float}  # of attributes of a file
 TYPES |= dict.fromkeys([*TransformConfig.model_fields, *CONDITIONS.values()], float)
-
 CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc"}  # the others have none
 
 log = logging.getLogger(__name__)
@@ -101,17 +97,16 @@ def universe_of(file: h5py.File) -> dict[str, float]:
 
 def domain_of(file: h5py.File) -> list[float]:
     """The lengths of the group `domain` in comoving Mpc/h, three or that of a cube; empty if the file states none."""
-    size = _plain(file["domain"].attrs.get("size", [])) if "domain" in file else []
-    lengths = size if isinstance(size, list) else [size]
-    return [_typed(float, length, f"{file.filename}: attribute domain size") for length in lengths]
+    size: Any = np.ravel(file["domain"].attrs.get("size", [])) if "domain" in file else []
+    return [_typed(float, _plain(length), f"{file.filename}: attribute domain size") for length in size]
 
 
 def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:
     """The transform of the channels in `files`, which maps paths to attributes.
 
-    Each key comes from the config if it is set there explicitly, else from a file's attribute of the same name, else
-    from the defaults. Raises UserError if a file contradicts the config or another file. None, which only a config can
-    set, contradicts nothing. A file that does not state a value other than the default is a warning.
+    Each key comes from the config if it is set there, else from a file's attribute, else from the defaults. Raises
+    UserError if a file contradicts the config or another file; None, which only a config can set, contradicts nothing.
+    A file that does not state a value other than the default is a warning.
     """
     known: dict[str, tuple[float | None, str | None]]  # value, and the file that states it; None: the config
     known = {key: (getattr(config, key), None) for key in config.model_fields_set}

@@ -3,8 +3,6 @@
     python -m utils.volumes.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
 writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
-The datasets may be of any type of number. The memory needed does not depend on the size of the volume, but on that of
-the chunks of a chunked one.
 """
 
 import math

@@ -29,15 +29,12 @@ SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
 
 @dataclass(frozen=True)
 class Volume:
-    """Input and target fields [C, X, Y, Z]; both support field[channels, x, y, z] with slices.
-
-    `files` are read for as long as the volume is used; a volume in memory has none.
-    """
+    """Input and target fields [C, X, Y, Z]; both support field[channels, x, y, z] with slices."""
 
     path: str
     inputs: Any
     targets: Any
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # read for as long as the volume is used; a volume in memory has none
     cell: float | None = None  # side of a cell in comoving Mpc/h, if known
     names: Sequence[str] = DATASETS
     simulation: Simulation = field(default_factory=dict)  # redshift, cosmology, cell size, as far as the file has them
@@ -159,9 +156,6 @@ def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -
     return Volume(str(path), *fields, files, inputs.cell, names, inputs.simulation, inputs.periodic, inputs.attributes)
 
 
-# --- datasets --------------------------------------------------------------------------------------------------------
-
-
 class ConvertedField:
     """A dataset [C, X, Y, Z] that cannot be mapped; field[channels, x, y, z] is read through h5py, as float32."""
 
@@ -189,11 +183,7 @@ def float32_field(dataset: h5py.Dataset) -> Any:
 
 
 def checked_dataset(
-    file: h5py.File,
-    path: str,
-    name: str,
-    channels: int | None = None,
-    remedy: str = "choose another file or dataset",
+    file: h5py.File, path: str, name: str, channels: int | None = None, remedy: str = "choose another file or dataset"
 ) -> h5py.Dataset:
     """A dataset [C, X, Y, Z]; `channels` None accepts any number. `remedy` is that for a missing dataset."""
     dataset = file.get(name)

@@ -27,7 +27,7 @@ from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
-from utils.volumes.hdf5 import DATASETS, stored_slabs
+from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
 from utils.volumes.imported_config import write_config
 from utils.volumes.nyx import open_nyx
 from utils.volumes.snapshots import (
@@ -37,8 +37,7 @@ from utils.volumes.snapshots import (
     GridField,
     Shape,
     Snapshot,
-    open_npy,
-    open_raw,
+    open_directory,
     quantity_of,
 )
 
@@ -100,7 +99,7 @@ def import_volume(options: Options) -> list[str]:
     counts = [len(channels) for channels in sources[0].datasets.values()]
     make_output_directory(options.output.parent, 4 * sum(counts) * cells)
     write_volumes(sources)
-    lines = [f"wrote {path}: {' × '.join(map(str, shape))} cells" for path, shape in volumes.items()]
+    lines = [f"wrote {path}: {cells_text(shape)} cells" for path, shape in volumes.items()]
     lines += [f"channels of {name}: {', '.join(named)}" for name, named in sources[0].channel_names.items()]
     if len(counts) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
@@ -121,12 +120,13 @@ def list_inputs(options: Options) -> list[Options]:
 
 def plan_source(options: Options) -> Source:
     """The channels, attributes and files to write for one input."""
-    snapshot = open_snapshot(Path(options.input), options)
+    path = Path(options.input)
+    snapshot = open_directory(path, options.shape, options.index) if path.is_dir() else open_nyx(path)
     parts, simulation = plan_parts(snapshot.shape[0], options), describe(snapshot, options)
     datasets, cell = plan_channels(snapshot, options), simulation.pop(CELL, None)
     attributes = {
         "made_by": "utils.volumes.import_volume",
-        "input": str(Path(options.input).resolve()),
+        "input": str(path.resolve()),
         "periodic": snapshot.periodic and options.split is None,
         **simulation,
         **options.transform.model_dump(),
@@ -134,19 +134,6 @@ def plan_source(options: Options) -> Source:
         FLOOR: math.exp(-options.transform.density_log_scale),
     }
     return Source(snapshot.shape, datasets, parts, attributes, cell)
-
-
-def open_snapshot(path: Path, options: Options) -> Snapshot:
-    """The input's fields; raises UserError if the files contradict themselves, each other or the options."""
-    if not path.is_dir():
-        return open_nyx(path)
-    if any(path.glob("*.npy")):
-        return open_npy(path, options.index)
-    if not any(path.glob("*.f32")):
-        raise UserError(f"{path} has neither .f32 nor .npy files; give another --input")
-    if options.shape is None:
-        raise UserError("raw files do not state their shape; give --shape X,Y,Z")
-    return open_raw(path, options.shape)
 
 
 def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
@@ -186,13 +173,13 @@ def _factor(field: GridField, options: Options) -> float:
 
 def _mean(field: GridField) -> float:
     total = 0.0
-    with Progress(f"mean of {field.name}", field.shape[0], "planes") as progress:
+    with Progress(f"mean of {field.name}", field.stored.shape[0], "planes") as progress:
         for _, values in stored_slabs(field.stored, field.name):
             total += float(values.sum(dtype=np.float64))
             progress.advance(len(values))
     if not total:
         raise UserError(f"{field.name} is 0 everywhere; give another file")
-    return total / math.prod(field.shape)
+    return total / math.prod(field.stored.shape)
 
 
 def describe(snapshot: Snapshot, options: Options) -> dict[str, float]:
@@ -288,7 +275,7 @@ def _write_channel(
         progress.advance(len(values))
     if low == high:
         raise UserError(f"{field.name} is {low:g} everywhere; give another file, or one without this field")
-    cells = math.prod(field.shape)
+    cells = math.prod(field.stored.shape)
     _check_units(source, total / cells, math.sqrt(squares / cells))
 
 

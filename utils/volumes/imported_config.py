@@ -20,10 +20,6 @@ HEADER = """\
 # Trains on imported volumes: {command}
 # The config begins with all keys of `{parent}`; to begin with those of another config, change the line `extends` in it.
 """
-ONE_VOLUME = """\
-# val_path is the training volume itself, so the validation loss says nothing about other volumes. Import another one,
-# set val_path to it, and the second number of box_size to its cells per side.
-"""
 
 
 def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> list[str]:
@@ -54,8 +50,7 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequ
     }
     if crop < CROPS[parent]:
         keys |= {"data_size": crop, "network": {"scales": scales}}
-    header = HEADER.format(command=command, parent=parent) + ("" if len(volumes) > 1 else ONE_VOLUME)
-    text = f"{header}{dump({EXTENDS: SHIPPED, path.stem: keys})}"
+    text = HEADER.format(command=command, parent=parent) + dump({EXTENDS: SHIPPED, path.stem: keys})
     with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
     lines = [f"wrote {path}, a config that extends {parent}"]

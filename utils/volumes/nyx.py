@@ -72,10 +72,7 @@ def _field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
 
 
 def layout_attributes(names: Sequence[str], shape: Shape, cell: float, simulation: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of the file, its groups and datasets; `simulation` has this project's attributes.
-
-    Texts have a fixed length, as programs in C expect.
-    """
+    """Attributes of the file, its groups and datasets; texts have a fixed length, as programs in C expect."""
     sizes = {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)}
     universe = {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()}
     units = DEFAULT_UNITS | {"density": "(mean)"}

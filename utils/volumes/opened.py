@@ -31,7 +31,6 @@ from utils.volumes.values import check_all, check_distinct, check_samples, warn_
 
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
-VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
 CHANNELS_KEYS = {"N_in_channels": "inputs", "N_out_channels": "targets"}  # fields of a Volume
 
 log = logging.getLogger(__name__)
@@ -48,10 +47,7 @@ def split_samples(config: Config, split: str) -> int:
 
 
 def volume_names(config: Config, split: str) -> list[str]:
-    """The names of a split's files without folder and ending; equal ones get their number in the list.
-
-    If a file has such a name, v[0].h5, all get their number.
-    """
+    """The names of a split's files without folder and ending; equal ones, or all, get their number in the list."""
     stems = [Path(path).stem for path in config.paths(PATH_KEYS[split])]
     numbered = [f"{stem}[{number}]" for number, stem in enumerate(stems)]
     names = [stem if stems.count(stem) == 1 else name for stem, name in zip(stems, numbered, strict=True)]
@@ -121,7 +117,7 @@ class Volumes:
 
     @property
     def has_files(self) -> bool:
-        return self.reads in VOLUME_FILES
+        return self.reads in ("hdf5", "npy")
 
     def changed(self, **keys: Any) -> "Volumes":
         """The volumes for a config with other values of these keys; files that are open stay open."""
@@ -132,10 +128,7 @@ class Volumes:
         self._opened.clear()
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """The files that the loader may read: the config's key, with the number in a list of several, and the path.
-
-        Files that an HDF5 file refers to follow it.
-        """
+        """The config's key, with the number in a list, and the path of each file that the loader may read."""
         npy = self.reads == "npy" or self.config.data_loader_config == "auto"
         for source in PATH_KEYS.values() if self.has_files else ():
             for key in [source, *npy_keys(source)] if npy else [source]:
@@ -147,8 +140,6 @@ class Volumes:
                         files = self._open(path, key).files if key == source else ()
                         sources = [file for file in files if file != path]
                         yield from ((f"{name}: source {place}", Path(file)) for place, file in enumerate(sources))
-
-    # --- open --------------------------------------------------------------------------------------------------------
 
     def splits(self, npy: bool | None = None) -> dict[str, list[Volume]]:
         return {split: self.split(split, npy) for split in SPLITS}
@@ -182,10 +173,7 @@ class Volumes:
         return volumes
 
     def for_loader(self, world: World, npy: bool = False) -> dict[str, list[Volume]]:
-        """The HDF5 or `.npy` volumes of both splits; with `use_cache` their copies there, made once per node.
-
-        Every rank calls it.
-        """
+        """The volumes of both splits; with `use_cache` copies, made once per node. Every rank calls it."""
         directory = self.config.use_cache
         with world.raise_together():
             splits = self.splits(npy)
@@ -238,8 +226,6 @@ class Volumes:
             volumes.append(self._opened[files])
         return volumes
 
-    # --- values that the files state ---------------------------------------------------------------------------------
-
     def conditions(self, split: str) -> list[list[float]]:
         """The conditions of each volume of a split, from the HDF5 files, also for a loader of `.npy` files."""
         volumes = self.split(split, npy=False)
@@ -269,8 +255,6 @@ class Volumes:
         volumes, box = self._available(split), self.config.box_size[SPLITS[split]]
         stated = box_entry([volume.shape for volume in volumes]) if volumes else box
         return box if named and isinstance(box, int) and isinstance(stated, int) else stated
-
-    # --- check -------------------------------------------------------------------------------------------------------
 
     def check(self, world: World) -> None:
         """Checks samples of all volumes and logs what is unlikely; UserError if a run cannot succeed with the values.
@@ -306,10 +290,7 @@ class Volumes:
                 log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")
 
     def check_all(self) -> None:
-        """Reads all values of the volumes of both splits, and logs how they are stored.
-
-        Raises UserError for non-finite values and for a dataset with the same value everywhere.
-        """
+        """Checks all values of the volumes of both splits, and logs how they are stored."""
         if not self.has_files:
             return
         slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"

@@ -1,8 +1,4 @@
-"""Reads files into the page cache before training, because crops are read in random order, which is slow from a disk.
-
-A parallel file system reads a file from start to end several times faster than in crops. Without this the first epoch
-would be that much slower.
-"""
+"""Reads files into the page cache before training: from start to end is several times faster than crop by crop."""
 
 import contextlib
 import ctypes

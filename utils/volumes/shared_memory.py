@@ -1,8 +1,7 @@
 """One copy of a volume in memory for all ranks of a node, for the loaders `inmem` and, on the CPU, `resident`.
 
-The copy is in the node's shared memory (a tmpfs). Its file is unlinked as soon as every rank has mapped it, before it
-is filled: the memory is released however the run ends, even by SIGKILL. A single rank uses private memory instead,
-with large pages if the kernel has them, from which crops are read a tenth faster.
+Its file in a tmpfs is unlinked as soon as every rank has mapped it, before it is filled: the memory is released however
+the run ends. A single rank uses private memory, whose large pages make reading crops a tenth faster.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
-from utils.volumes.hdf5 import check_real
+from utils.volumes.hdf5 import cells_text, check_real
 from utils.volumes.storage import reading
 
 Shape = tuple[int, int, int]
@@ -49,19 +49,10 @@ class GridField:
     def __post_init__(self) -> None:
         check_real(self.stored.dtype, self.name)
 
-    @property
-    def shape(self) -> Shape:
-        """Cells along x, y and z."""
-        x, y, z = self.stored.shape
-        return x, y, z
-
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The fields of one simulation, by names of FIELDS, as far as the files have them.
-
-    `simulation` has this project's attributes of redshift and cosmology, and the size of a cell, as far as known.
-    """
+    """The fields of one simulation by names of FIELDS, and what is known of its redshift, cosmology and cell size."""
 
     path: str
     fields: Mapping[str, GridField]
@@ -74,25 +65,37 @@ class Snapshot:
         if not self.fields:
             raise UserError(f"{self.path} has none of the fields {', '.join(FIELDS)}; give its files these names")
         first, *remaining = self.fields.values()
+        x, y, z = shape = first.stored.shape
         for grid in remaining:
-            if grid.shape != first.shape:
-                raise UserError(f"{first.name} has {first.shape} cells, {grid.name} {grid.shape}; give one grid")
-        return first.shape
+            if grid.stored.shape != shape:
+                raise UserError(f"{first.name} has {shape} cells, {grid.name} {grid.stored.shape}; give one grid")
+        return x, y, z
 
 
-def open_raw(path: Path, shape: Shape) -> Snapshot:
+def open_directory(path: Path, shape: Shape | None, index: int | None) -> Snapshot:
+    """The fields of raw or NumPy files; raises UserError if they contradict each other, `shape` or `index`."""
+    if any(path.glob("*.npy")):
+        return _open_npy(path, index)
+    if not any(path.glob("*.f32")):
+        raise UserError(f"{path} has neither .f32 nor .npy files; give another --input")
+    if shape is None:
+        raise UserError("raw files do not state their shape; give --shape X,Y,Z")
+    return _open_raw(path, shape)
+
+
+def _open_raw(path: Path, shape: Shape) -> Snapshot:
     """The files `NAME.f32` of a directory, all with `shape` cells."""
     fields = {}
     for name, file in _files(path, "f32").items():
         size, expected = file.stat().st_size, 4 * int(np.prod(shape))
         if size != expected:
-            cells = " × ".join(map(str, shape))
+            cells = cells_text(shape)
             raise UserError(f"{file} has {size} bytes, but {cells} float32 values have {expected}; correct --shape")
         fields[name] = GridField(str(file), quantity_of(name), np.memmap(file, "<f4", "r", shape=shape))
     return Snapshot(str(path), fields)
 
 
-def open_npy(path: Path, index: int | None) -> Snapshot:
+def _open_npy(path: Path, index: int | None) -> Snapshot:
     """The files `NAME.npy` or CAMELS's `Grids_…` of a directory; `index` chooses one box of [N, X, Y, Z]."""
     fields = {}
     for name, file in _files(path, "npy").items():

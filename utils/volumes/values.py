@@ -13,25 +13,18 @@ from utils.volumes.channels import DENSITY_UNIT, PLAUSIBLE, Channel
 from utils.volumes.hdf5 import Volume, nonfinite_place
 from utils.volumes.storage import IMPORTER, reading
 
-# Channels are scaled to lie roughly in [-1, 1]. A channel is taken for physical if a tenth of its values are beyond
-# PHYSICAL. No transform comes close: the published one reaches about 3 (shocks of 3000 km/s), standardized fields have
-# a standard deviation of 1, and even unscaled logarithms stay within 75 (ln of a density in g/cm³). Velocities in km/s
-# have a standard deviation of hundreds, and temperatures of diffuse gas are above 10⁴ K. It is a share, because single
-# extreme values do not make a channel physical.
+# A channel is taken for physical if a tenth of its values are beyond PHYSICAL. No transform comes close: the published
+# one reaches about 3, and even unscaled logarithms stay within 75 (ln of a density in g/cm³). Velocities in km/s have a
+# standard deviation of hundreds, and temperatures of diffuse gas are above 10⁴ K.
 PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
 
-# The sample of a channel: rows along z, spread over the volume. Fewer rows than that would miss its structure; more
-# values would not change the result.
+# The sample of a channel: rows along z, spread over the volume. Fewer rows would miss its structure.
 LEAST_ROWS, SAMPLED_VALUES = 16, 4096
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over [0, 1)
 
 
 def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> None:
-    """Raises UserError for values in samples that a run cannot succeed with.
-
-    These are NaN and infinite values, the same value everywhere in a dataset, and physical values, unless they are
-    allowed.
-    """
+    """Raises UserError for samples with NaN, infinite or disallowed physical values, and for constant datasets."""
     for volume in volumes:
         for name, field in zip(volume.names, volume.fields, strict=True):
             check_sample(volume.path, name, field, allow_physical)
@@ -57,10 +50,7 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
 
 
 def check_all(volume: Volume) -> None:
-    """Reads the whole volume; raises UserError for constant datasets and for the first NaN or infinite value.
-
-    A constant channel is a warning.
-    """
+    """Reads the whole volume; UserError for constant datasets and the first non-finite value."""
     ranges: list[list[set[float]]] = [[set() for _ in range(field.shape[0])] for field in volume.fields]
     for number, channel, start, values in volume.slabs(f"checking all values of {volume.path}"):
         if (place := nonfinite_place(values)) is not None:
@@ -97,12 +87,11 @@ def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
         f"{' and '.join(dict.fromkeys((first.path, second.path)))}: training and validation use the same volume; "
         f"results look better than they are"
         for first, second in itertools.product(volumes["train"], volumes["valid"])
-        if all(map(np.array_equal, _samples(first), _samples(second)))
+        if all(
+            np.array_equal(sample(first.path, training), sample(second.path, validation))
+            for training, validation in zip(first.fields, second.fields, strict=True)
+        )
     ]
-
-
-def _samples(volume: Volume) -> list[np.ndarray]:
-    return [sample(volume.path, field) for field in volume.fields]
 
 
 def _places(shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -50,9 +50,8 @@ class ResumableHDF5File:
     ) -> None:
         """Resumes an unfinished file with the same `identity` (JSON values), or starts a new one with these blocks.
 
-        `attributes` are those of each dataset and group by its name, and of the file under "". Groups that only they
-        name are created. Raises UserError if the target exists and `overwrite` is false, if another process writes it,
-        or if it does not fit on the disk.
+        `attributes` are as for `write_attributes`. Raises UserError if the target exists and `overwrite` is false, if
+        another process writes it, or if it does not fit on the disk.
         """
         self._target, self._overwrite = target, overwrite
         self._partial, self._journal_path, self._record = _paths(target)
@@ -126,10 +125,7 @@ class ResumableHDF5File:
 
 
 class BlockWriter:
-    """Writes blocks of an unfinished file at their offsets. Several processes write at the same time.
-
-    `blocks` are those that the file was started with.
-    """
+    """Writes the blocks of an unfinished file at their offsets; several processes write at the same time."""
 
     def __init__(self, target: Path, names: Sequence[str]) -> None:
         """Opens the file that a ResumableHDF5File has created with datasets of these names."""

@@ -19,7 +19,7 @@ class ClassificationData:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set: the shape of one sample, the number of samples per split, and how to read them.
+    """A data set: the shape of one sample, the number of classes, and how to read the samples.
 
     `read(directory)` returns the splits 'train' and 'valid'. Images are multiplied by `scale` on the device.
     `checksums` maps the names of the published files to 'algorithm:digest'.
@@ -27,7 +27,6 @@ class Dataset:
 
     shape: tuple[int, ...]
     classes: int
-    samples: dict[str, int]
     read: Callable[[Path], dict[str, ClassificationData]]
     checksums: Mapping[str, str] = field(default_factory=dict)
     vocabulary: int | None = None

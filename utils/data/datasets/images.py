@@ -11,8 +11,7 @@ from utils.data.datasets.common import ClassificationData, Dataset, find
 from utils.data.plan import ShufflePlan
 from utils.errors import UserError
 
-DIGITS_SAMPLES = {"train": 1437, "valid": 360}
-DIGITS_SEED = 1797  # the split is the same for every run
+DIGITS_TRAIN, DIGITS_SEED = 1437, 1797  # the split is the same for every run
 IDX_PREFIXES = {"train": "train", "valid": "t10k"}
 # Source: torchvision/datasets/mnist.py, MNIST.resources and FashionMNIST.resources.
 MNIST_CHECKSUMS = {
@@ -27,7 +26,7 @@ FASHION_MNIST_CHECKSUMS = {
     "t10k-images-idx3-ubyte.gz": "md5:bef4ecab320f06d8554ea6380940ec79",
     "t10k-labels-idx1-ubyte.gz": "md5:bb300cfdad3c16e7a12a480ee83cd310",
 }
-CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
+CIFAR_ARCHIVE, CIFAR_CHECKSUM = "cifar-10-binary.tar.gz", "md5:c32a1d4ab5d03f1284b67883e8d87530"
 CIFAR_FILES = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "valid": ["test_batch.bin"]}
 CIFAR_SHAPE = (3, 32, 32)
 
@@ -42,8 +41,8 @@ def read_digits(directory: Path) -> dict[str, ClassificationData]:
         ) from None
     digits = load_digits()
     images, labels = digits.images.astype(np.uint8)[:, None], digits.target.astype(np.int64)
-    order, train = ShufflePlan(len(labels), len(labels), DIGITS_SEED).epoch(0), DIGITS_SAMPLES["train"]
-    parts = {"train": order[:train], "valid": order[train:]}
+    order = ShufflePlan(len(labels), len(labels), DIGITS_SEED).epoch(0)
+    parts = {"train": order[:DIGITS_TRAIN], "valid": order[DIGITS_TRAIN:]}
     return {split: ClassificationData(images[rows], labels[rows]) for split, rows in parts.items()}
 
 
@@ -82,16 +81,9 @@ def _parse_cifar(data: bytes) -> ClassificationData:
 
 
 def _idx_dataset(checksums: Mapping[str, str]) -> Dataset:
-    return Dataset((1, 28, 28), 10, {"train": 60000, "valid": 10000}, read_idx, checksums, scale=1 / 255)
+    return Dataset((1, 28, 28), 10, read_idx, checksums, scale=1 / 255)
 
 
-DIGITS = Dataset((1, 8, 8), 10, DIGITS_SAMPLES, read_digits, scale=1 / 16)
+DIGITS = Dataset((1, 8, 8), 10, read_digits, scale=1 / 16)
 MNIST, FASHION_MNIST = _idx_dataset(MNIST_CHECKSUMS), _idx_dataset(FASHION_MNIST_CHECKSUMS)
-CIFAR10 = Dataset(
-    CIFAR_SHAPE,
-    10,
-    {"train": 50000, "valid": 10000},
-    read_cifar,
-    {CIFAR_ARCHIVE: "md5:c32a1d4ab5d03f1284b67883e8d87530"},
-    scale=1 / 255,
-)
+CIFAR10 = Dataset(CIFAR_SHAPE, 10, read_cifar, {CIFAR_ARCHIVE: CIFAR_CHECKSUM}, scale=1 / 255)

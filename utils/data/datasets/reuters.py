@@ -81,6 +81,4 @@ def _sequences(texts: list[np.ndarray]) -> np.ndarray:
     return inputs
 
 
-REUTERS = Dataset(
-    (SEQUENCE_LENGTH,), TOPICS, {"train": 8982, "valid": 2246}, read, {FILE: CHECKSUM}, vocabulary=VOCABULARY
-)
+REUTERS = Dataset((SEQUENCE_LENGTH,), TOPICS, read, {FILE: CHECKSUM}, vocabulary=VOCABULARY)

@@ -18,14 +18,11 @@ from utils.volumes.page_cache import warm_page_cache
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device; iterates over its tensors.
-
-    conditions: of each crop's volume, [N, K] float32, as network.conditions lists them.
-    """
+    """Inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device; iterates over its tensors."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    conditions: torch.Tensor | None = None
+    conditions: torch.Tensor | None = None  # of each crop's volume, [N, K] float32, as network.conditions lists them
 
     @property
     def network_inputs(self) -> list[torch.Tensor]:

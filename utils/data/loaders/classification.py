@@ -1,7 +1,4 @@
-"""The loader `classification`: keeps a split of a data set in device memory and gathers each batch from there.
-
-Only the epoch's order is copied from the host to the device.
-"""
+"""The loader `classification`: keeps a split of a data set in device memory and gathers each batch from there."""
 
 import logging
 from collections.abc import Generator
@@ -50,8 +47,8 @@ def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
 class ClassificationLoader(Loader):
     """Gathers one rank's part of a plan: images as float32 times `scale`, or int64 word indices; int64 labels.
 
-    All work is enqueued on the stream that is current when a batch is requested, after the consumer's work; the host
-    never waits.
+    Work is enqueued on the stream that is current when a batch is requested; the host, which copies only the epoch's
+    order to the device, never waits.
     """
 
     def __init__(

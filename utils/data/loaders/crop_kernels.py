@@ -1,7 +1,4 @@
-"""Gathers crops under symmetries out of volumes in device memory, in one Triton kernel per field and batch.
-
-The batch may have any memory format and float type.
-"""
+"""Gathers crops under symmetries out of volumes in device memory, in one Triton kernel per field and batch."""
 
 import functools
 import math

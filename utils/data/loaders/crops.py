@@ -1,11 +1,8 @@
 """Cuts the crops of each batch out of volumes: threads read files or arrays into buffers, ahead of the consumer.
 
-Threads, not processes: batch systems send their signals to every process of a job, which would kill worker processes
-and with them the run. The copies release the interpreter lock, so threads do scale.
-
-Permuting axes while reading a huge array is slow, because consecutive reads are kilobytes apart. So each channel of the
-crop is first read row by row into a scratch block that stays in the core's cache, and its axes are permuted from there.
-The sign of a vector component is applied in the first pass at no cost.
+The copies release the interpreter lock, so threads do scale. Permuting axes while reading a huge array is slow, because
+consecutive reads are kilobytes apart. So each channel of the crop is first read row by row, with the sign of a vector
+component, into a scratch block that stays in the core's cache, and its axes are permuted from there.
 """
 
 import threading

@@ -49,10 +49,7 @@ def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
 
 
 class GpuResidentLoader(CropLoader):
-    """Loads one rank's part of a sample plan on a CUDA device; batches are float32.
-
-    `volumes` are what `load_resident` returns.
-    """
+    """Loads crops of the volumes of `load_resident` on a CUDA device; batches are float32."""
 
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
@@ -83,12 +80,7 @@ class GpuResidentLoader(CropLoader):
 
 
 def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
-    """Raises UserError if volumes of `size` bytes, stored as `dtype`, do not fit.
-
-    size: bytes in float32.
-    free: free bytes on the device now (`torch.cuda.mem_get_info`).
-    reserve: bytes that training needs.
-    """
+    """Raises UserError if volumes of `size` bytes in float32, stored as `dtype`, exceed `free` less `reserve` bytes."""
     needed, half = size * dtype.itemsize // 4, size // 2
     if needed + reserve <= free:
         return
@@ -102,10 +94,9 @@ def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
 
 
 def load_resident(volumes: Sequence[Volume], device: torch.device, dtype: torch.dtype) -> list[Volume]:
-    """The volumes as tensors [C, X, Y, Z] of type float32 or float16 on the device.
+    """The volumes as tensors [C, X, Y, Z] on the device; UserError for values that float16 cannot hold.
 
-    The inputs of all volumes share one storage, and so do the targets. Raises UserError for values that float16 cannot
-    hold.
+    The inputs of all volumes share one storage, and so do the targets.
     """
     inputs = _allocate([volume.inputs.shape for volume in volumes], dtype, device)
     targets = _allocate([volume.targets.shape for volume in volumes], dtype, device)

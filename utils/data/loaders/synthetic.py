@@ -1,7 +1,4 @@
-"""The loader `synthetic`: one random batch, created once on the device and yielded again and again.
-
-It measures the speed of a step whose input costs nothing.
-"""
+"""The loader `synthetic`: one random batch, yielded again and again: the speed of a step whose input costs nothing."""
 
 from collections.abc import Generator
 
