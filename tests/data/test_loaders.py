@@ -1,5 +1,6 @@
 """The contract of all loaders in LOADERS: equal bits for the same plan on any number of ranks. The choice of `auto`."""
 
+import functools
 import itertools
 import os
 import shutil
@@ -308,14 +309,13 @@ def test_auto_builds_the_fastest_loader_that_fits(
     config = config_for(paths, "auto", train_path=str(file)).model_copy(update=changes)
     built = []
 
-    def build(name: str, volumes: Volumes) -> None:
+    def build(name: str, volumes: Volumes, *_: Any) -> None:
         loader = f"{name} {volumes.config.resident_dtype}"
         if loader in fails:
             raise UserError(f"{loader} fails")
         built.append(loader)
 
     for name in ("resident", "dali-lowmem", "inmem", "lowmem"):
-        spec = LoaderSpec(lambda volumes, *_, name=name: build(name, volumes))  # type: ignore[misc]
-        monkeypatch.setitem(LOADERS, name, spec)
+        monkeypatch.setitem(LOADERS, name, LoaderSpec(functools.partial(build, name)))
     build_auto(open_volumes(config), World(Launch("test"), torch.device(device)))
     assert built == [wanted]

@@ -19,7 +19,7 @@ from utils.config.sections import TransformConfig
 from utils.errors import UserError
 from utils.log import warn_once
 from utils.steps import build
-from utils.volumes.attributes import cell_size, common_simulation, file_transform
+from utils.volumes.attributes import common_simulation, file_transform
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.opened import Volumes
 
@@ -67,14 +67,6 @@ def test_a_training_on_several_simulations_has_what_they_share() -> None:
     assert common_simulation([first, second]) == {"cosmology": "planck18", "cosmology_H0": 67.7}
 
 
-def test_a_box_size_that_cannot_be_one_is_refused() -> None:
-    """It would make spectra and flux infinite."""
-    assert (cell_size({"box_size_mpc_h": 12.0}, 24, "a.h5"), cell_size({}, 24, "a.h5")) == (0.5, None)
-    for length in (0.0, math.nan, math.inf):
-        with pytest.raises(UserError, match=r"^a\.h5: its attribute box_size_mpc_h is .* make it a length"):
-            cell_size({"box_size_mpc_h": length}, 24, "a.h5")
-
-
 def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_both_values(caplog: Any) -> None:
     """Fixed: a checkpoint of other transforms predicted such a file silently."""
     for files, keys, path in (([{}], OTHER, "a.h5"), ([OTHER, {}], {}, "b.h5")):
@@ -104,6 +96,8 @@ def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_both_values(c
         ("box_size_mpc_h", "20 Mpc/h", "expected a number"),
         ("box_size_mpc_h", [20.0, 20.0, 10.0], "expected a number"),
         ("box_size_mpc_h", "nan", "make it a length"),
+        ("box_size_mpc_h", 0.0, "make it a length"),
+        ("box_size_mpc_h", np.inf, "make it a length"),
         ("redshift", [np.bytes_("3"), np.bytes_("2")], r"\['3', '2'\], expected a number"),
         ("redshift", np.bytes_("3.0"), 3.0),
         ("redshift", [], "expected a number"),

@@ -155,7 +155,6 @@ def test_a_missing_filter_is_named_with_its_plugin(tmp_path: Path, number: int, 
 
 def test_a_locked_file_names_the_lock(tmp_path: Path) -> None:
     """Fixed: "Resource temporarily unavailable; copy or recreate it"."""
-
     path = write_volume(tmp_path / "a.h5")
     with path.open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
