@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 def plain_attributes(owner: h5py.HLObject, types: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any]:
     """The attributes as Python values, an array as a list; UserError if one of `types` has no value of its type."""
     attributes = {name: _plain(value) for name, value in owner.attrs.items()}
-    for name in types.keys() & attributes.keys():
+    for name in filter(attributes.__contains__, types):
         place = f"{owner.file.filename}: attribute {owner.name[1:]} {name}"
         attributes[name] = _typed(types[name], attributes[name], " ".join(place.split()))
     return attributes
