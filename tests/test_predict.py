@@ -218,7 +218,7 @@ def test_a_file_in_the_layout_of_nyx_holds_physical_values_that_the_importer_rea
         assert file["domain"].attrs["size"] == pytest.approx([24.0, 16.0, 16.0])
         speed = file["native_fields/velocity_z"]
         np.testing.assert_allclose(speed, 1e5 * SIMULATED["velocity_scale_km_s"] * hydro[3], rtol=1e-6)
-    monkeypatch.setattr(import_volume, "MEAN_RANGE", (0.0, np.inf))  # the network is not trained
+    monkeypatch.setitem(import_volume.PLAUSIBLE, "mean density", (0.0, np.inf))  # the network is not trained
     flag = f"--velocity_scale_km_s={SIMULATED['velocity_scale_km_s']}"
     import_volume.main([f"--input={tmp_path / 'hydro.h5'}", f"--output={tmp_path / 'back.h5'}", flag])
     back = contents(tmp_path / "back.h5")
