@@ -14,7 +14,7 @@ import h5py
 from utils.errors import UserError, os_errors_for_users, os_reason, os_remedy
 
 IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
-OF_NPY = f"{IMPORTER} makes one of a directory of .npy files, named dark_matter_density.npy and so on"
+OF_NPY = f"{IMPORTER} makes one of the .npy files in a directory, named dark_matter_density.npy and so on"
 # Filters that HDF5 itself lacks. Source: the HDF Group's list of registered filter plugins.
 FILTERS = {307: "bzip2", 32001: "Blosc", 32004: "LZ4", 32008: "bitshuffle", 32013: "ZFP", 32015: "Zstandard"}
 
