@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import shutil
 import threading
@@ -75,6 +76,8 @@ class HostCopy:
 class CheckpointWriter:
     """Writes nothing: for ranks other than 0, and for measurements."""
 
+    seconds_between_saves = math.inf  # the clock of rank 0 decides for all
+
     def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
         """Copies `tensors`, which has the network's under "network", and writes them in the background.
 
@@ -103,6 +106,7 @@ class BackgroundWriter(CheckpointWriter):
     ) -> None:
         """`simulation` is what the training data state about their origin; predictions compare it with their input."""
         self._folder, self._keep_last, self._lock = folder, config.checkpoint.keep_last, lock
+        self.seconds_between_saves = 60 * (config.checkpoint.every_minutes or math.inf)
         self._record = {"config": stored_config(config.model_dump()), "simulation": dict(simulation)}
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None

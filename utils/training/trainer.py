@@ -1,6 +1,5 @@
 """The training loop, one for all steps, loaders and entry scripts."""
 
-import math
 from collections.abc import Generator
 from contextlib import closing
 
@@ -47,7 +46,6 @@ class Trainer:
         self.reporter = Reporter(config, parts, run, self.schedule, state)
         self.integrity = Integrity(config, parts.step, run.world)
         self._pulse, self._coordinator = self.world.pulse, StopCoordinator(self.world)
-        self._seconds_between_saves = 60 * (config.checkpoint.every_minutes or math.inf)
         self._since_save = Stopwatch()
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
 
@@ -178,7 +176,7 @@ class Trainer:
         request = Request.CONTINUE
         if self.signals.received:
             request = Request.STOP
-        elif self.world.is_root and self._since_save.seconds() > self._seconds_between_saves:
+        elif self._since_save.seconds() > self.checkpoint_writer.seconds_between_saves:
             request = Request.SAVE
             self._since_save = Stopwatch()
         answer = self._coordinator.exchange(request)
