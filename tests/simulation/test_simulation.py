@@ -276,7 +276,7 @@ def test_bad_options_are_reported_in_one_line_with_exit_code_2(tmp_path: Path, c
     (tmp_path / "file").write_text("precious")
     for arguments, words in (
         ("--grid 4", "grid is 4; give at least 8"),
-        ("--box_size nan", "box_size is nan; for 128 cells per side give 1.28 to 2560 Mpc/h"),
+        ("--box_size nan", "box_size is nan; for 8 cells per side give 0.08 to 160 Mpc/h"),
         ("--seed -1", "seed is -1; give a number from 0"),
         ("--grid 30000", "GB; give a smaller --grid"),
         ("--redshift 60", "redshift is 60.0; give one from 0 to less than 49"),
