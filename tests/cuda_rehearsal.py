@@ -104,6 +104,6 @@ def choices(trace: Rehearsal) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = {name: rehearse(*step) for name, step in STEPS.items()}
-    found |= {f"prediction, {name}": rehearse_prediction(name) for name in ("auto", "cudnn")}
-    print(json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "steps": found}, indent=1))
+    steps = {name: rehearse(*step) for name, step in STEPS.items()}
+    steps |= {f"prediction, {name}": rehearse_prediction(name) for name in ("auto", "cudnn")}
+    print(json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "steps": steps}, indent=1))

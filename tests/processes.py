@@ -83,8 +83,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, de
     try:
         wait_until(
             all_have_answered,
-            what=lambda: f"{answers.keys()} of {world_size} ranks; exit codes {[each.exitcode for each in processes]}",
-            alive=lambda: all(each.exitcode is None for rank, each in enumerate(processes) if rank not in answers),
+            what=lambda: f"{answers.keys()} of {world_size} ranks; exit codes {[rank.exitcode for rank in processes]}",
+            alive=lambda: all(processes[rank].exitcode is None for rank in {*range(world_size)} - answers.keys()),
         )
         for process in processes:
             process.join(GENEROUS)
@@ -130,9 +130,9 @@ def ranks_of_torchrun(agent: int) -> dict[int, int]:
     ranks = {}
     with contextlib.suppress(OSError):  # it has ended
         for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-            found = re.search(rb"\0RANK=(\d+)\0", Path("/proc", child, "environ").read_bytes())
-            if found:
-                ranks[int(found[1])] = int(child)
+            match = re.search(rb"\0RANK=(\d+)\0", Path("/proc", child, "environ").read_bytes())
+            if match:
+                ranks[int(match[1])] = int(child)
     return ranks
 
 

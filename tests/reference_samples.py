@@ -65,9 +65,9 @@ def rank_batches(
 
     The samples are those of several volumes, of each equally many, and no batch has samples of two.
     """
-    each = len(samples) // volumes
-    of_volumes = [samples[start : start + each] for start in range(0, len(samples), each)]
-    batches = [one[start : start + global_batch] for one in of_volumes for start in range(0, each, global_batch)]
+    per_volume = len(samples) // volumes
+    of_volumes = [samples[start : start + per_volume] for start in range(0, len(samples), per_volume)]
+    batches = [part[i : i + global_batch] for part in of_volumes for i in range(0, per_volume, global_batch)]
     parts = [batch[rank::size] for batch in batches if len(batch) == global_batch or not drop_last]
     return [part for part in parts if part]
 

@@ -72,10 +72,10 @@ def run(*words: Any, ranks: int = 1) -> str:
 
 
 def datasets(path: Path) -> str:
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     with h5py.File(path) as file:
-        file.visititems(lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
-    return digest(found)
+        file.visititems(lambda name, item: arrays.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
+    return digest(arrays)
 
 
 def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
@@ -138,13 +138,13 @@ def fingerprints() -> Iterator[tuple[str, str]]:
 
 def statements(sources: Mapping[str, str]) -> Counter[str]:
     """The statements of modules without imports, docstrings and names of modules."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for text in sources.values():
         for node in ast.parse(text).body:
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             if not isinstance(node, ast.Import | ast.ImportFrom) and not is_text:
-                found[MODULE.sub("", ast.unparse(node))] += 1
-    return found
+                counts[MODULE.sub("", ast.unparse(node))] += 1
+    return counts
 
 
 def sources_of(revision: str) -> dict[str, str]:

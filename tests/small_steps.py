@@ -70,20 +70,20 @@ def flat_parameters(step: EagerStep) -> torch.Tensor:
 def weights(step: EagerStep) -> dict[str, torch.Tensor]:
     """The network's tensors and, if the weights are averaged, the trained ones and the number of updates."""
     state = step.state()
-    found = dict(state["network"])
+    tensors = dict(state["network"])
     if "average" in state:
-        found |= {f"trained {name}": value for name, value in state["average"]["trained"].items()}
-        found["updates"] = state["average"]["updates"]
-    return found
+        tensors |= {f"trained {name}": value for name, value in state["average"]["trained"].items()}
+        tensors["updates"] = state["average"]["updates"]
+    return tensors
 
 
 def snapshot(step: EagerStep) -> dict[str, torch.Tensor]:
     """Copies of the weights and of the optimizer's state."""
-    found = {name: value.clone() for name, value in weights(step).items()}
+    copies = {name: value.clone() for name, value in weights(step).items()}
     for number, parameter in enumerate(step._parameters):
         state = step.optimizer.state.get(parameter, {})
-        found |= {f"{key} of {number}": torch.as_tensor(value).clone() for key, value in state.items()}
-    return found
+        copies |= {f"{key} of {number}": torch.as_tensor(value).clone() for key, value in state.items()}
+    return copies
 
 
 def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:

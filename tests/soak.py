@@ -168,9 +168,9 @@ class StopTest:
                 done.append(stop)
         assert list(run.directory.parent.iterdir()) == [run.directory], "every start continues the first run"
         assert_same_training(self._whole.directory, run.directory, self._last_step)
-        expected, summary = (json.loads((one.directory / "summary.json").read_text()) for one in (self._whole, run))
+        expected, summary = (json.loads((ended.directory / "summary.json").read_text()) for ended in (self._whole, run))
         assert {**summary, **dict.fromkeys(CLOCKS)} == {**expected, **dict.fromkeys(CLOCKS)}
-        names = [{path.name for path in one.directory.rglob("*")} for one in (self._whole, run)]
+        names = [{path.name for path in ended.directory.rglob("*")} for ended in (self._whole, run)]
         # Each start has a file of TensorBoard, and a stop signal saves another step.
         assert not {name for name in names[0] ^ names[1] if not name.startswith(("events", "step_"))}
         return done

@@ -65,11 +65,11 @@ def is_channels_last(x: torch.Tensor) -> bool:
 
 def distinct(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among the values, each view once."""
-    found: dict[Any, torch.Tensor] = {}
+    tensors: dict[Any, torch.Tensor] = {}
     for x in values:
         if isinstance(x, torch.Tensor):
-            found.setdefault((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()), x)
-    return list(found.values())
+            tensors.setdefault((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()), x)
+    return list(tensors.values())
 
 
 def memory(argument: Any) -> Any:

@@ -170,17 +170,17 @@ def faults_in(command: str) -> list[str]:
     if command.startswith("make "):
         makefile = (TOP / "Makefile").read_text(encoding="utf-8")
         return [word for word in command.split()[1:] if word.islower() and f"\n{word}:" not in makefile]
-    found = PROGRAM.search(command)
-    if found is None or (found[2] and (TOP / found[2]).is_file() and found[2] not in MODULES):
+    program = PROGRAM.search(command)
+    if program is None or (program[2] and (TOP / program[2]).is_file() and program[2] not in MODULES):
         return []  # no program with flags
-    module = MODULES.get(found[1] or found[2] or found[3], found[3])
+    module = MODULES.get(program[1] or program[2] or program[3], program[3])
     if module is None or importlib.util.find_spec(module) is None:
-        return [found[2] or found[3]]
-    words = found[4].split()
+        return [program[2] or program[3]]
+    words = program[4].split()
     given = [word.partition("=")[0] for word in words if re.match(r"--?\w", word) and not re.match(r"-\d", word)]
     faults = [flag for flag in given if flag not in flags_of(module)]
-    faults += unknown_keys(re.findall(r"--set[= ](\S+)", found[4]))
-    return faults + [name for name in re.findall(r"--config[= ](\S+)", found[4]) if name not in CONFIGS]
+    faults += unknown_keys(re.findall(r"--set[= ](\S+)", program[4]))
+    return faults + [name for name in re.findall(r"--config[= ](\S+)", program[4]) if name not in CONFIGS]
 
 
 def unknown_keys(settings: list[str]) -> list[str]:
@@ -193,7 +193,7 @@ def unknown_keys(settings: list[str]) -> list[str]:
 @docs
 def test_commands_exist_with_their_flags_configs_and_keys(page: Path) -> None:
     faults = {command: faults_in(command) for command in commands(page)}
-    assert {command: found for command, found in faults.items() if found} == {}
+    assert {command: names for command, names in faults.items() if names} == {}
     settings = [value for span in code_spans(page) for value in re.findall(r"--set (\S+)", span)]
     assert unknown_keys(settings) == []
     # Only this project's flags have underscores.

@@ -162,11 +162,11 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
     if deterministic:
         assert_same_training(*runs, steps=24)
     for name, value in whole.weights["network"].items():
-        other = parts.weights["network"][name]
+        resumed = parts.weights["network"][name]
         if kind is EagerStep:
-            assert torch.equal(value, other), name
+            assert torch.equal(value, resumed), name
         else:
-            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(value, resumed, rtol=1e-3, atol=1e-4)
     assert whole.training["scaler"] == parts.training["scaler"]
 
 
@@ -215,9 +215,9 @@ def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -
             copies.append([part.clone() for part in batch])
     expected = [[part.clone() for part in batch] for epoch in range(2) for batch in host.epoch(epoch)]
     for parts, others in zip(copies, expected, strict=True):
-        for part, other in zip(parts, others, strict=True):
-            assert part.stride() == other.stride()
-            assert torch.equal(part.cpu().view(torch.int32), other.view(torch.int32))
+        for part, expected_part in zip(parts, others, strict=True):
+            assert part.stride() == expected_part.stride()
+            assert torch.equal(part.cpu().view(torch.int32), expected_part.view(torch.int32))
     device.close()
     host.close()
 

@@ -70,21 +70,21 @@ def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def assert_equal(one: Any, other: Any, name: str = "") -> None:
+def assert_equal(first: Any, second: Any, name: str = "") -> None:
     """Asserts that nested dictionaries and lists of tensors are equal bit for bit."""
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype, name
-        assert torch.equal(one, other), name
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), name
-        for key in one:
-            assert_equal(one[key], other[key], f"{name}/{key}")
-    elif isinstance(one, list):
-        assert len(one) == len(other), name
-        for index, pair in enumerate(zip(one, other, strict=True)):
+    if isinstance(first, torch.Tensor):
+        assert first.dtype == second.dtype, name
+        assert torch.equal(first, second), name
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), name
+        for key in first:
+            assert_equal(first[key], second[key], f"{name}/{key}")
+    elif isinstance(first, list):
+        assert len(first) == len(second), name
+        for index, pair in enumerate(zip(first, second, strict=True)):
             assert_equal(*pair, f"{name}/{index}")
     else:
-        assert one == other, name
+        assert first == second, name
 
 
 def assert_same_training(whole: Path, parts: Path, steps: int = STEPS) -> None:
@@ -99,12 +99,12 @@ def assert_same_training(whole: Path, parts: Path, steps: int = STEPS) -> None:
     assert_equal(ends[0].weights, ends[1].weights)
     assert_equal(ends[0].training, ends[1].training)
     assert metrics(whole) == metrics(parts)
-    expected, found = curves(whole), curves(parts)
-    assert expected.keys() == found.keys()
+    expected, resumed = curves(whole), curves(parts)
+    assert expected.keys() == resumed.keys()
     for tag, points in expected.items():
-        assert [step for step, _ in points] == [step for step, _ in found[tag]], (
+        assert [step for step, _ in points] == [step for step, _ in resumed[tag]], (
             f"{tag}: a point is missing or recorded twice"
         )
         if tag not in CLOCKS:
-            assert points == found[tag], tag
+            assert points == resumed[tag], tag
     assert best(whole) == best(parts)

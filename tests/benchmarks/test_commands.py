@@ -72,9 +72,10 @@ def test_symmetries_are_compared_on_each_pair_of_a_network_and_a_volume(
     files = [str(volume_file(tmp_path / f"{seed}.h5", box=8, seed=seed)) for seed in (3, 4)]
     symmetries.main([f"--checkpoint={trained_run}", "--input", *files, f"--output={tmp_path}"])
     error = check(tmp_path, "symmetries", 1)["measures"]["L1"]
-    one, many = error["1"], error["48"]
-    assert (one["n"], one["ratio"]["values"]) == (2, [1, 1])
-    assert many["ratio"]["values"] == pytest.approx([b / a for a, b in zip(one["values"], many["values"], strict=True)])
+    alone, many = error["1"], error["48"]
+    assert (alone["n"], alone["ratio"]["values"]) == (2, [1, 1])
+    pairs = zip(alone["values"], many["values"], strict=True)
+    assert many["ratio"]["values"] == pytest.approx([b / a for a, b in pairs])
 
 
 def run(*words: str) -> None:
@@ -96,8 +97,8 @@ def test_the_programs_for_whole_volumes_are_measured(tmp_path: Path) -> None:
     sizes = ["--grid=64", "--crop=16", "--width=2", "--ranks=2"]
     run("benchmarks.volumes", *sizes, f"--folder={tmp_path / 'f'}", f"--output={tmp_path}")
     results = json.loads((tmp_path / "volumes_64.json").read_text())["results"]
-    assert [one["program"] for one in results] == ["predict", "evaluate"]
-    assert all(one["peak GB"] > 0.1 for one in results)
+    assert [measured["program"] for measured in results] == ["predict", "evaluate"]
+    assert all(measured["peak GB"] > 0.1 for measured in results)
 
 
 def test_a_sub_pixel_convolution_makes_blocks_of_its_channels() -> None:

@@ -21,13 +21,13 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FAMI
 
 def wait_for(pipe: int, text: bytes) -> None:
     """Reads this text; without a text, waits until every process that could write has ended."""
-    found = b""
-    while found != text or not text:
-        assert select.select([pipe], [], [], GENEROUS)[0], f"still running, and wrote only {found!r}"
+    received = b""
+    while received != text or not text:
+        assert select.select([pipe], [], [], GENEROUS)[0], f"still running, and wrote only {received!r}"
         piece = os.read(pipe, 1)
         if not piece:
             return
-        found += piece
+        received += piece
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,12 @@ def test_the_study_launches_every_point_with_the_same_threads(tmp_path: Path, mo
     assert {env[name] for _, env in calls for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"2"}
     assert {env["BENCHY_CONFIG_FILE"] for _, env in calls} == {str(tmp_path / "points" / "benchy.yaml")}
     result = json.loads((tmp_path / "scaling.json").read_text())
-    assert [(point["ranks"], point["FULL"]["n"]) for point in result["points"]] == [(one.ranks, 3) for one in points]
+    assert [(point["ranks"], point["FULL"]["n"]) for point in result["points"]] == [(p.ranks, 3) for p in points]
     assert result["series"][0]["efficiency"]["FULL"] == {"1": 1.0, "2": 1.0, "4": 1.0}
     text = (tmp_path / "scaling.md").read_text()
     assert text.strip() in capsys.readouterr().out
     stored = (common.RESULTS / "scaling/scaling.md").read_text()
-    heads = [next(line for line in one.splitlines() if line.startswith("| ranks")) for one in (text, stored)]
+    heads = [next(line for line in table.splitlines() if line.startswith("| ranks")) for table in (text, stored)]
     assert heads[0] == heads[1]
     monkeypatch.setattr(common, "failure_of", lambda *_, **__: "no such disk; buy one")
     with pytest.raises(UserError, match="ranks 1, local batch 8 failed: no such disk; buy one; see "):
@@ -97,8 +97,8 @@ def test_every_point_without_a_result_is_submitted(tmp_path: Path, monkeypatch: 
 
 def test_collecting_reports_the_results_that_exist_and_lists_the_missing(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "points").mkdir()
-    one, four = benchy(1, 8, 10, 9), benchy(4, 8, 36, 27, 40)  # samples/s
-    for point, number, values in (*((Point(1, 8), n, one) for n in (1, 2, 3)), (Point(4, 8), 1, four)):
+    single, four = benchy(1, 8, 10, 9), benchy(4, 8, 36, 27, 40)  # samples/s
+    for point, number, values in (*((Point(1, 8), n, single) for n in (1, 2, 3)), (Point(4, 8), 1, four)):
         (tmp_path / "points" / point.name(number)).write_text(json.dumps(values))
     words = ["--collect", "--strong", "--weak", "8", "--ranks", "1", "2", "4", f"--output={tmp_path}"]
     scaling.main([*SYNTHETIC, *words])
@@ -116,10 +116,10 @@ def test_the_model_that_is_fitted_to_two_nodes_predicts_the_published_runs_on_12
     """Within 3 points; and the stored result, which docs/performance.md quotes, is that of this model."""
     scaling_model.main([f"--output={tmp_path}"])
     folders = tmp_path, common.RESULTS / "scaling_model"
-    found, stored = (json.loads((folder / "scaling_model.json").read_text()) for folder in folders)
-    for batch, published in found["published"].items():
+    predicted, stored = (json.loads((folder / "scaling_model.json").read_text()) for folder in folders)
+    for batch, published in predicted["published"].items():
         for name, value in published.items():
-            assert found["predicted"][batch][name] == pytest.approx(value, abs=0.03)
-    assert found["fitted"] == pytest.approx(stored["fitted"], rel=1e-4)
+            assert predicted["predicted"][batch][name] == pytest.approx(value, abs=0.03)
+    assert predicted["fitted"] == pytest.approx(stored["fitted"], rel=1e-4)
     texts = [(folder / "scaling_model.md").read_text() for folder in folders]
     assert texts[0] == texts[1]

@@ -23,7 +23,7 @@ from utils.steps.size import training_flops
 
 
 def test_sets_are_valid_configs_that_differ() -> None:
-    result = {str((one.graph, configs.load(common.YAML, "base", dict(one.changes)))) for one in SETS.values()}
+    result = {str((kind.graph, configs.load(common.YAML, "base", dict(kind.changes)))) for kind in SETS.values()}
     assert len(result) == len(SETS)
 
 
@@ -70,7 +70,7 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     step.main([f"--output={tmp_path}", "--minutes=1"])
     result = json.loads((tmp_path / "ladder.json").read_text())
-    assert [one["name"] for one in result["ladder"]] == ["B", "B"]
+    assert [entry["name"] for entry in result["ladder"]] == ["B", "B"]
     assert result["failed"]["fault"] == "ended by SIGSEGV"
     assert result["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
     assert result["failed"]["long"].startswith("no time left")
@@ -127,7 +127,7 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
             assert 0 < entry[kind]["min"] <= entry[kind]["median"] <= entry[kind]["max"]
         assert entry["profile"]["categories"]["convolutions"] > 0
     trials = zip(second["SYNTHETIC"]["trials"], first["SYNTHETIC"]["trials"], strict=True)
-    assert second["ratio to the first"]["trials"] == [own / other for own, other in trials]
+    assert second["ratio to the first"]["trials"] == [rate / reference for rate, reference in trials]
     # The same samples and weights: rounding alone differs.
     for name in ("loss", "gradient norm"):
         values = [entry[f"{name} of the warm-up steps"] for entry in (first, second)]
@@ -227,8 +227,8 @@ def test_kernels_are_classified_by_name() -> None:
     """Those of PyTorch and its libraries, and the pointwise ones of this project."""
     assert {name: classify(name) for name in NAMES} == NAMES
     source = (common.REPOSITORY / "networks/kernels.py").read_text()
-    own = re.findall(r"^@triton\.jit.*\ndef (\w+)", source, re.MULTILINE)
-    assert {name: classify(name) for name in own} == {**dict.fromkeys(own, "pointwise"), "tanh": "other"}
+    kernels = re.findall(r"^@triton\.jit.*\ndef (\w+)", source, re.MULTILINE)
+    assert {name: classify(name) for name in kernels} == {**dict.fromkeys(kernels, "pointwise"), "tanh": "other"}
 
 
 def test_gather_tma_is_not_counted_as_copies() -> None:

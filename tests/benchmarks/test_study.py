@@ -68,9 +68,9 @@ def test_shares_compare_with_the_whole_reference_of_the_same_seed() -> None:
     """A reference counts as a whole, although one of its seeds is at the mean of their final losses before its end."""
     losses = Study(CONDITIONS)
     reference = [result([0, 0.7, 0.9]), result([0, 0.5, 0.7], seed=1, seconds=2)]
-    own = to_goal(losses, reference, reference)
-    assert own["samples"]["values"] == [200, 200]
-    assert own["share of seconds"]["values"] == [1, 1]
+    of_reference = to_goal(losses, reference, reference)
+    assert of_reference["samples"]["values"] == [200, 200]
+    assert of_reference["share of seconds"]["values"] == [1, 1]
     written = to_goal(losses, [result([0, 0.79, 0.8]), result([0, 0.8], seed=1)], reference)
     assert (written["samples"]["values"], written["seconds"]["values"]) == ([200, 100], [2, 1])
     assert written["share of seconds"]["values"] == pytest.approx([1, 1 / 4])
@@ -143,7 +143,7 @@ def test_a_diverged_training_does_not_end_the_study(
         finished.append((training.condition.name, training.seed))
 
     monkeypatch.setattr(Training, "run", run_or_fail)
-    monkeypatch.setattr(Training, "is_trained", lambda one: (one.condition.name, one.seed) in finished)
+    monkeypatch.setattr(Training, "is_trained", lambda training: (training.condition.name, training.seed) in finished)
     monkeypatch.setattr(Training, "result", lambda training: result([0.1, 0.5], seed=training.seed))
     reason = "1 of 4 training runs failed; the run two, seed 0, failed: network unet cannot be used with labeled"
     with pytest.raises(UserError, match=reason):
@@ -189,7 +189,7 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     path = tmp_path / "study_generalization.json"
     written = json.loads(path.read_text())["evaluations"]
     kept = list((tmp_path / "evaluations/generalization-1-seed0").glob("*redshift=4.0*.npz"))
-    errors = [float(results.load(one).l1.mean()) for one in kept]
+    errors = [float(results.load(file).l1.mean()) for file in kept]
     assert written["b"]["both"]["L1"]["mean"] == pytest.approx(statistics.fmean(errors))
     assert written["b"]["both"]["L1"]["n"] == 2
     assert written["a"].keys() == written["b"].keys() == {"near", "both", boxes.SPECIALIST, boxes.COPYING}

@@ -65,15 +65,15 @@ READINGS = [*WHOLE, *ENDED_EARLY, Reading("train", 2, 30), *RESUMED]
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: Any) -> Paths:
     folder = tmp_path_factory.mktemp("loaders")
-    found: Paths = {}
+    written: Paths = {}
     for seed, ((key, name), box) in enumerate(BOXES.items()):
         storage: Any = {"chunks": (1, 5, 4, 7), "compression": "gzip"} if name == "more" else {}
         stated = {"redshift": REDSHIFTS[name], "box_size_mpc_h": LENGTHS[name]}
         path = write_volume(folder / f"{name}.h5", box, seed, **storage, **stated)
         write_signed_zeros(path)
         for kind, file in zip(("", "_npy_data", "_npy_label"), (path, *convert(path)), strict=True):
-            found.setdefault(f"{key}_path{kind}", []).append(str(file))
-    return found | {key: path for key, (path, *_) in found.items() if key.startswith("val")}
+            written.setdefault(f"{key}_path{kind}", []).append(str(file))
+    return written | {key: path for key, (path, *_) in written.items() if key.startswith("val")}
 
 
 def same_volume(path: Path) -> Paths:

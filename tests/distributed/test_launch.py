@@ -87,9 +87,9 @@ def test_ranks_of_mpiexec_use_the_variables_of_their_mpi(mpi: str) -> None:
         assert read_launch(environment) == Launch("mpiexec", 5, 1, 8, "node1", port)
         assert read_launch({**environment, "MASTER_PORT": "1234"}).master_port == 1234
         assert read_launch({**environment, **TORCHRUN}).launcher == "environment"
-    one = {name: "1" if "SIZE" in name or "NRANKS" in name else value for name, value in variables.items()}
-    assert read_launch(one) == Launch("single process")
-    assert read_launch({**SLURM_STEP, **one}).launcher == "slurm"
+    single = {name: "1" if "SIZE" in name or "NRANKS" in name else value for name, value in variables.items()}
+    assert read_launch(single) == Launch("single process")
+    assert read_launch({**SLURM_STEP, **single}).launcher == "slurm"
 
 
 def test_ranks_of_mpiexec_know_the_address_of_rank_0(tmp_path: Path) -> None:

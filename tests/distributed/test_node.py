@@ -28,7 +28,7 @@ from utils.errors import UserError
     ],
 )
 def test_the_cores_of_a_node_are_divided_among_its_ranks(cores, limit, expected) -> None:
-    everywhere = [("there", list(range(3)), math.inf), *(("here", list(one), limit) for one in cores)]
+    everywhere = [("there", list(range(3)), math.inf), *(("here", list(usable), limit) for usable in cores)]
     assert [share(everywhere, rank) for rank in range(len(everywhere))] == [3, *expected]
 
 
@@ -36,10 +36,10 @@ def test_the_one_thread_that_torchrun_sets_is_not_the_users() -> None:
     two, alone = ({"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": size} for size in "21")
     for variables in ({}, {"OMP_NUM_THREADS": ""}, {**two, "OMP_NUM_THREADS": "1"}):
         assert not is_set_by_user(variables), variables
-    one = {"OMP_NUM_THREADS": "1"}
-    for variables in (one, {"MKL_NUM_THREADS": "1"}, {**two, "OMP_NUM_THREADS": "2"}, {**alone, **one}):
+    set_to_one = {"OMP_NUM_THREADS": "1"}
+    for variables in (set_to_one, {"MKL_NUM_THREADS": "1"}, {**two, "OMP_NUM_THREADS": "2"}, {**alone, **set_to_one}):
         assert is_set_by_user(variables), variables
-    assert is_set_by_user({**two, **one, "MKL_NUM_THREADS": "1"})
+    assert is_set_by_user({**two, **set_to_one, "MKL_NUM_THREADS": "1"})
 
 
 def test_a_run_uses_its_share_unless_the_user_has_set_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,12 +138,12 @@ def test_an_unfinished_run_of_other_data_is_not_continued(first: Path, run: Any)
     """A fixed bug: all paths were neutral. They are for the same data, and for a file that has changed in place."""
     data = {"train_path": {provenance.DIGEST: "one"}, "val_path": {provenance.DIGEST: "two"}}
     run(1, finished=False, data=data)
-    other = {**data, "train_path": {provenance.DIGEST: "three"}}
+    changed = {**data, "train_path": {provenance.DIGEST: "three"}}
     assert chosen(first, config=config(train_path="moved.h5"), data=data) == ("00", "")
-    assert chosen(first, data=other) == ("00", "")
-    found = chosen(first, config=config(train_path="other.h5"), data=other)
-    assert found == ("00-2", "00 differs in train_path; --resume would use it")
-    listed = {"train_path[0]": other["train_path"], "train_path[1]": data["train_path"], "val_path": data["val_path"]}
+    assert chosen(first, data=changed) == ("00", "")
+    choice = chosen(first, config=config(train_path="other.h5"), data=changed)
+    assert choice == ("00-2", "00 differs in train_path; --resume would use it")
+    listed = {"train_path[0]": changed["train_path"], "train_path[1]": data["train_path"], "val_path": data["val_path"]}
     assert name_of(first, config=config(train_path=["other.h5", "train.h5"]), data=listed) == "00-2"
 
 

@@ -28,9 +28,9 @@ class Job:
         self.cluster, self.number, self._output = cluster, number, output
 
     def field(self, name: str) -> str:
-        found = re.search(rf"\b{name}=(\S+)", self.cluster.run("scontrol", "show", "job", self.number))
-        assert found, name
-        return found[1]
+        match = re.search(rf"\b{name}=(\S+)", self.cluster.run("scontrol", "show", "job", self.number))
+        assert match, name
+        return match[1]
 
     @property
     def state(self) -> str:
@@ -68,12 +68,12 @@ class Job:
         """The ids of the job's processes that were started with these variables."""
         wanted = {f"{name}={value}".encode() for name, value in environment.items()}
         wanted.add(f"SLURM_JOB_ID={self.number}".encode())
-        found = []
+        ids = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended
                 if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                    found.append(int(folder.name))
-        return found
+                    ids.append(int(folder.name))
+        return ids
 
 
 class Cluster:

@@ -83,9 +83,9 @@ def test_data_and_log_directories_become_settings_without_a_container(submission
         (tmp_path / script).touch()
     for name in ("plain", "run #1: 'a' \"$HOME\" `id` $(id) 50%d back\\slash ü\nb\n\n", "-x", "*"):
         (tmp_path / name).mkdir()
-        found = submission.options("--config=base", where=str(tmp_path), DATA_DIR=name, LOGS_DIR=f"{name}/logs")
-        config = configs.load(YAML, "base", found.overrides).model_dump()
-        assert found.overrides.keys() == {"expdir", *paths}
+        options = submission.options("--config=base", where=str(tmp_path), DATA_DIR=name, LOGS_DIR=f"{name}/logs")
+        config = configs.load(YAML, "base", options.overrides).model_dump()
+        assert options.overrides.keys() == {"expdir", *paths}
         assert config["expdir"] == f"{tmp_path}/{name}/logs"
         assert all(config[path] == f"{tmp_path}/{name}/{base[path][6:]}" for path in paths)
     assert submission.options("--set=expdir=mine", LOGS_DIR=str(tmp_path / "logs")).overrides == {"expdir": "mine"}
@@ -171,13 +171,13 @@ def test_each_runtime_gets_gpus_code_data_and_logs(submission: Submission, tmp_p
 def test_image_cuda_version_and_options_become_options_of_the_runtime(submission: Submission) -> None:
     """The CUDA version of the image chooses NERSC's plug-in for NCCL."""
     job_image = {"SLURM_SPANK__SLURM_SPANK_OPTION_shifter_image": "other/image:1"}
-    plugin, own = "--module=gpu,nccl-cu13-plugin", "--image=some/image:1"
+    plugin, image = "--module=gpu,nccl-cu13-plugin", "--image=some/image:1"
     for variables, command in (
         (job_image, ["shifter", plugin]),
-        ({**job_image, **IMAGE}, ["shifter", own, plugin]),
+        ({**job_image, **IMAGE}, ["shifter", image, plugin]),
         ({**job_image, "CONTAINER_RUNTIME": "none"}, []),
-        ({**IMAGE, "CONTAINER_CUDA": "12"}, ["shifter", own, "--module=gpu,nccl-plugin"]),
-        ({**IMAGE, "CONTAINER_OPTIONS": "--one  --two=2"}, ["shifter", own, "--one", "--two=2"]),
+        ({**IMAGE, "CONTAINER_CUDA": "12"}, ["shifter", image, "--module=gpu,nccl-plugin"]),
+        ({**IMAGE, "CONTAINER_OPTIONS": "--one  --two=2"}, ["shifter", image, "--one", "--two=2"]),
     ):
         assert submission.command(**variables) == [*command, *TRAIN]
 

@@ -97,8 +97,8 @@ def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) ->
     for nodes, host in lists.items():
         step = {**system, **STEP, "SLURM_STEP_NODELIST": nodes}
         assert source(step)["MASTER_ADDR"] == first_host(nodes) == host, nodes
-    one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "nid000003"}
-    assert source({**system, **STEP, **one})["MASTER_ADDR"] == "127.0.0.1", "a single node does not need its name"
+    single = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "nid000003"}
+    assert source({**system, **STEP, **single})["MASTER_ADDR"] == "127.0.0.1", "a single node does not need its name"
     scontrol = Path(system["PATH"], "scontrol")
     show = '[ "$*" = "show hostnames nid[000003-000004]" ] && echo first && echo second'
     for script, address in ((show, "first"), ("echo broken >&2; exit 1", "nid000003")):

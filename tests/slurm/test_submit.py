@@ -50,8 +50,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
     """The same run on four ranks without Slurm and without interruption."""
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
     command = ["train.py", *flags, f"--set=expdir={folder}"]
-    environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
-    ranks = [Program(command, folder / str(rank), environment=each) for rank, each in enumerate(environments)]
+    ranks = [
+        Program(command, folder / str(rank), environment={**os.environ, **rank_variables(rank, 4, port)})
+        for rank in range(4)
+    ]
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
     return directory(folder, 4)
 
@@ -70,8 +72,8 @@ def training(cluster: Cluster, tmp_path: Path, flags: list[str]) -> tuple[Job, l
 
 def has_pending_signal(pid: int) -> bool:
     """True if a signal has been sent to the stopped process."""
-    found = re.search(r"^ShdPnd:\s*0*[1-9a-f]", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return found is not None
+    status = Path(f"/proc/{pid}/status").read_text()
+    return re.search(r"^ShdPnd:\s*0*[1-9a-f]", status, re.MULTILINE) is not None
 
 
 def resume(ranks: list[int]) -> None:

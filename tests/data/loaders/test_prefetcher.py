@@ -50,9 +50,9 @@ class Stream:
         if not event.done:
             self.add(event)
 
-    def wait_stream(self, other: "Stream") -> None:
+    def wait_stream(self, stream: "Stream") -> None:
         event = Event()
-        event.record(other)
+        event.record(stream)
         self.wait_event(event)
 
     def ready(self) -> bool:
