@@ -1,8 +1,10 @@
 """Triton's interpreter, which runs kernels on the CPU."""
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -36,6 +38,9 @@ def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with interpreted(monkeypatch) as language:
         # `sum` is written in Triton itself and was built for the compiler when triton was imported.
         monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+        # Its checks for overflows of integers, which small tensors cannot have, take most of the time.
+        builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
         for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
             monkeypatch.setattr(fused, name, value)

