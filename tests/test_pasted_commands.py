@@ -24,8 +24,9 @@ from test_documentation import COMMANDS, DOCS
 
 import train
 
+TINY = "--grid 32 --n_steps 4"
 SMALLER = {
-    "Makefile": {"--grid 128": "--grid 32", "--grid 96": "--grid 32"},
+    "Makefile": dict.fromkeys(("--grid 128", "--grid 96"), TINY),
     "config/UNet.yaml": {
         "{name: 'unet', width: 16, scales: 4}": "{name: 'unet', width: 4, scales: 2}",
         "box_size: [128, 96]": "box_size: [32, 32]",
@@ -36,7 +37,7 @@ SMALLER = {
     },
 }
 # In the pages' commands.
-SMALLER_GRIDS = {"--grid 512": "--grid 32", "--grid 256": "--grid 32", "--grid 128": "--grid 32"}
+SMALLER_GRIDS = dict.fromkeys(("--grid 512", "--grid 256", "--grid 128"), TINY)
 
 
 def replace_all(text: str, changes: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,11 @@ COMMANDS: dict[Any, list[str]] = {
 def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     if benchmark is convergence:
         pytest.importorskip("colossus")
+        from simulation import simulate
+
+        monkeypatch.setattr(simulate, "SimulationOptions", partial(simulate.SimulationOptions, n_steps=4))
     name = benchmark.__name__.split(".")[1]
+    monkeypatch.setattr(loaders, "available", lambda device: ["lowmem", "inmem"])
     monkeypatch.chdir(tmp_path)
     benchmark.main([*COMMANDS[benchmark], f"--output={tmp_path}"])
     result = check(tmp_path, name, tables={convergence: 1, published_logs: 2}.get(benchmark, 0))

@@ -2,17 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, Program, free_port, is_free
+from processes import Program, free_port, is_free, run
 from trainings import directory, metrics
 
-RUN: dict[str, Any] = {"cwd": TOP, "stderr": subprocess.PIPE, "text": True, "timeout": GENEROUS}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture
@@ -27,7 +23,7 @@ def valid_losses(run: Path, ranks: int) -> list[float]:
 
 
 def test_torchrun_slurm_and_a_single_process_give_the_same_losses(arguments: list[str], tmp_path: Path) -> None:
-    launched = subprocess.run([*TORCHRUN, *arguments, "--run_num=torchrun"], **RUN)
+    launched = run([*TORCHRUN, *arguments, "--run_num=torchrun"], tmp_path / "torchrun")
     assert launched.returncode == 0, launched.stderr
     assert launched.stderr.count("Avg train loss") == 2, "only rank 0 logs, once per epoch"
     # The rendezvous port is derived from the job id.

