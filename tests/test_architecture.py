@@ -7,6 +7,7 @@ import ast
 import graphlib
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 from docs.modules import ROOT, tracked
@@ -64,9 +65,17 @@ def unsafe_statements(tree: ast.Module) -> list[str]:
 # The files of entry scripts, the wings and benchmarks by dotted module name.
 FILES = [*tracked("*.py"), *(path for name in (*WINGS, "benchmarks") for path in (ROOT / name).rglob("*.py"))]
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
-TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
-IMPORTS = {module: list(imports(tree)) for module, tree in TREES.items()}
 ENTRY_SCRIPTS = {path.stem for path in tracked("*.py")}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(module: str) -> list[Import]:
+    return list(imports(tree_of(module)))
 
 
 def within(name: str, package: str) -> bool:
@@ -77,7 +86,7 @@ def faults(package: str, forbidden: Callable[[str, Import], bool]) -> list[str]:
     """The forbidden imports in modules of a package; "" stands for all."""
     modules = [module for module in SOURCES if not package or within(module, package)]
     assert modules, package
-    pairs = [(module, used) for module in modules for used in IMPORTS[module]]
+    pairs = [(module, used) for module in modules for used in imports_of(module)]
     return [f"{module}, line {used.line}: {used.name}" for module, used in pairs if forbidden(module, used)]
 
 
@@ -132,8 +141,8 @@ def test_packages_import_only_packages_of_lower_layers() -> None:
 
 def test_imports_of_modules_have_no_cycles() -> None:
     graph = {
-        module: {module_of(name) for name, at_import, _ in imported if at_import} - {""}
-        for module, imported in IMPORTS.items()
+        module: {module_of(imported.name) for imported in imports_of(module) if imported.at_import} - {""}
+        for module in SOURCES
     }
     assert {"utils.config", "utils.errors"} <= graph["utils.cli"]
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a cycle
@@ -152,11 +161,11 @@ def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> No
 
 def test_entry_scripts_and_the_trainer_do_not_distinguish_the_root_rank() -> None:
     for module in (*ENTRY_SCRIPTS, "utils.training.trainer"):
-        assert ".is_root" not in ast.unparse(TREES[module]), module
+        assert ".is_root" not in ast.unparse(tree_of(module)), module
 
 
 def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
-    faults = {module: unsafe_statements(tree) for module, tree in TREES.items()}
+    faults = {module: unsafe_statements(tree_of(module)) for module in SOURCES}
     # The one exception: its `find_class` refuses all names, except those for which it has its own stand-ins.
     allowed = {"utils.data.datasets.reuters": ["import pickle"]}
     assert {module: lines for module, lines in faults.items() if lines} == allowed

@@ -23,6 +23,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     owners = [language, language.core, language.math, language.tensor, language.dtype]
     before = [dict(vars(owner)) for owner in owners]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Its checks for overflows of integers, which small tensors cannot have, take most of the time.
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
     yield language
     for owner, names in zip(owners, before, strict=True):
         for name, value in list(vars(owner).items()):
@@ -38,9 +41,6 @@ def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with interpreted(monkeypatch) as language:
         # `sum` is written in Triton itself and was built for the compiler when triton was imported.
         monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
-        # Its checks for overflows of integers, which small tensors cannot have, take most of the time.
-        builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
-        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
         for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
             monkeypatch.setattr(fused, name, value)

@@ -6,6 +6,7 @@ SOAP's first decomposition; tests/optim/test_soap.py tests later ones. NAdam and
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ KEYS += ("clip_grad_norm", "log_noise_scale", "ema_decay", "channel_weights", "c
 KEYS += ("fused_tail", "ddp")
 
 
+@cache
 def shipped() -> dict[str, Config]:
     """The shipped configs, small, one of each set of equal steps."""
-    shipped_configs = {}
+    shipped_configs: dict[str, tuple[str, Config]] = {}
     for path in tracked("config/*.yaml"):
         for name in yaml_files.read_file(str(path)):
             labeled = configs.load(str(path), name, ALL_SIZES).is_classification
@@ -65,20 +67,9 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-CONFIGS = shipped() | {
-    key: configs.load(str(FOLDER / "UNet.yaml"), name, {**ALL_SIZES, **SMALL, **changes})
-    for key, (name, changes) in SETTINGS.items()
-}
-
-
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def train(config: Config, recorded: bool) -> None:
     """Two steps, the first of which creates the optimizer's state; and what an integrity check computes."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
-    config, trace = CONFIGS[name].for_world(1), WaitingTrace()
+    trace = WaitingTrace()
     with fake_gpu(trace):
         model, world = build.network_with_loss(config), World(Launch("test"), CPU)
         if config.channels_last:
@@ -93,6 +84,21 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
                 step._train(batch) if recorded else step(batch, 0.1)
             assert step.replay(batch).shape == (2,)
             assert digest(step.replicated()).shape == ()
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("name", ["shipped configs", *SETTINGS])
+def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
+    monkeypatch.setattr(strided, "unavailable", lambda device: "")
+    if name in SETTINGS:
+        base, changes = SETTINGS[name]
+        train(configs.load(str(FOLDER / "UNet.yaml"), base, {**ALL_SIZES, **SMALL, **changes}).for_world(1), recorded)
+        return
+    for name, config in shipped().items():
+        print(name)  # shown after a failure
+        train(config.for_world(1), recorded)
 
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {

@@ -76,45 +76,38 @@ def flags_of(expdir: Path, data_flags: list[str], *more: str) -> list[str]:
     return [*data_flags, "--config=test", f"--set=expdir={expdir}", f"--set=integrity.every={EVERY}", *more]
 
 
-def train_until_error(world: World, flags: list[str], step_class: type[EagerStep]) -> str:
-    with pytest.raises(CorruptionError) as error:
-        train_on(world, flags, step_class)
-    return str(error.value)
-
-
-def error_of(ranks: int, flags: list[str], step_class: type[EagerStep]) -> str:
-    (line,) = {*run_ranks(train_until_error, ranks, flags, step_class)}  # the same on every rank
-    return line
+def errors_of(world: World, flags: list[str], step_classes: tuple[type[EagerStep], ...]) -> tuple[str, ...]:
+    """The errors with which runs of these steps end."""
+    lines = []
+    for kind in step_classes:
+        with pytest.raises(CorruptionError) as error:
+            train_on(world, [*flags, f"--run_num={kind.__name__}"], kind)
+        lines.append(str(error.value))
+    return tuple(lines)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("step_class", [WeightFlips, MomentFlips, GradientFlips])
-def test_a_flipped_bit_is_found_at_the_next_check(
-    ranks: int, step_class: type[EagerStep], tmp_path: Path, data_flags: list[str]
+def test_flipped_bits_are_found_at_the_next_check_and_wrong_results_by_a_replay(
+    ranks: int, tmp_path: Path, data_flags: list[str]
 ) -> None:
     """Two ranks cannot say which of them is wrong; of three, it is the one in the minority."""
-    batches = ["--set=global_batch_size=6", "--set=Nsamples=60"]
-    line = error_of(ranks, flags_of(tmp_path, data_flags, *batches, "--set=log_interval=2"), step_class)
+    flags = flags_of(tmp_path, data_flags, "--set=global_batch_size=6", "--set=Nsamples=60", "--set=log_interval=2")
+    steps = WeightFlips, MomentFlips, GradientFlips, ComputesWrong
+    (lines,) = {*run_ranks(errors_of, ranks, flags, steps)}  # the same on every rank
     host = socket.gethostname()
     named = f"one of the ranks 0 ({host}), 1 ({host})" if ranks == 2 else f"rank 1 ({host})"
-    assert line.startswith(f"integrity check of step 8: wrong weights or optimizer state on {named}; "), line
-    assert not [*directory(tmp_path, ranks).glob("checkpoints/step_*")]
+    flipped = f"integrity check of step 8: wrong weights or optimizer state on {named}; "
+    assert [line.startswith(flipped) for line in lines] == [True, True, True, False], lines
+    assert lines[3].startswith(f"integrity check of step {EVERY}: wrong results of a micro-batch on {named}"), lines
+    assert not [*tmp_path.glob("**/checkpoints/step_*")]
 
 
 def test_no_checkpoint_has_weights_on_which_the_ranks_differ(tmp_path: Path, data_flags: list[str]) -> None:
     """A save compares first, also between two checks."""
     saves = ["--set=checkpoint.every_steps=1", "--set=integrity.every=1000"]
-    line = error_of(2, flags_of(tmp_path, data_flags, *saves), WeightFlips)
+    ((line,), _) = run_ranks(errors_of, 2, flags_of(tmp_path, data_flags, *saves), (WeightFlips,))
     assert line.startswith(f"integrity check of step {STEP}: ")
-    assert last(directory(tmp_path, 2)).state.step == STEP - 1
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_device_that_computes_wrong_is_found_by_a_replay(ranks: int, tmp_path: Path, data_flags: list[str]) -> None:
-    batches = ["--set=global_batch_size=6", "--set=Nsamples=60"]
-    line = error_of(ranks, flags_of(tmp_path, data_flags, *batches), ComputesWrong)
-    named = "one of the ranks 0 (" if ranks == 2 else f"rank {FAULTY} ("
-    assert line.startswith(f"integrity check of step {EVERY}: wrong results of a micro-batch on {named}")
+    assert last(directory(tmp_path, 2, "WeightFlips")).state.step == STEP - 1
 
 
 class ComputesWrongOnceAtEachCheck(EagerStep):
