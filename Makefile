@@ -50,6 +50,9 @@ $(DEMO_DATA): | $(READY)
 # processes per core, because many tests wait for ranks.
 PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? 2 * $(CORES) : 8 ))) --dist loadfile --no-loadscope-reorder
 
+# Else each of many processes would compile the program. Containers set the variable.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(TEST_READY)
 	$(BIN)/python -m $(PYTEST) -m "not slow"
 

@@ -22,15 +22,18 @@ VolumeFile = Callable[..., Path]
 
 # The slowest files, slowest first. They run first, so that no worker is left with one when all other workers are done.
 LONG_FILES = (
-    "tests/slurm/test_submit.py",
-    "tests/test_tutorial.py",
-    "tests/run/test_resume.py",
-    "tests/distributed/test_signals.py",
     "tests/distributed/test_heartbeat.py",
-    "tests/steps/test_compile.py",
+    "tests/slurm/test_submit.py",
+    "tests/test_pasted_commands.py",
+    "tests/run/test_resume.py",
+    "tests/simulation/test_simulation.py",
+    "tests/networks/test_strided.py",
     "tests/training/test_soak.py",
-    "tests/distributed/test_launchers.py",
+    "tests/distributed/test_signals.py",
+    "tests/test_tutorial.py",
+    "tests/steps/test_own_kernels.py",
     "tests/data/test_loaders.py",
+    "tests/benchmarks/test_step.py",
 )
 
 

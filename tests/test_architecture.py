@@ -33,7 +33,7 @@ UNSAFE = re.compile(
     r"^\s*(import|from) (cloudpickle|dill|joblib|pickle|shelve)\b|^\s*from yaml import|^\s*from torch import .*\bload\b"
     r"|\bos\.(system|popen)\b|\bsubprocess\.getoutput\b|\b(allow_pickle|shell)=(?!False)"
     r"|\byaml\.((unsafe|full)_load|C?(Full|Unsafe)?Loader\b|load(_all)?\((?!.*SafeLoader))"
-    r"|\btorch\.load\((?!.*weights_only=True)|(gather|scatter|broadcast|send|recv)_object(_list)?\b",
+    r"|\btorch\.load\((?!.*weights_only=True)|(gather|scatter|broadcast|send|recv)_object(_list)?\b"
 )
 
 

@@ -76,9 +76,7 @@ def test_invalid_flag_is_refused_in_one_line(refuse: Refuse, flags: list[str], s
     refuse(*flags, says=says)
 
 
-def test_invalid_environment_is_refused_in_one_line(
-    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_environment_is_refused_in_one_line(refuse: Refuse, tmp_path: Path, monkeypatch: Any) -> None:
     """Incomplete rank variables, a file in place of a directory, no benchmark settings, no CUDA device, full memory."""
     for rank in ("0", "1"):  # each rank reports it, because rank 0 may not exist
         monkeypatch.setenv("RANK", rank)
@@ -211,9 +209,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     assert not (directory(tmp_path / "runs", run_num="01") / "summary.json").exists()
 
 
-def test_invalid_config_is_reported_only_by_rank_0(
-    refuse: Refuse, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_config_is_reported_only_by_rank_0(refuse: Refuse, capsys: Any, monkeypatch: Any) -> None:
     """The error occurs before the ranks are connected."""
     monkeypatch.setattr(errors, "GRACE_SECONDS", 0.0)
     for name, value in rank_variables(0, 2, 1).items():

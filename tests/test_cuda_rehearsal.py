@@ -72,11 +72,7 @@ def test_cudnn_computes_convolutions_on_channels_last_tensors_and_every_fused_ke
 ) -> None:
     """In half precision, where own kernels are not to be used or cannot be."""
     steps = rehearsed["steps"]
-    for name, loss in (
-        ("cuDNN", ["tail_l1"]),
-        ("cuDNN, no tail", ["l1", "l1_backward"]),
-        ("width 20", ["tail_l1"]),
-    ):
+    for name, loss in (("cuDNN", ["tail_l1"]), ("cuDNN, no tail", ["l1", "l1_backward"]), ("width 20", ["tail_l1"])):
         convolutions = steps[name]["convolutions"]
         assert sum(convolutions.values()) == 24
         for text in convolutions:

@@ -111,9 +111,7 @@ def test_the_calls_need_the_required_packages_only() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(tmp_path: Path, monkeypatch: Any) -> None:
     """The command of its part, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

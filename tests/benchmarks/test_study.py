@@ -88,9 +88,7 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
     assert len(different) == len(chosen.conditions)
 
 
-def test_trainings_run_once_and_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_forked: Any
-) -> None:
+def test_trainings_run_once_and_are_compared(tmp_path: Path, monkeypatch: Any, capsys: Any, run_forked: Any) -> None:
     """Finished runs are kept, regardless of their commit. Their logs are copied without checkpoints and evaluations."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
     monkeypatch.setattr(common, "failure_of", run_forked)

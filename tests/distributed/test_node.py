@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,7 @@ def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
     open_locked(path, "in use").close()
 
 
-def test_without_locks_a_warning_asks_for_one_process_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_locks_a_warning_asks_for_one_process_at_a_time(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -170,9 +170,7 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("small", "few"),
     [(128, 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((64, 4), (128, 8), (64, 1)))],
 )
-def test_compiled_kernels_fit_into_a_multiprocessor(
-    monkeypatch: pytest.MonkeyPatch, small: int, few: int, tmp_path: Path
-) -> None:
+def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch: Any, small: int, few: int, tmp_path: Path) -> None:
     """Twice for up to 5 channels. No registers are spilled, and no operations are atomic, whose order would vary."""
     pytest.importorskip("triton")
     import_kernels_again()

@@ -195,9 +195,7 @@ def call_all(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return *kinds, pointwise.bias_relu_cat(x, bias, x)[0], pointwise.l1(x, 2 * x)
 
 
-def test_without_kernels_torch_operations_give_the_same(
-    interpreter: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_kernels_torch_operations_give_the_same(interpreter: list[str], monkeypatch: Any) -> None:
     """For tensors that are not channels-last, on the CPU or float64, under torch.compile, and without Triton."""
     x, bias = values(2, 6, *SIZE), values(6, seed=1)
     expected = call_all(x, bias)

@@ -163,9 +163,7 @@ def test_the_operator_has_fakes(small_blocks: list[str]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"conditioned": True}], ids=["plain", "conditioned"])
-def test_a_network_trains_as_with_torch(
-    small_blocks: list[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_a_network_trains_as_with_torch(small_blocks: list[str], monkeypatch: Any, options: dict[str, Any]) -> None:
     """With bias, activation and concatenation in the convolutions' kernels, and grids that have pads."""
     network = {"width": 16, "scales": 2, **options}
     module, parts = with_loss(True, **network), batch(size=8)

@@ -34,10 +34,7 @@ def own_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets:
 
 
 # With the names of their kernels.
-TAILS = (
-    (fused_tail, ["tail_l1"]),
-    (own_tail, ["rows_to_blocks", "block_weight_gradient", "blocks_to_rows"]),
-)
+TAILS = ((fused_tail, ["tail_l1"]), (own_tail, ["rows_to_blocks", "block_weight_gradient", "blocks_to_rows"]))
 
 
 def operands(grid: tuple[int, int, int], channels: int, batch: int, inputs: int = 3) -> tuple[torch.Tensor, ...]:

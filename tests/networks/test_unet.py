@@ -44,11 +44,7 @@ def test_the_full_network_has_the_published_size_and_cost() -> None:
     assert layers == {**sizes, "last": (128, 5)}
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"space_to_depth": ["down1", "last"]},
-    {"fused": True},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"space_to_depth": ["down1", "last"]}, {"fused": True}]
 NORMS = [{"norm": norm, "space_to_depth": ["down1", "last"]} for norm in ("batch", "sync_batch", "ghost(2)", "group")]
 
 

@@ -27,12 +27,7 @@ def scheduled(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:
 
 @pytest.mark.parametrize(
     ("batch", "scaling", "factor", "warm"),
-    [
-        (512, "none", 1.0, False),
-        (512, "linear", 8.0, True),
-        (64, "sqrt", 1.0, False),
-        (16, "sqrt", 0.5, False),
-    ],
+    [(512, "none", 1.0, False), (512, "linear", 8.0, True), (64, "sqrt", 1.0, False), (16, "sqrt", 0.5, False)],
 )
 def test_the_peak_is_scaled_by_the_batch_and_warmed_up_only_above_the_base_batch(
     batch: int, scaling: str, factor: float, warm: bool
@@ -91,9 +86,7 @@ def test_a_step_schedule_drops_at_the_beginning_of_epochs_and_a_constant_one_nev
         ("--config=short_opt --local_batch_size 64", 8, True),
     ],
 )
-def test_a_warmup_longer_than_the_run_is_a_warning(
-    command: str, ranks: int, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_warmup_longer_than_the_run_is_a_warning(command: str, ranks: int, warns: bool, caplog: Any) -> None:
     """Fixed bug: commands of the tutorial, and benchmarks, which do not follow the schedule, were refused."""
     options = cli.parse([f"--yaml_config={YAML}", *command.split()])
     warn_of_long_warmup(configs.load(options.yaml_config, options.config, options.overrides).for_world(ranks))

@@ -69,9 +69,7 @@ def test_benchmark_logs_and_writes_its_measurements(tmp_path: Path, ranks: int) 
             assert result[name]["TFLOP/s per rank"] == pytest.approx(teraflops)
 
 
-def test_settings_of_the_tutorial_are_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_of_the_tutorial_are_understood(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """With the keys of the tutorial's benchy-conf.yaml; they were unknown."""
     caplog.set_level("INFO")
     conf = tmp_path / "conf.yaml"
@@ -95,9 +93,7 @@ def test_settings_of_the_tutorial_are_understood(
     assert measure(ALONE, str(tmp_path / "rates.json"), once)[1] == {True: 1, False: 0}
 
 
-def test_invalid_settings_and_output_are_refused_before_the_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_settings_and_output_are_refused_before_the_measurements(tmp_path: Path, monkeypatch: Any) -> None:
     conf = tmp_path / "conf.yaml"
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
     conf.write_text("IO: {batchs: 2}")

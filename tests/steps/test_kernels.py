@@ -68,9 +68,7 @@ def test_a_network_without_kernels_needs_none(monkeypatch: pytest.MonkeyPatch) -
     assert fused._dry_run is None
 
 
-def test_a_cache_that_cannot_be_written_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_cannot_be_written_is_replaced(monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.WARNING):

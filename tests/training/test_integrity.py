@@ -3,6 +3,7 @@
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,9 +121,7 @@ class ComputesWrongOnceAtEachCheck(EagerStep):
         return super().replay(batch) * (1 + 1e-6 * (self.replays % 2))
 
 
-def test_one_rank_repeats_its_own_micro_batch(
-    tmp_path: Path, data_flags: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_repeats_its_own_micro_batch(tmp_path: Path, data_flags: list[str], capfd: Any) -> None:
     with pytest.raises(SystemExit) as end:
         train.main([f"--yaml_config={YAML}", *flags_of(tmp_path, data_flags)], ComputesWrongOnceAtEachCheck)
     assert end.value.code == EXIT_CORRUPTION == 77

@@ -59,7 +59,8 @@ def test_validation_on_several_volumes_reports_the_loss_of_each_and_their_mean(t
     def trained(*names: str, samples: int, ranks: int = 1) -> Path:
         folder = tmp_path / f"{'+'.join(names)}_{ranks}"
         data = f"--set=val_path=[{','.join(str(paths[name]) for name in names)}]"
-        more = [data, f"--set=Nsamples_val={samples}", f"--set=expdir={folder}", "--set=evaluation.every_epochs=1"]
+        ends = "--set=evaluation.every_epochs=1" if ranks > 1 else "--set=report_baselines=false"
+        more = [data, f"--set=Nsamples_val={samples}", f"--set=expdir={folder}", ends]
         run_ranks(train_on, ranks, ["--config=test", *flags, *more])
         return directory(folder, ranks)
 

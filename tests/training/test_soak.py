@@ -8,7 +8,7 @@ from soak import END, FLAGS, SAVE, START, PlannedStop, StopTest, Unavailable, ra
 
 def test_three_kills(tmp_path: Path) -> None:
     """kill -9 of either rank, whose survivor ends without a signal, and of both, between two saves."""
-    test = StopTest(tmp_path, [*FLAGS, "--num_epochs=12", "--set=log_interval=1", "--set=report_pictures=false"])
+    test = StopTest(tmp_path, [*FLAGS, "--num_epochs=8", "--set=log_interval=1", "--set=report_pictures=false"])
     # A fifth of the lines is a few steps after the start; many steps are left, so that no kill comes too late.
     kills = test.run("killed", [PlannedStop(victims, lines=test.lines // 5) for victims in ([1], [0, 1], [0])])
     assert [kill.victims for kill in kills] == [{1}, {0, 1}, {0}]

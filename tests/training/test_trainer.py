@@ -223,9 +223,7 @@ def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch:
     assert "Time taken for epoch 2 is 5.000 sec, avg 2.00 samples/sec" in trainer.records.lines
 
 
-def test_the_wait_for_data_is_the_share_of_the_time_that_a_cpu_spends_in_the_loader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_wait_for_data_is_the_share_of_the_time_that_a_cpu_spends_in_the_loader(monkeypatch: Any) -> None:
     now = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     step = ScriptedStep(after=lambda _: now.__setitem__(0, now[0] + 1.0))

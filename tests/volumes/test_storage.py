@@ -91,10 +91,7 @@ def partly_written(path: Path, chunks: Any, planes: int) -> None:
         (missing_file_of_a_link, r"volume\.h5: Nbody is a link to /dm in source\.h5, which is missing; restore it"),
         (gap, r"volume\.h5: Nbody: 25\.000% of its values were never written; recreate the file"),
         (lambda path: external_file(path, 0.75), r"25\.000% of its values were never written in .*Nbody\.raw"),
-        (
-            lambda path: external_file(path, 0),
-            r"cannot read its external file .*Nbody\.raw: .*; restore it",
-        ),
+        (lambda path: external_file(path, 0), r"cannot read its external file .*Nbody\.raw: .*; restore it"),
         (lambda path: partly_written(path, (1, 4, 16, 16), 8), r"Nbody: 50\.000% of its values were never written"),
         (lambda path: partly_written(path, None, 0), r"Nbody: 100\.000% of its values were never written"),
     ],
