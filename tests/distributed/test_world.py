@@ -1,8 +1,6 @@
 """Collectives, joint errors, and the end of the process group."""
 
-import contextlib
 import math
-import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch
 from utils.distributed.rendezvous import Meeting
 from utils.distributed.world import World, connect
-from utils.errors import LocalError, Stopped, UserError
+from utils.errors import Stopped, UserError
 
 
 def test_a_single_rank_needs_no_process_group() -> None:
@@ -73,34 +71,6 @@ def test_collectives_and_joint_errors() -> None:
             "KeyError: 'bug'" if rank == 2 else "UserError: rank 2: KeyError('bug')",
             "none",
         ]
-
-
-class Step:
-    """Stand-in for a step with CUDA graphs, in a reference cycle."""
-
-    def __init__(self) -> None:
-        self.cycle = self
-
-
-@pytest.mark.parametrize(
-    ("error", "leaves"), [(None, 1), (Stopped(), 1), (UserError("bad"), 1), (LocalError("bad"), 0)], ids=repr
-)
-def test_the_step_is_released_before_the_process_group_is_destroyed(
-    monkeypatch, error: BaseException | None, leaves: int
-) -> None:
-    """NCCL would wait forever for its CUDA graphs, which an error's frames or a reference cycle may keep alive."""
-    alive: list[bool] = []
-    seen: list[weakref.ref] = []
-
-    def hold(step: Step) -> None:
-        seen.append(weakref.ref(step))
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(seen[0]() is not None))
-    with pytest.raises(type(error)) if error else contextlib.nullcontext(), worlds._leaving_group():
-        hold(Step())
-    assert alive == [False] * leaves
 
 
 @pytest.mark.parametrize(

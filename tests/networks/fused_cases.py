@@ -36,6 +36,19 @@ def results(
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
 
+def layer_results(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The layer's output and the gradients of its input and parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    upstream = values(*y.shape, seed=1, device=str(x.device)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float = 1e-6) -> None:
+    assert got.shape == expected.shape
+    assert float((got.double() - expected).abs().max()) < error * float(expected.abs().max())
+
+
 def modulated(network: nn.Module) -> nn.Module:
     """The network, conditioned, with random weights in place of the film's zeros."""
     torch.manual_seed(1)  # of the embedding

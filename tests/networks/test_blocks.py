@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import CHANNELS_LAST, values
+from fused_cases import CHANNELS_LAST, assert_close, layer_results, values
 from torch.nn import functional as F
 from triton_compile import compile_launch
 from triton_interpreter import import_kernels_again
@@ -28,11 +28,6 @@ def operands(samples: int, small: int, few: int, side: int) -> tuple[torch.Tenso
     """Rows, cells and weights."""
     rows, cells = values(samples, small, *[side] * 3, seed=0), values(samples, few, *[2 * side] * 3, seed=1)
     return rows, cells, values(small, few, 4, 4, 4, seed=2) / 8
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float = 1e-6) -> None:
-    assert got.shape == expected.shape
-    assert float((got.double() - expected).abs().max()) < error * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -126,14 +121,8 @@ def test_layers_under_autocast(
     assert layer.plans_own((2, channels[0], *[side] * 3), dtype, device)
     x = values(2, channels[0], *[side] * 3).to(dtype).float().to(device)
 
-    def results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
-        x = x.detach().requires_grad_()
-        y = layer(x)
-        upstream = values(*y.shape, seed=1, device=str(device)).to(y.dtype)
-        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
-
     with torch.autocast(device.type, dtype):
-        got, again = (results(layer, x) for _ in range(2))
+        got, again = (layer_results(layer, x) for _ in range(2))
     names = ["rows_to_blocks", "blocks_to_rows", "block_weight_gradient"]
     names = names if channels[1] == 5 else [names[1], names[0], names[2]]
     assert launched == names * 2
@@ -141,7 +130,7 @@ def test_layers_under_autocast(
     assert got[0].dtype == (torch.float32 if precise else dtype)
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
     layer.convolutions = "cudnn"
-    for ours, exact in zip(got, results(layer.double(), x.double()), strict=True):
+    for ours, exact in zip(got, layer_results(layer.double(), x.double()), strict=True):
         error = float((ours.double() - exact).norm() / exact.norm())
         half = dtype == torch.float16 or (precise and ours is got[0])
         assert error < (6e-4 if half else 5e-3), error

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import CHANNELS_LAST, CONDITIONS, assert_trains_like, batch, trained, values, with_loss
+from fused_cases import (
+    CHANNELS_LAST,
+    CONDITIONS,
+    assert_close,
+    assert_trains_like,
+    batch,
+    layer_results,
+    trained,
+    values,
+    with_loss,
+)
 from torch.nn import functional as F
 from triton_compile import compile_launch
 from triton_interpreter import import_kernels_again, use_own_convolutions
@@ -32,11 +42,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, interpreter: list[str]) -> lis
     """The kernels run in the interpreter for multiples of 16 channels, also in float32; the names of those launched."""
     use_own_convolutions(monkeypatch)
     return interpreter
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float = 1e-6) -> None:
-    assert got.shape == expected.shape
-    assert float((got.double() - expected).abs().max()) < error * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -114,20 +119,14 @@ def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype
     layer.convolutions = "own"
     x = values(2, width, *[side] * 3).to(dtype).float().to(device)
 
-    def results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
-        x = x.detach().requires_grad_()
-        y = layer(x)
-        upstream = values(*y.shape, seed=1, device=str(device)).to(y.dtype)
-        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
-
     with torch.autocast(device.type, dtype):
-        got, again = (results(layer, x) for _ in range(2))
+        got, again = (layer_results(layer, x) for _ in range(2))
     assert {"gather", "scatter", "weight_gradient"} <= set(launched)
     assert got[0].dtype == dtype
     assert got[2].dtype == torch.float32
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
     layer.convolutions = "cudnn"
-    for ours, exact in zip(got, results(layer.double(), x.double()), strict=True):
+    for ours, exact in zip(got, layer_results(layer.double(), x.double()), strict=True):
         error = float((ours.double() - exact).norm() / exact.norm())
         assert error < (6e-4 if dtype == torch.float16 else 5e-3), error
 

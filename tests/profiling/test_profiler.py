@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_ranks
-from trainings import TOP, directory
+from trainings import directory, train_on
 
-import train
-from utils import cli
-from utils.config import Config, load
+from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.distributed.launch import Launch
-from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler, nsys_capture
@@ -136,18 +133,11 @@ def test_a_run_that_captures_nothing_says_what_to_add(calls, tmp_path, caplog, m
     assert caplog.messages[1].endswith("without --enable_manual_profiling; add it")
 
 
-def train_on_rank(world: World, flags: list[str]) -> None:
-    options = cli.parse(flags)
-    config = load(options.yaml_config, options.config, options.overrides).for_world(world.size)
-    train.run(options, train.open_volumes(config), world, train.EagerStep, Signals())
-
-
-def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flags, monkeypatch) -> None:
-    monkeypatch.chdir(TOP)
+def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flags) -> None:
     settings = ("report_baselines=false", "profile.steps=2", "profile.ranks=all", "accumulation_steps=2")
     flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path}", *(f"--set={setting}" for setting in settings)]
     flags += ["--enable_manual_profiling"]
-    run_ranks(train_on_rank, 2, flags)
+    run_ranks(train_on, 2, flags)
     for rank in (0, 1):
         counts = ranges(directory(tmp_path, 2) / f"trace_rank{rank}.json.gz")
         parts = {"step": 2, "data": 2, "forward": 4, "backward": 4, "optimizer": 2}
