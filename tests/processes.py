@@ -97,9 +97,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, de
     return [answers[rank][1] for rank in range(world_size)]
 
 
-def _rank(
-    function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, device: str, results: Any
-) -> None:
+def _rank(function: Any, rank: int, size: int, port: int, arguments: tuple, device: str, results: Any) -> None:
     import torch
 
     from utils.config.sections import TimeoutsConfig
@@ -154,9 +152,7 @@ class Completed(NamedTuple):
 class Program:
     """A running entry script. Its output is in `<output>.out` and `<output>.err`."""
 
-    def __init__(
-        self, arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Variables = None
-    ) -> None:
+    def __init__(self, arguments: Sequence[Any], output: Path, cwd: Path = TOP, environment: Variables = None) -> None:
         """`arguments` follow `python` on a command line: a script, or -m and a module, and their arguments."""
         self.stdout_path, self.stderr_path = output.with_suffix(".out"), output.with_suffix(".err")
         for path in (self.stdout_path, self.stderr_path):

@@ -121,18 +121,10 @@ def fingerprints() -> Iterator[tuple[str, str]]:
             yield from parts.items()
             if name == "soap inmem":
                 predicted, out = folder / "predicted.h5", folder / "evaluated"
-                run(
-                    "predict.py",
-                    "--checkpoint",
-                    directory,
-                    "--input",
-                    folder / "val.h5",
-                    "--output",
-                    predicted,
-                    ranks=2,
-                )
+                given = ["--input", folder / "val.h5"]
+                run("predict.py", "--checkpoint", directory, *given, "--output", predicted, ranks=2)
                 yield "prediction", datasets(predicted)
-                run("evaluate.py", "--prediction", predicted, "--input", folder / "val.h5", "--output", out)
+                run("evaluate.py", "--prediction", predicted, *given, "--output", out)
                 yield "evaluation", digest(dict(np.load(out / "evaluation.npz")))
 
 

@@ -245,10 +245,7 @@ def soak(kills: int, seed: int, folder: Path, launcher: str = "plain") -> list[S
             plan = draw_plan(draw, min(kills - len(done), 10), launcher, test.durations)
             done += test.run(f"soak{started}", plan)
             phases = dict(Counter(kill.phase for kill in done))
-            print(
-                f"{launcher}: {len(done)} kills, every run ended with the bits of the undisturbed one; {phases}",
-                flush=True,
-            )
+            print(f"{launcher}: {len(done)} kills, every run ended with the same bits; {phases}", flush=True)
     return done
 
 

@@ -179,9 +179,7 @@ class FakeTensors(FakeTensorMode):
         return self  # a copied network belongs to the same mode
 
 
-def to(
-    module: nn.Module, device: torch.device | None = None, memory_format: torch.memory_format | None = None
-) -> nn.Module:
+def to(module: nn.Module, device: torch.device | None = None, memory_format: Any = None) -> nn.Module:
     """Takes the place of nn.Module.to, which fails for tensors without data."""
     for child in module.modules():
         for name, x in child._parameters.items():

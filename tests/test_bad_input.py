@@ -150,9 +150,7 @@ def test_two_boxes_of_another_size_or_with_other_channels_are_refused(refuse: Re
     refuse(f"--set=val_path={path}", says=(str(path), "give files with the same channels"))
 
 
-def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
-    trained_run: Path, tmp_path: Path, refuse: Refuse
-) -> None:
+def test_invalid_input_changes_no_file_of_an_earlier_run(trained_run: Path, tmp_path: Path, refuse: Refuse) -> None:
     run = directory(tmp_path / "runs")
     shutil.copytree(trained_run, run)
 

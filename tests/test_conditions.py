@@ -122,9 +122,7 @@ def test_everything_that_calls_the_network_has_its_conditions(training: Any, mon
     assert (tmp_path / "benchy.json").exists()
 
 
-def test_predict_and_evaluate_use_the_conditions_of_their_input(
-    run: Path, folder: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_programs_use_the_conditions_of_their_input(run: Path, folder: Path, tmp_path: Path, capsys: Any) -> None:
     """All windows get those of the input. Values outside the trained range give a warning with both."""
     network = torch.no_grad()(TrainedNetwork.load(run, torch.device("cpu")).network)
     with h5py.File(folder / "late.h5") as file:

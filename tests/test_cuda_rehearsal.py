@@ -62,14 +62,11 @@ def test_own_kernels_compute_the_convolutions_of_the_fastest_configs(rehearsed: 
         step = rehearsed["steps"][name]
         assert step["convolutions"] == {}
         assert {"_fused_adam_", "Triton activation_backward", *OWN} == set(step["kernels"])
-        assert [
-            text for text in step["not channels-last"] if name not in FAST or not text.startswith("optimizer")
-        ] == []
+        layouts = step["not channels-last"]
+        assert [text for text in layouts if name not in FAST or not text.startswith("optimizer")] == []
 
 
-def test_cudnn_computes_convolutions_on_channels_last_tensors_and_every_fused_kernel_is_chosen(
-    rehearsed: dict[str, Any],
-) -> None:
+def test_cudnn_computes_channels_last_convolutions_and_every_fused_kernel_is_chosen(rehearsed: dict[str, Any]) -> None:
     """In half precision, where own kernels are not to be used or cannot be."""
     steps = rehearsed["steps"]
     for name, loss in (("cuDNN", ["tail_l1"]), ("cuDNN, no tail", ["l1", "l1_backward"]), ("width 20", ["tail_l1"])):

@@ -227,9 +227,7 @@ def test_metadata_says_how_to_use_the_file(files: Path) -> None:
     assert configs.validate(configs.parse_value(result["config"])["trained"], "trained") == config_of()
 
 
-def test_what_cannot_be_exported_is_a_one_line_error(
-    files: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_what_cannot_be_exported_is_one_line(files: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """A file that computes something else than the network is not written."""
     packed = ExportedNetwork.of(TrainedNetwork.load(files / "run", torch.device("cpu")), "physical")
     difference = packed.largest_difference(lambda fields: 1.001 * packed.module(fields))

@@ -238,9 +238,7 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
 
 @pytest.mark.parametrize("resident", [None, torch.float32, torch.float16], ids=str)
 @both_layouts
-def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(
-    tmp_path, volume_file, channels_last, resident
-) -> None:
+def test_batches_on_the_device_equal_those_on_the_host(tmp_path, volume_file, channels_last, resident) -> None:
     """Of two volumes, copied to the device or cut there, also while kernels that use earlier batches still run."""
     boxes, dtype = ((16, 16, 16), (9, 20, 12)), resident or torch.float32
     volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box)) for box in boxes]

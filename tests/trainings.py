@@ -102,9 +102,7 @@ def assert_same_training(whole: Path, parts: Path, steps: int = STEPS) -> None:
     expected, resumed = curves(whole), curves(parts)
     assert expected.keys() == resumed.keys()
     for tag, points in expected.items():
-        assert [step for step, _ in points] == [step for step, _ in resumed[tag]], (
-            f"{tag}: a point is missing or recorded twice"
-        )
+        assert [step for step, _ in points] == [step for step, _ in resumed[tag]], f"{tag}: lost or double points"
         if tag not in CLOCKS:
             assert points == resumed[tag], tag
     assert best(whole) == best(parts)

@@ -71,9 +71,7 @@ def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypat
         assert {"lowmem", "inmem", "memory copy (bound)", "plain DataLoader, 1 processes"} <= set(result["results"])
 
 
-def test_symmetries_are_compared_on_each_pair_of_a_network_and_a_volume(
-    trained_run: Path, volume_file: Any, tmp_path: Path
-) -> None:
+def test_symmetries_are_compared_on_each_volume(trained_run: Path, volume_file: Any, tmp_path: Path) -> None:
     files = [str(volume_file(tmp_path / f"{seed}.h5", box=8, seed=seed)) for seed in (3, 4)]
     symmetries.main([f"--checkpoint={trained_run}", "--input", *files, f"--output={tmp_path}"])
     error = check(tmp_path, "symmetries", 1)["measures"]["L1"]

@@ -94,17 +94,12 @@ def test_trainings_run_once_and_are_compared(tmp_path: Path, monkeypatch: Any, c
     monkeypatch.setattr(common, "failure_of", run_forked)
     monkeypatch.chdir(tmp_path)  # main changes the directory
     arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
-    arguments += [
-        f"--set={key}" for key in ("num_epochs=2", "Nsamples=320", "Nsamples_val=40", "report_pictures=false")
-    ]
+    settings = ("num_epochs=2", "Nsamples=320", "Nsamples_val=40", "report_pictures=false")
+    arguments += [f"--set={setting}" for setting in settings]
     study.main(arguments)
     assert (tmp_path / "out/study_digits.md").read_text() in capsys.readouterr().out
     curve = json.loads((tmp_path / "out/study_digits.json").read_text())["conditions"][1]["curve"]
-    assert [(point["epoch"], point["samples"], point["step"]) for point in curve] == [
-        (0, 0, 0),
-        (1, 320, 10),
-        (2, 640, 20),
-    ]
+    assert [(p["epoch"], p["samples"], p["step"]) for p in curve] == [(0, 0, 0), (1, 320, 10), (2, 640, 20)]
     assert curve[0]["seconds"] == 0 < curve[1]["seconds"] < curve[2]["seconds"]
     assert (tmp_path / "out/study_digits.png").read_bytes().startswith(b"\x89PNG")
 

@@ -108,9 +108,7 @@ def read(loaders: DataSplits, readings: list[Reading], channels_last: bool = Fal
     return digests
 
 
-def expected(
-    config: Config, readings: list[Reading], rank: int = 0, size: int = 1, mode: str = "full"
-) -> list[list[list[str]]]:
+def expected(config: Config, readings: list[Reading], rank: int = 0, size: int = 1, mode: str = "full") -> list[Any]:
     """The digests of each reading's batches by definition, with the conditions of the config."""
     digests = []
     for split, epoch, first, taken in readings:

@@ -37,9 +37,7 @@ def port() -> Iterator[int]:
     del server
 
 
-def start_ranks(
-    port: int, ranks: list[tuple[int, dict[str, str]]], seconds: float = GENEROUS, name: str = NAME
-) -> list[Any]:
+def start_ranks(port: int, ranks: list[tuple[int, Any]], seconds: float = GENEROUS, name: str = NAME) -> list[Any]:
     """For each process, a rank and its identity: the name that rank 0 gives to the start, or the error.
 
     Rank 0 begins after the others.

@@ -131,9 +131,7 @@ def exact(plain: nn.Module, batch: Sequence[torch.Tensor], like: Trained) -> lis
         return trained(plain.double(), [part.double() for part in batch], None).values
 
 
-def assert_trains_like(
-    got: Trained, plain: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None
-) -> None:
+def assert_trains_like(got: Trained, plain: nn.Module, batch: list[torch.Tensor], dtype: torch.dtype | None) -> None:
     """No result of `trained` has a larger error than the plain module's plus a rounding step; changes that to float64.
 
     Modulated layers round more often: their sums over cells are rounded twice.

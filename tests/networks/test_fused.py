@@ -243,9 +243,7 @@ def test_tensors_that_differ_in_layout_dtype_or_shape_use_torch_operations(inter
     ],
     ids=str,
 )
-def test_a_fused_network_trains_like_the_plain_one(
-    kernels: Kernels, precision: str, scales: int, options: dict[str, Any]
-) -> None:
+def test_a_fused_network_trains_like_the_plain_one(kernels: Kernels, precision: str, scales: int, options: Any) -> None:
     """No kernel runs on channels-first tensors, which float16 convolutions return if oneDNN lacks float16."""
     on_cpu, dtype = kernels.device == "cpu", kernels.half if precision == "half" else None
     plain, fused = (with_loss(kind, kernels.device, scales=scales, **options) for kind in (False, True))

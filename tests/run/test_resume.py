@@ -339,9 +339,7 @@ def test_an_unusable_start_is_one_line(tmp_path: Path, command: Any, whole: Path
 
 
 @pytest.mark.parametrize("given", ["", "/checkpoints/step_00000012"])
-def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(
-    tmp_path: Path, command: Any, whole: Path, given: str
-) -> None:
+def test_the_checkpoint_of_another_run_is_resumed_once(tmp_path: Path, command: Any, whole: Path, given: str) -> None:
     """A fixed bug: --resume=<run>/checkpoints/step_00000012 reported that it holds no checkpoint."""
     run, source = directory(tmp_path), shutil.copytree(whole, directory(tmp_path, run_num="other"), symlinks=True)
     shutil.rmtree(step_directory(source / "checkpoints", 16))
@@ -448,9 +446,7 @@ def train_and_die(argv: list[str]) -> None:
     train.main(argv)
 
 
-def test_a_restart_writes_the_summary_that_a_kill_prevented(
-    tmp_path: Path, start: Any, whole: Path, data_flags: list[str]
-) -> None:
+def test_a_restart_writes_a_missing_summary(tmp_path: Path, start: Any, whole: Path, data_flags: list[str]) -> None:
     """A run killed between its last checkpoint and its end once never got its hparam scalars."""
     argv = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
     killed(train_and_die, argv)

@@ -277,8 +277,12 @@ def begin_and_die(first: Path, renamed: int) -> None:
 
 @pytest.mark.parametrize("renamed", [0, 1])
 def test_a_kill_while_the_first_records_are_written_leaves_the_directory_free(first: Path, renamed: int) -> None:
-    """A fixed bug: the directory had no readable config, and the same command started in another one."""
+    """A fixed bug: the directory had no readable config, and the same command started in another one.
+
+    So it did after a hang before the first step, which leaves a file.
+    """
     killed(begin_and_die, first, renamed)
+    (first / "flight_recorder_rank1.json").write_text("{}")
     assert any(name.endswith(".partial") for name in names(first))
     assert chosen(first) == ("00", "")
     begin(first)
@@ -476,15 +480,6 @@ def test_resume_no_removes_what_a_run_has_written_and_nothing_else(recorded: Pat
         run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
     assert names(recorded) == [".lock", "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
     assert "seed: 3" in (recorded / "config.yaml").read_text()
-
-
-def test_a_run_that_hung_before_its_first_step_leaves_the_directory_free(first: Path) -> None:
-    """Fixed: the same command started in 00-2, because 00 differed in config.yaml."""
-    first.mkdir(parents=True)
-    (first / "flight_recorder_rank1.json").write_text("{}")
-    assert chosen(first) == ("00", "")
-    begin(first)
-    assert names(first) == [".lock", "config.yaml", "out.log", "provenance.json"]
 
 
 def test_a_run_that_is_renamed_during_training_is_not_split(first: Path, caplog: Any) -> None:

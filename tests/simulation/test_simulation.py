@@ -3,9 +3,12 @@
 import itertools
 import os
 import shutil
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -28,6 +31,14 @@ from utils.volumes.channels import input_channels, target_channels
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tables() -> Iterator[None]:
+    """The tables of heating and cooling, which take most of the time of a small box, are computed once."""
+    change = cache(PrimordialGas(linear_theory.make_cosmology("planck18")).change)
+    with mock.patch.object(PrimordialGas, "change", lambda _, *redshifts: change(*redshifts)):
+        yield
 
 
 @pytest.fixture(scope="module")

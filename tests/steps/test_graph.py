@@ -181,9 +181,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ],
     ids=str,
 )
-def test_replayed_steps_equal_eager_steps(
-    device: str, optimizer: str | dict[str, Any], count: int, options: dict[str, Any]
-) -> None:
+def test_replayed_steps_equal_eager_steps(device: str, optimizer: Any, count: int, options: dict[str, Any]) -> None:
     """Same losses, norms and weights for any number of loader buffers, with a bounded number of graphs."""
     steps = WARMUP_STEPS + 2 * count + 3
     plain, recorded = (make(kind, optimizer, device, **options) for kind in (EagerStep, GraphStep))
@@ -231,9 +229,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch) ->
     ],
     ids=str,
 )
-def test_a_non_finite_replay_skips_its_update(
-    device: str, optimizer: str | dict[str, Any], options: dict, when: int
-) -> None:
+def test_a_non_finite_replay_skips_its_update(device: str, optimizer: Any, options: dict[str, Any], when: int) -> None:
     """Weights, average and step count are unchanged, and so are all later steps. The host does not wait."""
     undisturbed, step = (make(kind, optimizer, device, **options) for kind in (EagerStep, GraphStep))
     (slot,) = buffers(1, device)
@@ -265,9 +261,7 @@ def test_a_non_finite_replay_skips_its_update(
 
 @pytest.mark.parametrize("optimizer", ON_DEVICE)
 @pytest.mark.parametrize("saved_after", [3, WARMUP_STEPS + 3])
-def test_a_step_resumes_from_its_state_and_then_records(
-    device: str, optimizer: str, saved_after: int, tmp_path
-) -> None:
+def test_a_step_resumes_from_its_state_and_records(device: str, optimizer: str, saved_after: int, tmp_path) -> None:
     """The learning rate stays the same tensor on the device, which graphs read."""
     first, second = (make(GraphStep, optimizer, device) for _ in range(2))
     (slot,) = buffers(1, device)

@@ -128,9 +128,7 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
     printed = run(write_nyx(tmp_path / "snapshot.h5", {name: fields[name] for name in (*inputs, *targets)}))
     assert "warning: validation uses the training volume" in printed
     (names,) = [line for line in printed.splitlines() if line.startswith("channels of Hydro: ")]
-    assert ("temperature" in names) == ("temperature" in targets), (
-        "fixed: a misspelled field was missing without a word"
-    )
+    assert ("temperature" in names) == ("temperature" in targets), "fixed: a field was missing without a word"
     command = shlex.split(printed.splitlines()[-1])
     assert command[:2] == ["python", "train.py"]
     options = cli.parse(command[2:])
@@ -288,9 +286,7 @@ def test_a_file_of_yt_is_imported_as_its_refusal_says(
     np.testing.assert_allclose(velocities, [FIELDS[name] for name in GAS[1:4]], rtol=1e-5)
 
 
-def test_parts_of_a_box_do_not_touch_also_across_its_faces(
-    run: Any, box: Path, tmp_path: Any, monkeypatch: Any
-) -> None:
+def test_parts_of_a_box_do_not_touch_even_across_faces(run: Any, box: Path, tmp_path: Any, monkeypatch: Any) -> None:
     snapshot = write_nyx(tmp_path / "snapshot.h5", FIELDS)
     run(snapshot)
     whole, _ = contents(box)

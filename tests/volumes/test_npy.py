@@ -24,9 +24,7 @@ ZEROS = np.zeros((12, 12, 12, 4), np.float32)
 
 
 @pytest.mark.parametrize("storage", [{}, {"chunks": (1, 5, 4, 7), "compression": "gzip"}])
-def test_copies_hold_the_fields_with_channels_last_in_slabs_of_any_size(
-    tmp_path: Path, storage: dict, monkeypatch: Any
-) -> None:
+def test_copies_hold_the_fields_with_channels_last(tmp_path: Path, storage: dict, monkeypatch: Any) -> None:
     """DALI and numpy's mapping expect float32 in C order, [L, L, L, C]."""
     source = write_volume(tmp_path / "train.h5", box=12, **storage)
     for slab_values in (1, 5 * 12 * 12, 10**6):
@@ -41,9 +39,8 @@ def test_copies_hold_the_fields_with_channels_last_in_slabs_of_any_size(
 
 def test_faults_end_in_one_line_and_leave_existing_files_alone(tmp_path: Path, capsys: Any) -> None:
     """The second dataset is damaged: the first file is complete by then, and must not appear without the other."""
-    source, damaged = (
-        write_volume(tmp_path / name, chunks=(1, 8, 8, 8), compression="gzip") for name in ("train.h5", "damaged.h5")
-    )
+    names = ("train.h5", "damaged.h5")
+    source, damaged = (write_volume(tmp_path / name, chunks=(1, 8, 8, 8), compression="gzip") for name in names)
     with h5py.File(source, "r+") as file:
         file["small"] = np.zeros((5, 8, 8, 8), np.float32)
     with h5py.File(damaged) as file:

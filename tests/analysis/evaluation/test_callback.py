@@ -100,9 +100,7 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path) -> No
     assert report.count("data:image/png;base64,") == 1 + len(figures.PICTURES)
 
 
-def test_training_ends_with_the_same_bits_as_without_evaluation(
-    trained: Path, data_flags: list[str], tmp_path: Path
-) -> None:
+def test_evaluations_change_no_bit_of_the_training(trained: Path, data_flags: list[str], tmp_path: Path) -> None:
     plain = run(data_flags, tmp_path)
     assert not (plain / "evaluation").exists()
     assert not (plain / "report.html").exists()

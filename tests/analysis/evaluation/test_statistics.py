@@ -216,9 +216,7 @@ def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
     results = evaluated(predicted, target, target_channels(7, TransformConfig()))
     assert list(results.spectra) == list(results.distributions) == [f"channel {number}" for number in range(7)]
     values, distribution = power(predicted[6], target[6]), results.distributions["channel 6"]
-    np.testing.assert_allclose(
-        powers(results.spectra["channel 6"]), values, rtol=1e-5, atol=1e-5 * np.abs(values).max()
-    )
+    np.testing.assert_allclose(powers(results.spectra["channel 6"]), values, rtol=1e-5, atol=1e-5 * abs(values).max())
     assert (distribution.edges[0], distribution.edges[-1], distribution.unit) == (-1.5, 1.5, None)
     np.testing.assert_array_equal(distribution.target, np.histogram(target[6], distribution.edges)[0])
     assert results.phase_diagram is None
