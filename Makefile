@@ -50,7 +50,7 @@ $(DEMO_DATA): | $(READY)
 # processes per core, because many tests wait for ranks.
 PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? 2 * $(CORES) : 8 ))) --dist loadfile --no-loadscope-reorder
 
-# Else each of many processes would compile the program. Containers set the variable.
+# Containers often set this variable; then each of many processes compiles the program again.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 
 test: $(TEST_READY)

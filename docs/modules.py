@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from utils.config import Config, flatten
@@ -46,6 +47,7 @@ def readers(key: str, texts: dict[str, str]) -> list[str]:
     return outside or paths or [path for path, text in texts.items() if f"self.{name}" in text]
 
 
+@cache
 def key_rows() -> list[list[str]]:
     """Each config key with the modules that read it."""
     program = [path for path in sources() if not path.startswith(("benchmarks", "doc"))]
