@@ -94,9 +94,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callabl
     assert_same_training(run, training("parts"))
 
 
-def test_constant_conditions_and_those_outside_the_trained_range_get_a_warning(
-    training: Any, folder: Path, capsys: Any
-) -> None:
+def test_constant_conditions_and_untrained_ones_get_a_warning(training: Any, folder: Path, capsys: Any) -> None:
     volumes = f"--set=train_path={folder}/first.h5", f"--set=val_path={folder}/late.h5"
     training("warned", *volumes, "--num_epochs=1")
     printed = messages(capsys.readouterr().err, "WARNING")

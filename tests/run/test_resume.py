@@ -276,9 +276,7 @@ def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> Non
     assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
 
 
-def test_a_new_training_that_ends_before_its_first_step_resumes_no_old_one(
-    command: Any, finished: Path, monkeypatch: Any
-) -> None:
+def test_a_new_run_that_ends_before_it_begins_resumes_no_other(command: Any, finished: Path, monkeypatch: Any) -> None:
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / "checkpoints")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
