@@ -1,9 +1,9 @@
 """Simulated boxes of a study, and evaluations of its networks on them. A part of benchmarks/study.py.
 
 A study in benchmarks/studies.yaml may have
-    simulation: options of simulation for all boxes, with `cell` in Mpc/h instead of the size of the box; `train`
-        and `held_out` have the cells per side and the seeds: of the training box and the validation box, and of the
-        boxes for the evaluation
+    simulation: options of simulation for all boxes, with `cell` in Mpc/h instead of the size of the box, and the
+        number of boxes that are simulated `at_once`; `train`, `valid` and `held_out` have the cells per side and the
+        seeds: of the training boxes, the validation box, and the boxes for the evaluation
     evaluate: volumes on which all networks are evaluated, by name: a file, or changes of `simulation`
 A condition with `boxes` trains on boxes of these names.
 """
@@ -30,6 +30,7 @@ from utils.data.loaders import Batch
 from utils.steps import build
 
 SIGHTLINES = 0  # all: P3D needs them
+PARTS = ("train", "valid", "held_out")
 FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0, 3.0, 5.0, 10.0)  # h/Mpc
 FLUX_LARGEST_K = (0.015, 0.08)  # s/km; about half of Nyquist's for cells of 1 and of 0.16 Mpc/h
 COPYING = "copying density and velocities"
@@ -52,34 +53,42 @@ class Boxes:
     volumes: Mapping[str, Any]
     runs: Path
 
-    def file(self, name: str, grid: int, seed: int) -> str:
-        """The file of a box like the volume `name`."""
+    def files(self, name: str, part: str) -> list[str]:
+        """The files of one of PARTS, of boxes like the volume `name`."""
+        if isinstance(self.volumes[name], str):
+            return [self.volumes[name]]
         given = {**self.simulation, **self.volumes[name]}
-        keys = {key: value for key, value in given.items() if key not in ("cell", "train", "held_out")}
+        return [self._file(given, given[part]["grid"], seed) for seed in given[part]["seeds"]]
+
+    def simulate(self) -> None:
+        """Simulates all boxes."""
+        volumes = [{**self.simulation, **changes} for changes in self.volumes.values()]
+        wanted = [
+            (given, given[part]["grid"], seed) for given in volumes for part in PARTS for seed in given[part]["seeds"]
+        ]
+        threads = self.simulation.get("at_once", 1)
+        common.in_threads(lambda box: self._file(*box), wanted, threads, common.GRACE_SECONDS)
+
+    def _file(self, given: Mapping[str, Any], grid: int, seed: int) -> str:
+        """The file of a box."""
+        keys = {key: value for key, value in given.items() if key not in ("cell", "at_once", *PARTS)}
         keys |= {"box_size": given["cell"] * grid, "grid": grid, "seed": seed}
         path = self.runs / "boxes" / f"{'_'.join(f'{key}={value}' for key, value in sorted(keys.items()))}.h5"
         if not path.exists():
-            sys.stderr.write(f"simulating {path}\n")
-            flags = [f"--{key}={value}" for key, value in keys.items()]
-            command = [sys.executable, "-m", "simulation", *flags, f"--output={path}"]
-            common.call(f"simulating {path}", command, path.with_suffix(".log"))
+            with common.logged(f"simulating {path}"):
+                flags = [f"--{key}={value}" for key, value in keys.items()]
+                command = [sys.executable, "-m", "simulation", *flags, f"--output={path}"]
+                common.call(f"simulating {path}", command, path.with_suffix(".log"))
         return str(path)
 
     def training_keys(self, names: Sequence[str]) -> dict[str, Any]:
         """Keys of the config for a training run on the boxes of these names; none without names."""
         if not names:
             return {}
-        (grid, valid_grid), (seed, valid_seed) = self.simulation["train"]["grids"], self.simulation["train"]["seeds"]
-        files = [self.file(name, grid, seed) for name in names]
-        valid = self.file(names[0], valid_grid, valid_seed)
-        return {"train_path": files, "val_path": valid, "box_size": [grid, valid_grid]}
-
-    def held_out(self, name: str) -> list[str]:
-        """The files of the volume `name` for the evaluation."""
-        if isinstance(self.volumes[name], str):
-            return [self.volumes[name]]
-        given = self.simulation["held_out"]
-        return [self.file(name, given["grid"], seed) for seed in given["seeds"]]
+        files = [file for name in names for file in self.files(name, "train")]
+        (valid,) = self.files(names[0], "valid")
+        grids = [self.simulation[part]["grid"] for part in ("train", "valid")]
+        return {"train_path": files, "val_path": valid, "box_size": grids}
 
     def evaluations(self, checkpoints: Mapping[str, Sequence[Path]], specialists: Mapping[str, str]) -> Evaluations:
         """Mean and standard deviation of each measure over pairs of a network and a box, by volume and condition.
@@ -91,7 +100,7 @@ class Boxes:
         first = next(iter(checkpoints))
         general = [name for name in checkpoints if name == first or name not in specialists.values()]
         for name in self.volumes:
-            files, used = self.held_out(name), dict(zip(general, general, strict=True))
+            files, used = self.files(name, "held_out"), dict(zip(general, general, strict=True))
             if specialists.get(name) in checkpoints:
                 used[SPECIALIST] = specialists[name]
             evaluated[name] = {}
@@ -125,8 +134,9 @@ def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> resu
     path = runs / "evaluations" / checkpoint.parents[1].name / f"{stem}.npz"
     if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
         return results.load(path)
-    result = evaluate(checkpoint, file, **settings)
-    results.save(result, path)
+    with common.logged(f"evaluating {path.parent.name} on {Path(file).stem}"):
+        result = evaluate(checkpoint, file, **settings)
+        results.save(result, path)
     return result
 
 

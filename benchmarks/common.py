@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,10 +118,24 @@ def call(what: str, command: Sequence[object], log: Path, **options: Any) -> Non
         raise UserError(f"{what} failed: {reason}; see {log}")
 
 
-def end_running(grace: float) -> None:
-    """Ends the processes that other threads have started."""
-    for process in list(_running):
-        _end(process, grace)
+def in_threads(action: Callable[[Any], object], items: Iterable[Any], threads: int, grace: float) -> None:
+    """Calls the action, which may start processes, for each item; an error or a signal ends all that are running."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        list(pool.map(action, items))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(_running):
+            _end(process, grace)
+
+
+@contextlib.contextmanager
+def logged(what: str) -> Iterator[None]:
+    """Logs the start of the block, and its seconds at the end."""
+    sys.stderr.write(f"{what}\n")
+    started = time.perf_counter()
+    yield
+    sys.stderr.write(f"{what}: {time.perf_counter() - started:.0f} s\n")
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:

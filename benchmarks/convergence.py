@@ -1,27 +1,37 @@
-"""Convergence of the simulated gas: one box in cells of three sizes.
+"""Convergence of the simulated gas: boxes in cells of several sizes.
 
 python -m benchmarks.convergence
 
-The meshes start from the same long waves; a finer one has shorter waves, too. Shows the flux power of the Lyman-alpha
-forest relative to the finest mesh, the relation of temperature and density, hot gas, time and memory.
+The meshes of a box start from the same long waves; a finer one has shorter waves, too. Shows the relation of
+temperature and density, hot gas, and the flux of the Lyman-alpha forest relative to the finest mesh: its power, and the
+measures of benchmarks/forest.py. Each mesh has the flux of its own cells, along all sight-lines, and the statistics are
+compared in the bins that both have: gas that is averaged over larger cells would absorb less than the gas in them. With
+several seeds, values are means over the boxes; with --paired, each box is a pair with opposite initial fields. Boxes
+are kept in --runs.
 """
 
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from analysis.lyman_alpha.flux import Universe, flux_power, optical_depth, power_sums, published_mean_flux, solve_scale
-from benchmarks import common
-
-if TYPE_CHECKING:
-    from simulation.simulate import SimulationOptions
+from analysis.evaluation.volume import VolumeFields, config_of_files
+from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
+from benchmarks import boxes, common
+from benchmarks.common import plus_minus
+from benchmarks.forest import RATIO, comparison, flux_of
+from utils.volumes.channels import volume_channels
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
-LINES = 4096
 HOT = 1e5  # K
+LABELS = {"mean density": "mean gas density", "T0 (K)": "T0", "gamma": "gamma"}  # of the gas' values, in forest.py
 BINS = np.linspace(-0.5, 0.5, 11)  # of log10(density / mean), for the relation of temperature and density
 
 
@@ -36,61 +46,108 @@ def of_waves(modes: np.ndarray, grid: int) -> np.ndarray:
     return coarse
 
 
-def flux(gas: np.ndarray, options: "SimulationOptions") -> np.ndarray:
-    """P1D in km/s at WAVENUMBERS, with the observed mean flux, over lines along z."""
+def simulated(options: argparse.Namespace, grid: int, seed: int, sign: int) -> str:
+    """The file of one mesh of a box, in --runs."""
+    from simulation import simulate
+    from simulation.channels import to_channels
     from simulation.linear_theory import make_cosmology
 
-    cosmology, n = make_cosmology(options.cosmology), options.grid
-    densities = {"omega_m": cosmology.Om0, "omega_l": cosmology.Ode0, "omega_b": cosmology.Ob0}
-    universe = Universe(redshift=options.redshift, h=cosmology.h, **densities)
-    chosen = np.linspace(0, n * n - 1, min(LINES, n * n)).astype(int)
-    density, velocity, kelvin = (torch.from_numpy(gas[field].reshape(n * n, n)[chosen]) for field in (0, 3, 4))
-    depth = optical_depth(density, velocity, kelvin, universe, options.cell).double()
-
-    def mean_and_slope(scale: float) -> tuple[float, float]:
-        flux = torch.exp(-scale * depth)
-        return float(flux.mean()), -float((depth * flux).mean())
-
-    values = torch.exp(-solve_scale(mean_and_slope, published_mean_flux(options.redshift)) * depth)
-    sums = power_sums((values / values.mean() - 1).float())
-    k, power = flux_power(sums, len(chosen), n, universe.pixel_width(options.cell))
-    return np.exp(np.interp(np.log(WAVENUMBERS), np.log(k.numpy()), np.log(power.numpy())))
+    shared = {"box_size": options.box_size, "redshift": options.redshift, "seed": seed, "paired": sign}
+    finest, mesh = (
+        simulate.SimulationOptions(grid=cells, threads=options.threads, **shared) for cells in (options.grids[-1], grid)
+    )
+    name = "_".join(f"{key}={value}" for key, value in {**shared, "finest": finest.grid, "grid": grid}.items())
+    path: Path = options.runs / "convergence" / f"{name}.h5"
+    if not path.exists():
+        with common.logged(f"simulating {path}"):
+            modes = simulate.initial_modes(finest, make_cosmology(finest.cosmology))
+            dark, gas = simulate.simulate_fields(mesh, torch.from_numpy(of_waves(modes.numpy(), grid)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            simulate.write(path, (to_channels(dark), to_channels(gas)), simulate.file_attributes(mesh), mesh)
+    return str(path)
 
 
-def relation(gas: np.ndarray) -> tuple[float, float]:
+def relation(density: np.ndarray, kelvin: np.ndarray) -> tuple[float, float]:
     """T0 in K and gamma, of a power law through the medians in BINS of the gas that is not hot."""
-    logarithm, kelvin = np.log10(gas[0]).ravel(), gas[4].ravel()
-    bins = np.digitize(logarithm, BINS)
+    bins = np.digitize(np.log10(density), BINS)
     medians = [np.log10(np.median(kelvin[(bins == place) & (kelvin < HOT)])) for place in range(1, len(BINS))]
     slope, level = np.polyfit((BINS[1:] + BINS[:-1]) / 2, medians, 1)
     return float(10**level), float(1 + slope)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    from simulation.linear_theory import make_cosmology
-    from simulation.simulate import SimulationOptions, initial_modes, simulate_fields
+def gas_values(file: str) -> dict[str, float]:
+    """Relation of temperature and density, and shares of hot gas."""
+    every = slice(None)
+    with closing(VolumeFields(file, None, config_of_files(file, file))) as fields:
+        channels = zip(volume_channels(fields.config)[1], np.asarray(fields.target.planes(every, every)), strict=True)
+        density, *_, kelvin = (channel.to_physical(values) for channel, values in channels)
+    hot = kelvin > HOT
+    values = dict(zip(("T0 (K)", "gamma"), relation(density.ravel(), kelvin.ravel()), strict=True))
+    values["hot mass (%)"] = 100 * float(density[hot].sum() / density.sum())
+    values["hot volume (%)"] = 100 * float(hot.mean())
+    return values | {"mean density": float(density.mean(dtype=np.float64))}
 
-    parser = common.Parser(__doc__, grids=(64, 128, 256), box_size=20.0, seed=1, threads=2)
+
+def against(coarse: Flux, fine: Flux) -> Flux:
+    """The flux of a coarse mesh as the prediction of a finer one's; the pixels are not compared."""
+    ours, true = coarse.fields[TARGET], fine.fields[TARGET]
+    names = ("power", "axis_power", "p3d", "flux_bispectrum")
+    shared = {name: getattr(true, name)[..., : getattr(ours, name).shape[-1]] for name in names}
+    fields = {TARGET: replace(true, **shared), PREDICTION: replace(ours, correlation=math.nan)}
+    return replace(coarse, fields=fields)
+
+
+class Mesh(NamedTuple):
+    """One mesh of a box."""
+
+    gas: Mapping[str, float]
+    measures: Mapping[str, float]  # of the comparison with the finest mesh
+    ratio: np.ndarray  # of P1D
+
+
+def meshes(options: argparse.Namespace, seed: int, sign: int) -> list[Mesh]:
+    """All meshes of one box."""
+    files = [simulated(options, grid, seed, sign) for grid in options.grids]
+    fluxes, gas = [flux_of(file, sightlines=0) for file in files], [gas_values(file) for file in files]
+    compared = []
+    for flux, values in zip(fluxes, gas, strict=True):
+        both = against(flux, fluxes[-1])
+        ratio, measures = both.ratios[PREDICTION], comparison(both, PREDICTION)
+        for name, label in LABELS.items():
+            measures[f"{label}{RATIO}"] = values[name] / gas[-1][name]
+        at = np.exp(np.interp(np.log(WAVENUMBERS), np.log(flux.k), np.log(ratio)))
+        shown = {f"P1D ratio at {k:g} s/km": float(value) for k, value in zip(WAVENUMBERS, at, strict=True)}
+        known = {label: value for label, value in measures.items() if not math.isnan(value)}
+        compared.append(Mesh({**values, **shown}, known, ratio))
+    return compared
+
+
+def means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.fmean(member[name] for member in values) for name in values[0]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    defaults = {"grids": (64, 128, 256), "box_size": 20.0, "redshift": 3.0, "seeds": (1,), "threads": 2}
+    parser = common.Parser(__doc__, runs=common.RUNS, **defaults)
+    parser.add_argument("--paired", action="store_true", help="simulate pairs of boxes, see python -m simulation")
     options = parser.parse_args(argv)
-    shared = {"box_size": options.box_size, "seed": options.seed, "threads": options.threads}
-    meshes = [SimulationOptions(grid=grid, **shared) for grid in options.grids]  # the last one is the finest
-    modes = initial_modes(meshes[-1], make_cosmology(meshes[-1].cosmology))
-    rows, powers = [], []
-    for mesh in meshes:
-        started, cpu = time.monotonic(), time.process_time()
-        gas = simulate_fields(mesh, torch.from_numpy(of_waves(modes.numpy(), mesh.grid)))[1]
-        row = {"grid": mesh.grid, "cell (Mpc/h)": mesh.cell, "seconds": time.monotonic() - started}
-        row |= {"CPU seconds": time.process_time() - cpu, "peak GB": common.peak_bytes() / 1e9}
-        row["T0 (K)"], row["gamma"] = relation(gas)
-        hot = gas[4] > HOT
-        row["hot mass (%)"] = 100 * float(gas[0][hot].sum() / gas[0].sum())
-        row["hot volume (%)"] = 100 * float(hot.mean())
-        rows.append(row)
-        powers.append(flux(gas, mesh))
-    for row, power in zip(rows, powers, strict=True):
-        ratios = zip(WAVENUMBERS, power / powers[-1], strict=True)
-        row |= {f"P1D ratio at {k:g} s/km": float(value) for k, value in ratios}
-    text = common.table(list(rows[0]), [[f"{value:.3g}" for value in row.values()] for row in rows])
+    signs = (1, -1) if options.paired else (0,)
+    pairs = [[meshes(options, seed, sign) for sign in signs] for seed in options.seeds]
+    rows: list[dict[str, Any]] = []
+    for number, grid in enumerate(options.grids):
+        members = [[box[number] for box in pair] for pair in pairs]
+        rows.append({"grid": grid, "cell (Mpc/h)": options.box_size / grid})
+        rows[-1] |= boxes.spreads([means([mesh.gas for mesh in pair]) for pair in members])
+        rows[-1]["measures"] = boxes.spreads([means([mesh.measures for mesh in pair]) for pair in members])
+        rows[-1]["P1D ratio"] = np.mean([mesh.ratio for pair in members for mesh in pair], axis=0).tolist()
+    shown = [name for name in rows[0] if name not in ("grid", "cell (Mpc/h)", "mean density", "measures", "P1D ratio")]
+    cells = [
+        [row["grid"], f"{row['cell (Mpc/h)']:.3g}", *(plus_minus(row[name], ".3g") for name in shown)] for row in rows
+    ]
+    heads = ["measure", *(f"{grid}³" for grid in options.grids)]
+    labels = dict.fromkeys(label for row in rows for label in row["measures"])  # P3D has other limits in other cells
+    compared = [[label, *(plus_minus(row["measures"].get(label), ".3g") for row in rows)] for label in labels]
+    text = f"{common.table(['grid', 'cell (Mpc/h)', *shown], cells)}\n\n{common.table(heads, compared)}"
     common.publish("convergence", options, {"results": rows}, text)
 
 

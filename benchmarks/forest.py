@@ -1,30 +1,48 @@
 """The Lyman-alpha forest of predicted gas and of baselines, compared with that of gas in boxes of other seeds.
 
-python -m benchmarks.forest --seeds 3
+python -m benchmarks.forest                the demo's network at z = 3, 2 and 4
+python -m benchmarks.forest --size full    the tutorial's network at z = 3, on one GPU, in less than eight minutes
+python -m benchmarks.forest --size fine    the same with boxes of 256³ cells of half the size
 
-Trains the study `forest` of benchmarks/studies.yaml, if it is not trained. FGPA smooths the dark matter over the length
-with the smallest error on the box that the network is trained on; two other baselines are fitted to that box. An error
-of the flux power in a band is the rms of P1D / that of the target - 1 over the modes of the band. Its square is that of
-the mean over the boxes, the bias, plus the variance between the boxes.
+Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, and evaluates each network on held-out
+boxes of the volumes that it is trained on. Results are written after the training and after each evaluation, and the
+log has the seconds of each part. After an interruption the same command continues. On an H200, --size full should need
+100 s for six boxes (one alone took 42 s), 150 s to train on 327,680 samples (3,545 per second, and the start), 60 s to
+fit FGPA and 60 s for two evaluations; only the rate of training was measured with this code.
+
+FGPA smooths the dark matter over the length with the smallest error on the box that the network is trained on; two
+other baselines are fitted to that box. An error of the flux power in a band is the rms of P1D / that of the target - 1
+over the modes of the band. Its square is that of the mean over the boxes, the bias, plus the variance between the
+boxes. The truth's own error is that of the simulation: its gas compared with that of the same box in smaller cells, as
+benchmarks/convergence.py measures it.
 """
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from analysis.evaluation.results import PhaseDiagram, Results
 from analysis.evaluation.volume import VolumeFields, config_of_files
+from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux, band_name
+from analysis.lyman_alpha.setup import FluxSetup
+from analysis.slabs import SlabFields, Slabs
 from benchmarks import boxes, common, study
 from utils.config.sections import EvaluationConfig
+from utils.errors import UserError
+from utils.files import read_json
 
-STUDY = "forest"
+SIZES = {"demo": "forest", "full": "forest_full", "fine": "forest_fine"}  # studies
 BAND = BANDS[2]  # of the fit of the smoothing and of the scatter between boxes
-LENGTHS = (0.0, 0.1, 0.15, 0.2, 0.3)  # Mpc/h
+LENGTHS = (0.0, 0.04, 0.06, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.2)  # Mpc/h
+FIT_LINES = 4096  # sight-lines along each axis, for the fit of the smoothing
 FIT = (-0.5, 0.5)  # log10 of density / mean
 HOT = 1e5  # K
 METHODS = {  # with their colors
@@ -33,6 +51,8 @@ METHODS = {  # with their colors
     f"{FGPA}, {FITTED}": "tab:cyan",
     TRANSFER: "tab:green",
 }
+TRUTH = "the truth's own error"
+RATIO = " / target's"
 
 
 def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float]:
@@ -48,40 +68,51 @@ def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float
     return float(10**level), float(1 + slope)
 
 
+def comparison(flux: Flux, name: str) -> dict[str, float]:
+    """Errors of a field's flux; ideal are 0, and 1 for ratios and correlations."""
+    values = {label: value for label, value in flux.measures(name).items() if " error, " in label}
+    values |= {"PDF distance": flux.pdf_distance(name), "correlation of the flux": flux.fields[name].correlation}
+    ratio = flux.fields[name].unscaled_mean / flux.fields[TARGET].unscaled_mean
+    return values | {f"mean flux{RATIO}, before rescaling": ratio}
+
+
 def measures(result: Results) -> dict[str, float]:
-    """The values that are compared, of one network on one box."""
+    """The values that are compared, of one network on one box; those of a method end with its name."""
     assert result.flux is not None
     assert result.phase_diagram is not None
     values: dict[str, float] = {}
-    fields = result.flux.fields
     for name in METHODS:
-        measured = result.flux.measures(name).items()
-        values |= {f"{label}, {name}": value for label, value in measured if " error, " in label}
-        values[f"correlation of the flux, {name}"] = fields[name].correlation
-        values[f"PDF distance, {name}"] = result.flux.pdf_distance(name)
-        mean = fields[name].unscaled_mean / fields[TARGET].unscaled_mean
-        values[f"mean flux / target's, before rescaling, {name}"] = mean
-    values["mean gas density / target's"] = result.mass_ratio
-    spectrum = result.spectra["log density"]
+        values |= {f"{label}, {name}": value for label, value in comparison(result.flux, name).items()}
+    values[f"mean gas density{RATIO}"] = result.mass_ratio
+    spectrum, diagram = result.spectra["log density"], result.phase_diagram
     for k in (2.0, 5.0, 10.0):
         correlation = float(np.interp(k, spectrum.k, spectrum.correlation))
         values[f"r of log density, k = {k:g} h/Mpc, {PREDICTION}"] = correlation
-    diagram = result.phase_diagram
-    for name, histogram in ((TARGET, diagram.target), (PREDICTION, diagram.predicted)):
-        values[f"T0 (K), {name}"], values[f"gamma, {name}"] = relation(diagram, histogram)
+    truth, predicted = relation(diagram, diagram.target), relation(diagram, diagram.predicted)
+    for name, true, value in zip(("T0", "gamma"), truth, predicted, strict=True):
+        values[f"{name}{RATIO}, {PREDICTION}"] = value / true
     return values
 
 
-def errors_of_smoothing(file: str) -> dict[float, float]:
-    """FGPA's error on a box with each smoothing length; no network is needed."""
-    errors, config = {}, config_of_files(file, file)
-    for length in LENGTHS:
-        options = EvaluationConfig(sightlines=boxes.SIGHTLINES, pressure_smoothing=length)
-        with closing(VolumeFields(file, file, config.model_copy(update={"evaluation": options}))) as fields:
-            flux = fields.evaluate(None, "", {}, common.this_machine()).flux
-        assert flux is not None
-        errors[length] = flux.band_errors(FGPA)[band_name(BAND)]
-    return errors
+def flux_of(file: str, **options: Any) -> Flux:
+    """The flux of the gas of a box as the target, and that of FGPA, with these options of the evaluation."""
+    config, world = config_of_files(file, file), common.this_machine()
+    changed = config.model_copy(update={"evaluation": EvaluationConfig(**options)})
+    with closing(VolumeFields(file, file, changed)) as fields:
+        slabs = Slabs(fields.inputs.shape, world)
+        inputs, gas = (slabs.reader(part.planes) for part in (fields.inputs, fields.target))
+        setup = FluxSetup.of(fields.inputs, fields.config)
+        assert setup is not None
+        return FluxStatistics(setup, slabs).results(SlabFields(inputs, gas, gas))
+
+
+def truth_of(result: Results) -> Mapping[str, Any]:
+    """The row of the convergence study about gas of this redshift in cells of this size; empty without one."""
+    stored = read_json(common.RESULTS / "convergence.json")
+    assert result.flux is not None
+    assert result.cell is not None
+    rows = stored["results"] if stored["settings"]["redshift"] == result.flux.redshift else []
+    return next((row for row in rows if math.isclose(row["cell (Mpc/h)"], result.cell, rel_tol=1e-6)), {})
 
 
 def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, float]:
@@ -91,54 +122,160 @@ def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, floa
     return {"rms": float(np.sqrt(total)), "bias": float(np.sqrt(bias)), "share of scatter": float(1 - bias / total)}
 
 
-def draw(fluxes: Sequence[Flux], ratios: Mapping[str, Sequence[np.ndarray]], path: Path) -> None:
-    """Flux power relative to the target's, and PDFs: mean over boxes and networks, and standard deviation."""
-    k, edges = fluxes[0].k, fluxes[0].edges
-    with common.plot(path, (9, 3.6), 2) as (power, pdf):
-        for name, color in METHODS.items():
-            every = np.stack(ratios[name])
-            common.band(power, k, every.mean(0), every.std(0), color=color, label=name)
-        power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
-        power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.8, 1.2), xlabel="k (s/km)", ylabel="P1D / target's")
+@dataclass
+class Block:
+    """The evaluations on the boxes of one volume so far."""
+
+    errors: Mapping[float, float]  # of FGPA on the training box, by smoothing length in Mpc/h
+    evaluations: list[Results] = field(default_factory=list)
+
+    @property
+    def smoothing(self) -> float:
+        return min(self.errors, key=lambda length: self.errors[length])
+
+    @property
+    def fluxes(self) -> list[Flux]:
+        return [evaluation.flux for evaluation in self.evaluations if evaluation.flux is not None]
+
+    def ratios(self, name: str) -> list[np.ndarray]:
+        """P1D of a method relative to the target's."""
+        return [flux.ratios[name] for flux in self.fluxes]
+
+    def result(self) -> dict[str, Any]:
+        """Mean and spread of each measure over the evaluations."""
+        return {
+            "smoothing (Mpc/h)": {"fitted": self.smoothing, "errors on the training box": self.errors},
+            "measures": boxes.spreads([measures(evaluation) for evaluation in self.evaluations]),
+            TRUTH: truth_of(self.evaluations[0]).get("measures", {}),
+            "scatter between boxes": {name: decomposition(self.ratios(name), self.fluxes[0].k) for name in METHODS},
+        }
+
+
+def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each measure's values by method; those of no method's name are the prediction's."""
+    values, others = result["measures"], [f", {name}" for name in METHODS if name != PREDICTION]
+    labels = [name.removesuffix(f", {PREDICTION}") for name in values if not name.endswith(tuple(others))]
+    rows = {}
+    for label in labels:
+        rows[label] = {name: values.get(f"{label}, {name}") for name in METHODS} | {TRUTH: result[TRUTH].get(label)}
+        rows[label][PREDICTION] = values.get(f"{label}, {PREDICTION}", values.get(label))
+    return rows
+
+
+def distance(label: str, value: Mapping[str, Any]) -> float:
+    """How far a measure is from the ideal."""
+    return abs(value["mean"] - (0 if is_error(label) else 1))
+
+
+def is_error(label: str) -> bool:
+    return " error" in label or "distance" in label
+
+
+def block_table(result: Mapping[str, Any]) -> str:
+    """A row per measure and a column per method; the best method is bold."""
+    rows = []
+    for label, values in by_method(result).items():
+        form, factor = (".2g", 100) if is_error(label) else (".4f", 1)
+        used = {name: distance(label, values[name]) for name in METHODS if values[name]}
+        best = min(used, key=lambda name: used[name]) if len(used) > 1 else None
+        texts = {name: common.plus_minus(value, form, factor) for name, value in values.items()}
+        cells = [f"**{text}**" if name == best else text for name, text in texts.items()]
+        rows.append([f"{label} (%)" if is_error(label) else label, *cells])
+    shares = result["scatter between boxes"]
+    cells = [f"{shares[name]['share of scatter']:.0%}" for name in METHODS]
+    rows.append([f"share of scatter between boxes, P1D, {band_name(BAND)}", *cells, ""])
+    return common.table(("measure", *METHODS, TRUTH), rows)
+
+
+def gain_table(results: Mapping[str, Any]) -> str:
+    """By volume, the errors of FGPA and of the best baseline, relative to the network's."""
+    shown = [(f"{FGPA}, {volume}", f"best baseline, {volume}") for volume in results]
+    rows: dict[str, list[str]] = {}
+    for result in results.values():
+        for label, values in by_method(result).items():
+            if is_error(label):
+                means = {name: values[name]["mean"] for name in METHODS}
+                network = means.pop(PREDICTION)
+                cells = [f"{value / network:.2f}" for value in (means[FGPA], min(means.values()))]
+                rows[label] = rows.get(label, []) + cells
+    heads = [head for pair in shown for head in pair]
+    return common.table(("error relative to the network's", *heads), [[label, *cells] for label, cells in rows.items()])
+
+
+def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> str:
+    """All tables so far."""
+    rows = []
+    for run in training:
+        last = run["curve"][-1]
+        rows.append(
+            [run["condition"], run["seed"], last["samples"], f"{last[study.LOSS]:.5f}", f"{last['seconds']:.0f}"]
+        )
+    parts = [block_table(result) for result in results.values()]
+    for volume, result in results.items():
+        smoothing = result["smoothing (Mpc/h)"]["fitted"]
+        count = next(iter(result["measures"].values()))["n"]
+        parts.append(f"{volume}: n = {count} pairs of a network and a box; FGPA smooths over {smoothing:g} Mpc/h.")
+    parts += [gain_table(results)] if results else []
+    return "\n\n".join([*parts, common.table(("network", "seed", "samples", "validation loss", "seconds"), rows)])
+
+
+def draw(blocks: Mapping[str, Block], path: Path) -> None:
+    """Flux power relative to the target's by volume, and PDFs of the first: means, and standard deviations."""
+    with common.plot(path, (4.5 * (1 + len(blocks)), 3.8), 1 + len(blocks)) as (*powers, pdf):
+        for power, (volume, block) in zip(powers, blocks.items(), strict=True):
+            k, truth = block.fluxes[0].k, truth_of(block.evaluations[0]).get("P1D ratio", [])
+            for name, color in METHODS.items():
+                every = np.stack(block.ratios(name))
+                common.band(power, k, every.mean(0), every.std(0), color=color, label=name)
+            power.plot(k[: len(truth)], truth, "k--", linewidth=1, label=f"{TARGET} / that in smaller cells")
+            power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
+            power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.8, 1.2), xlabel="k (s/km)", title=volume)
+        powers[0].set_ylabel("P1D / target's")
+        fluxes = next(iter(blocks.values())).fluxes
+        edges = fluxes[0].edges
         for name, color in {TARGET: "black", **METHODS}.items():
             mean = np.mean([flux.fields[name].pdf for flux in fluxes], axis=0)
             pdf.plot((edges[1:] + edges[:-1]) / 2, mean, color=color, label=name)
-        pdf.set(xlabel="flux F", ylabel="probability density", yscale="log")
+        pdf.set(xlabel="flux F", ylabel="probability density", yscale="log", title=next(iter(blocks)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
+    parser = common.Parser(__doc__, seeds=None, runs=common.RUNS)
+    parser.add_argument("--size", choices=SIZES, default="demo", help="of network and boxes (%(default)s)")
+    options = parser.parse_args(argv)
     options.output = options.output.absolute()
     os.chdir(common.REPOSITORY)
-    training_runs = study.training_runs_of(STUDY, options.seeds, options.runs, {})
+    name = SIZES[options.size]
+    chosen, made = study.STUDIES[name], study.STUDIES[name].simulated(options.runs)
+    options.seeds = options.seeds or chosen.seeds
+    if chosen.simulation.get("device") == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"torch sees no GPU, which --size {options.size} needs; give --size demo")
+    made.simulate()
+    training_runs = study.training_runs_of(name, options.seeds, options.runs, {})
     if failure := study.run_missing(training_runs):
         raise failure
-    made = study.STUDIES[STUDY].simulated(options.runs)
-    (volume,) = made.volumes
-    (training_box,) = made.training_keys([volume])["train_path"]
-    errors = errors_of_smoothing(training_box)
-    smoothing, files = min(errors, key=lambda length: errors[length]), made.held_out(volume)
-    pairs = [(run.checkpoint, file) for run in training_runs for file in files]
-    settings = {"pressure_smoothing": smoothing, "fitted_on": training_box}
-    evaluations = [boxes.evaluation(*pair, options.runs, **settings) for pair in pairs]
-    fluxes = [evaluation.flux for evaluation in evaluations if evaluation.flux is not None]
-    ratios = {name: [flux.ratios[name] for flux in fluxes] for name in METHODS}
-    values = boxes.spreads([measures(evaluation) for evaluation in evaluations])
-    shares = {name: decomposition(ratio, fluxes[0].k) for name, ratio in ratios.items()}
-    by_length = {f"{length:g}": error for length, error in errors.items()}
-    result = {
-        "smoothing (Mpc/h)": {"fitted": smoothing, "errors on the training box": by_length},
-        "measures": values,
-        "scatter between boxes": shares,
-    }
-    rows = [(name, f"{value['mean']:.4g} ± {value['stdev']:.2g}") for name, value in values.items()]
-    rows += [
-        (f"share of scatter between boxes, {name}", f"{share['share of scatter']:.0%}")
-        for name, share in shares.items()
-    ]
-    text = f"n = {options.seeds} networks × {len(files)} boxes; FGPA smooths over {smoothing:g} Mpc/h.\n\n"
-    text += common.table(("measure", "mean ± standard deviation"), rows)
-    common.publish(STUDY, options, result, text, lambda path: draw(fluxes, ratios, path))
+    training = [{"condition": run.condition.name, **run.result()} for run in training_runs]
+    blocks: dict[str, Block] = {}
+
+    def write(publish: Callable[..., object], *drawing: Callable[[Path], object]) -> None:
+        results = {volume: block.result() for volume, block in blocks.items()}
+        publish(name, options, {"volumes": results, "training": training}, page(results, training), *drawing)
+
+    write(common.save)
+    for volume in made.volumes:
+        (training_box, *_), files = made.files(volume, "train"), made.files(volume, "held_out")
+        with common.logged(f"fitting FGPA to {training_box}"):
+            fits = {
+                length: flux_of(training_box, sightlines=FIT_LINES, pressure_smoothing=length) for length in LENGTHS
+            }
+        block = Block({length: flux.band_errors(FGPA)[band_name(BAND)] for length, flux in fits.items()})
+        settings = {"pressure_smoothing": block.smoothing, "fitted_on": training_box}
+        for run in (run for run in training_runs if volume in run.condition.boxes):
+            for file in files:
+                block.evaluations.append(boxes.evaluation(run.checkpoint, file, options.runs, **settings))
+                blocks[volume] = block
+                write(common.save)
+    write(common.publish, lambda path: draw(blocks, path))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -298,12 +297,7 @@ class Call:
 
     def run(self, parts: Sequence[Part]) -> None:
         """Runs the parts, one at a time; the files of tests in four processes."""
-        pool = ThreadPoolExecutor(4 if self._options.call == 2 else 1)
-        try:
-            list(pool.map(self._run_part, parts))
-        finally:  # also after a signal
-            pool.shutdown(wait=False, cancel_futures=True)
-            common.end_running(GRACE)
+        common.in_threads(self._run_part, parts, 4 if self._options.call == 2 else 1, GRACE)
         shutil.rmtree(self._directory / "part", ignore_errors=True)
 
     def _run_part(self, part: Part) -> None:

@@ -7,9 +7,9 @@ python -m benchmarks.study generalization  networks on other redshifts, cosmolog
 python -m benchmarks.study examples --logs example_logs     the runs of example_logs; --logs keeps the first seed's logs
 
 benchmarks/studies.yaml defines these and more. They train on the boxes of `make demo`, or simulate their own. Runs are
-kept in --runs: an interrupted study resumes with the missing ones. A run counts as finished if its config is the same,
-regardless of its commit: remove it after a change to the training itself. A run that fails, for example because it
-diverges, does not end the study.
+kept in --runs: an interrupted study resumes with the missing ones, and an interrupted run where it stopped. A run is
+finished if its config is the same, regardless of its commit: remove it after a change to the training itself. A run
+that fails, for example because it diverges, does not end the study.
 
 The goal is the mean, over seeds, of the first condition's final values. As in MLPerf, a run reaches it at the first
 validation that is as good; the first condition counts with its whole runs. Seconds are those of the epochs' steps with
@@ -71,6 +71,7 @@ class Study:
     measure: str = LOSS
     label: str = "validation loss (mean absolute error)"
     rises: bool = False  # larger is better
+    seeds: int = 5  # unless --seeds is given
     simulation: Mapping[str, Any] = field(default_factory=dict)  # see benchmarks/boxes.py
     evaluate: Mapping[str, Any] = field(default_factory=dict)
 
@@ -107,17 +108,22 @@ class Training:
 
     def is_trained(self) -> bool:
         """True if the run is finished, with these settings and any commit."""
+        return self.config.total_steps in self._saved_steps()
+
+    def _saved_steps(self) -> list[int]:
+        """Those of the checkpoints of a run with these settings and any commit."""
         try:
             config = configs.load(str(self.directory.config), self.condition.config)
             requested = open_volumes(self.config).config
         except (OSError, ValueError, UserError):
-            return False
-        steps = saved_steps(self.directory.checkpoints)
-        return config.for_world(self.condition.ranks) == requested and requested.total_steps in steps
+            return []
+        same = config.for_world(self.condition.ranks) == requested
+        return saved_steps(self.directory.checkpoints) if same else []
 
     def run(self) -> None:
-        """Trains; UserError with the reason if that fails."""
-        flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
+        """Trains, or continues an interrupted run; UserError with the reason if that fails."""
+        resume = self.directory.path if self._saved_steps() else "no"
+        flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", f"--resume={resume}"]
         flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
         command = [*common.launcher(self.condition.ranks), *self.condition.script, *flags]
         common.call(f"the run {self.condition.name}, seed {self.seed},", command, self._log, limit=LIMIT)
@@ -168,9 +174,9 @@ def run_missing(training_runs: Sequence[Training]) -> UserError | None:
     kept = len(training_runs) - len(missing)
     sys.stderr.write(f"{kept} of {len(training_runs)} training runs are finished, regardless of their commit\n")
     for number, training in enumerate(missing):
-        sys.stderr.write(f"{number + 1}/{len(missing)}: {training.condition.name}, seed {training.seed}\n")
         try:
-            training.run()
+            with common.logged(f"{number + 1}/{len(missing)}: {training.condition.name}, seed {training.seed}"):
+                training.run()
         except UserError as error:
             failures.append(error)
             sys.stderr.write(f"warning: {error}\n")
@@ -290,7 +296,7 @@ def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[di
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__, seeds=5, runs=common.RUNS)
+    parser = common.Parser(__doc__, seeds=None, runs=common.RUNS)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--logs", type=Path, help="copy the logs of the first seed's runs to this directory")
     parser.add_changes()
@@ -301,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     os.chdir(common.REPOSITORY)
     study, runs = STUDIES[options.study], options.runs
+    options.seeds = options.seeds or study.seeds
     training_runs = training_runs_of(options.study, options.seeds, runs, read_changes(options.changes))
     failure = run_missing(training_runs)
     try:
