@@ -162,61 +162,67 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def distance(label: str, value: Mapping[str, Any]) -> float:
-    """How far a measure is from the ideal."""
-    return abs(value["mean"] - (0 if is_error(label) else 1))
-
-
 def is_error(label: str) -> bool:
+    """True if the ideal is 0, False if it is 1."""
     return " error" in label or "distance" in label
+
+
+def named(label: str) -> str:
+    """The label in a table, of the values of `formatted`."""
+    return f"{label} (%)" if is_error(label) else label
+
+
+def formatted(label: str, value: Mapping[str, Any] | None) -> str:
+    return common.plus_minus(value, ".2g", 100) if is_error(label) else common.plus_minus(value, ".4f")
 
 
 def block_table(result: Mapping[str, Any]) -> str:
     """A row per measure and a column per method; the best method is bold."""
     rows = []
     for label, values in by_method(result).items():
-        form, factor = (".2g", 100) if is_error(label) else (".4f", 1)
-        used = {name: distance(label, values[name]) for name in METHODS if values[name]}
-        best = min(used, key=lambda name: used[name]) if len(used) > 1 else None
-        texts = {name: common.plus_minus(value, form, factor) for name, value in values.items()}
-        cells = [f"**{text}**" if name == best else text for name, text in texts.items()]
-        rows.append([f"{label} (%)" if is_error(label) else label, *cells])
-    shares = result["scatter between boxes"]
-    cells = [f"{shares[name]['share of scatter']:.0%}" for name in METHODS]
-    rows.append([f"share of scatter between boxes, P1D, {band_name(BAND)}", *cells, ""])
+        ideal = 0 if is_error(label) else 1
+        distances = {name: abs(values[name]["mean"] - ideal) for name in METHODS if values[name]}
+        best = min(distances, key=lambda name: distances[name]) if len(distances) > 1 else None
+        texts = {name: formatted(label, value) for name, value in values.items()}
+        rows.append([named(label), *(f"**{text}**" if name == best else text for name, text in texts.items())])
+    shares = (f"{share['share of scatter']:.0%}" for share in result["scatter between boxes"].values())
+    rows.append([f"share of scatter between boxes, P1D, {band_name(BAND)}", *shares, ""])
     return common.table(("measure", *METHODS, TRUTH), rows)
 
 
-def gain_table(results: Mapping[str, Any]) -> str:
-    """By volume, the errors of FGPA and of the best baseline, relative to the network's."""
-    shown = [(f"{FGPA}, {volume}", f"best baseline, {volume}") for volume in results]
-    rows: dict[str, list[str]] = {}
-    for result in results.values():
-        for label, values in by_method(result).items():
-            if is_error(label):
-                means = {name: values[name]["mean"] for name in METHODS}
-                network = means.pop(PREDICTION)
-                cells = [f"{value / network:.2f}" for value in (means[FGPA], min(means.values()))]
-                rows[label] = rows.get(label, []) + cells
-    heads = [head for pair in shown for head in pair]
-    return common.table(("error relative to the network's", *heads), [[label, *cells] for label, cells in rows.items()])
+def gains(result: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The errors of FGPA and of the best baseline relative to the network's, by measure."""
+    ratios = {}
+    for label, values in by_method(result).items():
+        if is_error(label):
+            network, *baselines = (values[name]["mean"] for name in METHODS)
+            ratios[label] = (f"{baselines[0] / network:.2f}", f"{min(baselines) / network:.2f}")
+    return ratios
 
 
 def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> str:
     """All tables so far."""
-    rows = []
-    for run in training:
-        last = run["curve"][-1]
-        rows.append(
-            [run["condition"], run["seed"], last["samples"], f"{last[study.LOSS]:.5f}", f"{last['seconds']:.0f}"]
-        )
-    parts = [block_table(result) for result in results.values()]
+    parts, columns = [], {}
     for volume, result in results.items():
         smoothing = result["smoothing (Mpc/h)"]["fitted"]
         count = next(iter(result["measures"].values()))["n"]
         parts.append(f"{volume}: n = {count} pairs of a network and a box; FGPA smooths over {smoothing:g} Mpc/h.")
-    parts += [gain_table(results)] if results else []
-    return "\n\n".join([*parts, common.table(("network", "seed", "samples", "validation loss", "seconds"), rows)])
+        parts.append(block_table(result))
+        columns[volume] = gains(result)
+    if columns:
+        heads = [f"{name}, {volume}" for volume in columns for name in (FGPA, "best baseline")]
+        labels = next(iter(columns.values()))
+        rows = [
+            [label, *(cell for column in columns.values() for cell in column.get(label, ("", "")))] for label in labels
+        ]
+        parts.append(common.table(["error / the network's", *heads], rows))
+    runs = []
+    for run in training:
+        last = run["curve"][-1]
+        runs.append(
+            [run["condition"], run["seed"], last["samples"], f"{last[study.LOSS]:.5f}", f"{last['seconds']:.0f}"]
+        )
+    return "\n\n".join([*parts, common.table(("network", "seed", "samples", "validation loss", "seconds"), runs)])
 
 
 def draw(blocks: Mapping[str, Block], path: Path) -> None:

@@ -3,14 +3,10 @@
 import json
 import os
 import statistics
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import h5py
-import processes
 import pytest
 
 from analysis.evaluation import results
@@ -21,18 +17,6 @@ from utils.errors import UserError
 
 CONDITIONS = tuple(Condition(name, "digits_naive") for name in ("one", "two"))
 STUDY = Study(CONDITIONS, "Accuracy/valid", "y", rises=True)
-
-
-@pytest.fixture
-def run_forked(tmp_path: Path) -> Callable[..., int]:
-    """Stands in for `failure_of`: runs a real training on one rank, but forked, so that it need not import torch."""
-
-    def failure_of(command: Sequence[str], log: Path, limit: float) -> str:
-        assert command[0] == sys.executable
-        done = processes.run(command[1:], tmp_path / "output")
-        return common.failure_reason(done.returncode, done.stdout + done.stderr)
-
-    return failure_of
 
 
 def result(accuracies: list[float], seed: int = 0, seconds: float = 1.0) -> dict[str, Any]:
@@ -148,33 +132,21 @@ def test_a_diverged_training_does_not_end_the_study(
 
 
 def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, volume_file: Callable[..., Path], run_forked: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_or_draw: Any
 ) -> None:
-    pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
-    from simulation import simulate
-
-    def failure_of(command: Sequence[str], *rest: Any, **options: Any) -> str:
-        if "simulation" not in command:
-            return run_forked(command, *rest, **options)
-        options = simulate.parse(command[3:])
-        Path(options.output).parent.mkdir(exist_ok=True)
-        path = volume_file(options.output, options.grid, seed=options.seed + round(100 * options.redshift))
-        with h5py.File(path, "r+") as file:
-            file.attrs.update(simulate.file_attributes(options))
-        return ""
-
     changes = {"num_epochs": 1, "report_baselines": False, "report_pictures": False, "log_noise_scale": False}
     trained_on = {"near": ["a"], "both": ["a", "b"], "far": ["b"]}
     toy = Study(
         [Condition(name, "test", 1, changes, files) for name, files in trained_on.items()],
         simulation={
             **{"redshift": 2.0, "cosmology": "planck18", "cell": 0.5},
-            **{"train": {"grids": [16, 16], "seeds": [1, 2]}, "held_out": {"grid": 16, "seeds": [11, 12]}},
+            **{"train": {"grid": 16, "seeds": [1]}, "valid": {"grid": 16, "seeds": [2]}},
+            **{"held_out": {"grid": 16, "seeds": [11, 12]}},
         },
         evaluate={"a": {}, "b": {"redshift": 4.0, "cell": 1.0}},
     )
     monkeypatch.setitem(STUDIES, "generalization", toy)
-    monkeypatch.setattr(common, "failure_of", failure_of)
+    monkeypatch.setattr(common, "failure_of", run_or_draw)
     monkeypatch.setattr(boxes, "SIGHTLINES", 4)
     monkeypatch.chdir(tmp_path)
     arguments = ["generalization", "--seeds=1", f"--runs={tmp_path}", f"--output={tmp_path}", "--set=device=cpu"]
