@@ -10,18 +10,20 @@ log has the seconds of each part. After an interruption the same command continu
 100 s for six boxes (one alone took 42 s), 150 s to train on 327,680 samples (3,545 per second, and the start), 60 s to
 fit FGPA and 60 s for two evaluations; only the rate of training was measured with this code.
 
-FGPA smooths the dark matter over the length with the smallest error on the box that the network is trained on; two
-other baselines are fitted to that box. An error of the flux power in a band is the rms of P1D / that of the target - 1
-over the modes of the band. Its square is that of the mean over the boxes, the bias, plus the variance between the
-boxes. The truth's own error is that of the simulation: its gas compared with that of the same box in smaller cells, as
+FGPA smooths the dark matter over the length with the smallest error on the box that the network is trained on. The
+fitted FGPA also has the power law of the temperatures of that box, and a length of its own; the transfer function is
+fitted to that box, too. An error of the flux power in a band is the rms of P1D / that of the target - 1 over the modes
+of the band. Its square is that of the mean over the boxes, the bias, plus the variance between the boxes. The truth's
+own error is that of the simulation: its gas compared with that of the same box in smaller cells, as
 benchmarks/convergence.py measures it.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,10 @@ import numpy as np
 import torch
 
 from analysis.evaluation.results import PhaseDiagram, Results
-from analysis.evaluation.volume import VolumeFields, config_of_files
+from analysis.evaluation.volume import VolumeFields, config_of_files, fit_gas
 from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux, band_name
-from analysis.lyman_alpha.setup import FluxSetup
+from analysis.lyman_alpha.setup import FluxSetup, GasFit
 from analysis.slabs import SlabFields, Slabs
 from benchmarks import boxes, common, study
 from utils.config.sections import EvaluationConfig
@@ -41,16 +43,12 @@ from utils.files import read_json
 
 SIZES = {"demo": "forest", "full": "forest_full", "fine": "forest_fine"}  # studies
 BAND = BANDS[2]  # of the fit of the smoothing and of the scatter between boxes
-LENGTHS = (0.0, 0.04, 0.06, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.2)  # Mpc/h
-FIT_LINES = 4096  # sight-lines along each axis, for the fit of the smoothing
+LENGTHS = (0.0, 0.05, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.16)  # Mpc/h
+FIT_LINES = 1024  # sight-lines along each axis, for the fit of the smoothing
 FIT = (-0.5, 0.5)  # log10 of density / mean
 HOT = 1e5  # K
-METHODS = {  # with their colors
-    PREDICTION: "tab:orange",
-    FGPA: "tab:blue",
-    f"{FGPA}, {FITTED}": "tab:cyan",
-    TRANSFER: "tab:green",
-}
+FITTED_FGPA = f"{FGPA}, {FITTED}"
+METHODS = {PREDICTION: "tab:orange", FGPA: "tab:blue", FITTED_FGPA: "tab:cyan", TRANSFER: "tab:green"}  # their colors
 TRUTH = "the truth's own error"
 RATIO = " / target's"
 
@@ -94,8 +92,8 @@ def measures(result: Results) -> dict[str, float]:
     return values
 
 
-def flux_of(file: str, **options: Any) -> Flux:
-    """The flux of the gas of a box as the target, and that of FGPA, with these options of the evaluation."""
+def flux_of(file: str, fit: GasFit | None = None, **options: Any) -> Flux:
+    """The flux of the gas of a box as the target, and that of baselines, with these options of the evaluation."""
     config, world = config_of_files(file, file), common.this_machine()
     changed = config.model_copy(update={"evaluation": EvaluationConfig(**options)})
     with closing(VolumeFields(file, file, changed)) as fields:
@@ -103,7 +101,18 @@ def flux_of(file: str, **options: Any) -> Flux:
         inputs, gas = (slabs.reader(part.planes) for part in (fields.inputs, fields.target))
         setup = FluxSetup.of(fields.inputs, fields.config)
         assert setup is not None
-        return FluxStatistics(setup, slabs).results(SlabFields(inputs, gas, gas))
+        return FluxStatistics(replace(setup, fit=fit), slabs).results(SlabFields(inputs, gas, gas))
+
+
+def errors_of_smoothing(file: str) -> dict[str, dict[float, float]]:
+    """Errors on a box of FGPA with the published and with the fitted temperatures, by smoothing length in Mpc/h."""
+    with common.logged(f"fitting FGPA to {file}"):
+        fit = fit_gas(file, config_of_files(file, file), common.this_machine())
+        fluxes = {length: flux_of(file, fit, sightlines=FIT_LINES, pressure_smoothing=length) for length in LENGTHS}
+    return {
+        name: {length: flux.band_errors(name)[band_name(BAND)] for length, flux in fluxes.items()}
+        for name in (FGPA, FITTED_FGPA)
+    }
 
 
 def truth_of(result: Results) -> Mapping[str, Any]:
@@ -126,12 +135,20 @@ def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, floa
 class Block:
     """The evaluations on the boxes of one volume so far."""
 
-    errors: Mapping[float, float]  # of FGPA on the training box, by smoothing length in Mpc/h
+    errors: Mapping[str, Mapping[float, float]]  # see errors_of_smoothing
     evaluations: list[Results] = field(default_factory=list)
 
     @property
-    def smoothing(self) -> float:
-        return min(self.errors, key=lambda length: self.errors[length])
+    def smoothing(self) -> dict[str, float]:
+        """The lengths with the smallest errors."""
+        return {name: min(errors, key=lambda length: errors[length]) for name, errors in self.errors.items()}
+
+    def add(self, result: Results, fitted: Results) -> None:
+        """Adds an evaluation, with the fitted FGPA of another one, whose smoothing is that of its own fit."""
+        assert result.flux is not None
+        assert fitted.flux is not None
+        fields = {**result.flux.fields, FITTED_FGPA: fitted.flux.fields[FITTED_FGPA]}
+        self.evaluations.append(replace(result, flux=replace(result.flux, fields=fields)))
 
     @property
     def fluxes(self) -> list[Flux]:
@@ -204,9 +221,9 @@ def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> s
     """All tables so far."""
     parts, columns = [], {}
     for volume, result in results.items():
-        smoothing = result["smoothing (Mpc/h)"]["fitted"]
+        lengths = "; ".join(f"{name}: {length:g}" for name, length in result["smoothing (Mpc/h)"]["fitted"].items())
         count = next(iter(result["measures"].values()))["n"]
-        parts.append(f"{volume}: n = {count} pairs of a network and a box; FGPA smooths over {smoothing:g} Mpc/h.")
+        parts.append(f"{volume}: n = {count} pairs of a network and a box. Smoothing in Mpc/h: {lengths}.")
         parts.append(block_table(result))
         columns[volume] = gains(result)
     if columns:
@@ -270,17 +287,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(common.save)
     for volume in made.volumes:
         (training_box, *_), files = made.files(volume, "train"), made.files(volume, "held_out")
-        with common.logged(f"fitting FGPA to {training_box}"):
-            fits = {
-                length: flux_of(training_box, sightlines=FIT_LINES, pressure_smoothing=length) for length in LENGTHS
-            }
-        block = Block({length: flux.band_errors(FGPA)[band_name(BAND)] for length, flux in fits.items()})
-        settings = {"pressure_smoothing": block.smoothing, "fitted_on": training_box}
-        for run in (run for run in training_runs if volume in run.condition.boxes):
-            for file in files:
-                block.evaluations.append(boxes.evaluation(run.checkpoint, file, options.runs, **settings))
-                blocks[volume] = block
-                write(common.save)
+        block = Block(errors_of_smoothing(training_box))
+        checkpoints = [run.checkpoint for run in training_runs if volume in run.condition.boxes]
+        for checkpoint, file in itertools.product(checkpoints, files):
+            own, fitted = (
+                boxes.evaluation(network, file, options.runs, pressure_smoothing=length, fitted_on=training_box)
+                for network, length in zip((checkpoint, checkpoints[0]), block.smoothing.values(), strict=True)
+            )
+            block.add(own, fitted)
+            blocks[volume] = block
+            write(common.save)
     write(common.publish, lambda path: draw(blocks, path))
 
 

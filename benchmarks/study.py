@@ -58,6 +58,7 @@ class Condition:
     name: str
     config: str
     ranks: int = 1
+    seeds: int | None = None  # at most
     changes: Mapping[str, Any] = field(default_factory=dict)
     boxes: Sequence[str] = ()
     script: Sequence[str] = ("train.py",)
@@ -165,6 +166,7 @@ def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, An
         Training(f"{name}-{number}", condition, seed, runs, {**keys, **changes})
         for seed in range(seeds)
         for number, (condition, keys) in enumerate(zip(study.conditions, files, strict=True))
+        if condition.seeds is None or seed < condition.seeds
     ]
 
 

@@ -30,7 +30,10 @@ def test_an_interrupted_study_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, run_or_draw: Any
 ) -> None:
     """Each box is simulated once, a run resumes from its checkpoint, and each network is evaluated once on each box."""
-    conditions = [Condition("near", "test", 1, CHANGES, ["z = 3"]), Condition("far", "test", 1, CHANGES, ["z = 4"])]
+    conditions = [
+        Condition(name, "test", seeds=1, changes=CHANGES, boxes=[volume])
+        for name, volume in (("near", "z = 3"), ("far", "z = 4"))
+    ]
     volumes: dict[str, Any] = {"z = 3": {}, "z = 4": {"redshift": 4.0, "held_out": {"grid": 16, "seeds": [11]}}}
     monkeypatch.setitem(STUDIES, "forest", Study(conditions, seeds=1, simulation=SIMULATION, evaluate=volumes))
     started: list[str] = []

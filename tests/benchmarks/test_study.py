@@ -137,7 +137,7 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
     changes = {"num_epochs": 1, "report_baselines": False, "report_pictures": False, "log_noise_scale": False}
     trained_on = {"near": ["a"], "both": ["a", "b"], "far": ["b"]}
     toy = Study(
-        [Condition(name, "test", 1, changes, files) for name, files in trained_on.items()],
+        [Condition(name, "test", changes=changes, boxes=files) for name, files in trained_on.items()],
         simulation={
             **{"redshift": 2.0, "cosmology": "planck18", "cell": 0.5},
             **{"train": {"grid": 16, "seeds": [1]}, "valid": {"grid": 16, "seeds": [2]}},
