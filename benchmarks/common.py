@@ -217,7 +217,7 @@ def endless(loader: Loader) -> Generator[Batch, None, None]:
 
 def save(name: str, options: argparse.Namespace, result: Mapping[str, Any], text: str) -> Path:
     """Writes <options.output>/<name>.json with settings and provenance, and the report `text` as .md; atomically."""
-    settings = {key: value for key, value in vars(options).items() if key != "output"}
+    settings = {key: value for key, value in vars(options).items() if key not in ("output", "runs")}
     content = json.dumps({"settings": settings, **result, "provenance": provenance(this_machine())}, default=str)
     content = json.loads(content, parse_constant=lambda _: None)  # JSON has no NaN and no infinity
     path: Path = options.output / f"{name}.json"

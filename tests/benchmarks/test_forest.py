@@ -61,7 +61,7 @@ def test_an_interrupted_study_continues(
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(common, "failure_of", failure_of)
     monkeypatch.setattr(boxes, "evaluate", evaluate_or_stop)
-    monkeypatch.setattr(forest, "LENGTHS", (0.0, 0.2))
+    monkeypatch.setattr(forest, "LENGTHS", (0.2,))
     monkeypatch.setattr(forest, "relation", lambda *_: (1e4, 1.5))  # so little training may predict hot gas alone
     monkeypatch.chdir(tmp_path)
     arguments = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path}"]
