@@ -26,7 +26,7 @@ from analysis.evaluation.volume import VolumeFields, config_of_files
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
 from benchmarks import boxes, common
 from benchmarks.common import plus_minus
-from benchmarks.forest import RATIO, comparison, flux_of, formatted, named
+from benchmarks.forest import RATIO, comparison, flux_of
 from utils.volumes.channels import volume_channels
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     *coarse, _ = rows
     labels = dict.fromkeys(label for row in coarse for label in row["measures"])  # the P3D of larger cells ends earlier
-    heads = ["measure", *(f"{row['grid']}³" for row in coarse)]
-    compared = [(named(label), *(formatted(label, row["measures"].get(label)) for row in coarse)) for label in labels]
+    heads = ["%", *(f"{row['grid']}³" for row in coarse)]
+    compared = [(label, *(plus_minus(row["measures"].get(label), ".2f", 100) for row in coarse)) for label in labels]
     text = f"{common.table(['grid', 'cell (Mpc/h)', *shown], cells)}\n\n{common.table(heads, compared)}"
     common.publish("convergence", options, {"results": rows}, text)
 

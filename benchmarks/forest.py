@@ -4,18 +4,17 @@ python -m benchmarks.forest                the demo's network at z = 3, 2 and 4
 python -m benchmarks.forest --size full    the tutorial's network at z = 3, on one GPU, in less than eight minutes
 python -m benchmarks.forest --size fine    the same with boxes of 256³ cells of half the size
 
-Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, and evaluates each network on held-out
-boxes of the volumes that it is trained on. Results are written after the training and after each evaluation, and the
-log has the seconds of each part. After an interruption the same command continues. On an H200, --size full should need
-100 s for six boxes (one alone took 42 s), 150 s to train on 327,680 samples (3,545 per second, and the start), 60 s to
-fit FGPA and 60 s for two evaluations; only the rate of training was measured with this code.
+Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, and evaluates them on held-out boxes of
+the volumes that they are trained on. Results are written after the training and after each evaluation; after an
+interruption the same command continues. The log has the seconds of each part. On an H200, --size full should need 100 s
+for six boxes (one alone took 42 s), 150 s to train on 327,680 samples (3,545 per second, and the start), 60 s to fit
+FGPA and 60 s for evaluations; only the rate of the training was measured with this code.
 
-FGPA smooths the dark matter over the length with the smallest error on the box that the network is trained on. The
-fitted FGPA also has the power law of the temperatures of that box, and a length of its own; the transfer function is
-fitted to that box, too. An error of the flux power in a band is the rms of P1D / that of the target - 1 over the modes
-of the band. Its square is that of the mean over the boxes, the bias, plus the variance between the boxes. The truth's
-own error is that of the simulation: its gas compared with that of the same box in smaller cells, as
-benchmarks/convergence.py measures it.
+FGPA smooths the dark matter over the length with the smallest error on the training box. The fitted FGPA has the power
+law of the temperatures of that box, and a length of its own; the transfer function is fitted to that box, too. An error
+of the flux power in a band is the rms of P1D / that of the target - 1 over its modes. Its square is that of the mean
+over the boxes, the bias, plus the variance between the boxes. The truth's own error is that of the simulation, compared
+with the same box in smaller cells (benchmarks/convergence.py).
 """
 
 import itertools
@@ -184,62 +183,39 @@ def is_error(label: str) -> bool:
     return " error" in label or "distance" in label
 
 
-def named(label: str) -> str:
-    """The label in a table, of the values of `formatted`."""
-    return f"{label} (%)" if is_error(label) else label
-
-
-def formatted(label: str, value: Mapping[str, Any] | None) -> str:
-    return common.plus_minus(value, ".2g", 100) if is_error(label) else common.plus_minus(value, ".4f")
-
-
-def block_table(result: Mapping[str, Any]) -> str:
-    """A row per measure and a column per method; the best method is bold."""
-    rows = []
-    for label, values in by_method(result).items():
-        ideal = 0 if is_error(label) else 1
-        distances = {name: abs(values[name]["mean"] - ideal) for name in METHODS if values[name]}
+def block_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of `by_method`: a row per measure and a column per method, in %; the best method is bold."""
+    lines = []
+    for label, values in rows.items():
+        distances = {name: abs(values[name]["mean"] - (not is_error(label))) for name in METHODS if values[name]}
         best = min(distances, key=lambda name: distances[name]) if len(distances) > 1 else None
-        texts = {name: formatted(label, value) for name, value in values.items()}
-        rows.append([named(label), *(f"**{text}**" if name == best else text for name, text in texts.items())])
-    shares = (f"{share['share of scatter']:.0%}" for share in result["scatter between boxes"].values())
-    rows.append([f"share of scatter between boxes, P1D, {band_name(BAND)}", *shares, ""])
-    return common.table(("measure", *METHODS, TRUTH), rows)
+        texts = {name: common.plus_minus(value, ".2f", 100) for name, value in values.items()}
+        lines.append([label, *(f"**{text}**" if name == best else text for name, text in texts.items())])
+    return common.table(("%", *METHODS, TRUTH), lines)
 
 
-def gains(result: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """The errors of FGPA and of the best baseline relative to the network's, by measure."""
-    ratios = {}
-    for label, values in by_method(result).items():
-        if is_error(label):
-            network, *baselines = (values[name]["mean"] for name in METHODS)
-            ratios[label] = (f"{baselines[0] / network:.2f}", f"{min(baselines) / network:.2f}")
-    return ratios
+def gains(values: Mapping[str, Any]) -> list[str]:
+    """The errors of FGPA and of the best baseline relative to the network's."""
+    network, *baselines = (values[name]["mean"] for name in METHODS)
+    return [f"{error / network:.2f}" for error in (baselines[0], min(baselines))]
 
 
 def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> str:
     """All tables so far."""
-    parts, columns = [], {}
+    parts, blocks = [], {volume: by_method(result) for volume, result in results.items()}
     for volume, result in results.items():
         lengths = "; ".join(f"{name}: {length:g}" for name, length in result["smoothing (Mpc/h)"]["fitted"].items())
         count = next(iter(result["measures"].values()))["n"]
         parts.append(f"{volume}: n = {count} pairs of a network and a box. Smoothing in Mpc/h: {lengths}.")
-        parts.append(block_table(result))
-        columns[volume] = gains(result)
-    if columns:
-        heads = [f"{name}, {volume}" for volume in columns for name in (FGPA, "best baseline")]
-        labels = next(iter(columns.values()))
-        rows = [
-            [label, *(cell for column in columns.values() for cell in column.get(label, ("", "")))] for label in labels
-        ]
-        parts.append(common.table(["error / the network's", *heads], rows))
-    runs = []
+        parts.append(block_table(blocks[volume]))
+    heads = [f"{name}, {volume}" for volume in blocks for name in (FGPA, "best baseline")]
+    labels = [label for label in next(iter(blocks.values()), {}) if is_error(label)]
+    rows = [[label, *(cell for block in blocks.values() for cell in gains(block[label]))] for label in labels]
+    runs, names = [], ("condition", "seed", "samples", study.LOSS, "seconds")
     for run in training:
-        last = run["curve"][-1]
-        runs.append(
-            [run["condition"], run["seed"], last["samples"], f"{last[study.LOSS]:.5f}", f"{last['seconds']:.0f}"]
-        )
-    return "\n\n".join([*parts, common.table(("network", "seed", "samples", "validation loss", "seconds"), runs)])
+        values = {**run, **run["curve"][-1]}
+        runs.append([f"{values[name]:.5g}" if isinstance(values[name], float) else values[name] for name in names])
+    return "\n\n".join([*parts, common.table(["error / the network's", *heads], rows), common.table(names, runs)])
 
 
 def draw(blocks: Mapping[str, Block], path: Path) -> None:

@@ -83,7 +83,8 @@ def test_an_interrupted_study_continues(
     text = (tmp_path / "forest.md").read_text()
     assert text in capsys.readouterr().out
     assert "z = 3: n = 2 pairs" in text
-    assert [line.endswith("| 7 |") for line in text.splitlines() if "PDF distance (%)" in line] == [True, False]
+    rows = [line for line in text.splitlines() if line.startswith("| PDF distance")]
+    assert [line.endswith("| 7.00 |") for line in rows] == [True, False, False]
     assert (tmp_path / "forest.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -96,15 +97,14 @@ def test_the_best_method_of_a_row_is_bold() -> None:
         for name, mean in zip(forest.METHODS, means, strict=True)
     }
     measures[f"mean gas density{forest.RATIO}"] = {"mean": 0.96, "n": 1}
-    shares = {name: {"share of scatter": 0.1} for name in forest.METHODS}
     truth = {"P1D error, low": {"mean": 0.001, "n": 1}}
-    result = {"measures": measures, forest.TRUTH: truth, "scatter between boxes": shares}
-    assert forest.block_table(result).splitlines()[2:5] == [
-        "| P1D error, low (%) | 2 | **1** | 3 | 4 | 0.1 |",
-        f"| mean flux{forest.RATIO} | 0.9500 | 1.2000 | 0.9000 | **1.0400** |  |",
-        f"| mean gas density{forest.RATIO} | 0.9600 |  |  |  |  |",
+    rows = forest.by_method({"measures": measures, forest.TRUTH: truth})
+    assert forest.block_table(rows).splitlines()[2:] == [
+        "| P1D error, low | 2.00 | **1.00** | 3.00 | 4.00 | 0.10 |",
+        f"| mean flux{forest.RATIO} | 95.00 | 120.00 | 90.00 | **104.00** |  |",
+        f"| mean gas density{forest.RATIO} | 96.00 |  |  |  |  |",
     ]
-    assert forest.gains(result) == {"P1D error, low": ("0.50", "0.50")}
+    assert forest.gains(rows["P1D error, low"]) == ["0.50", "0.50"]
 
 
 def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
