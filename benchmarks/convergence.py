@@ -17,22 +17,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from analysis.evaluation.results import PhaseDiagram
 from analysis.evaluation.volume import VolumeFields, config_of_files
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
 from benchmarks import boxes, common
 from benchmarks.common import plus_minus
-from benchmarks.forest import RATIO, comparison, flux_of
+from benchmarks.forest import FIT, HOT, RATIO, comparison, flux_of, relation
 from utils.volumes.channels import volume_channels
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
-HOT = 1e5  # K
 LABELS = {"mean density": "mean gas density", "T0 (K)": "T0", "gamma": "gamma"}  # of the gas' values, in forest.py
-BINS = np.linspace(-0.5, 0.5, 11)  # of log10(density / mean), for the relation of temperature and density
+BINS = np.linspace(*FIT, 11), np.linspace(2, 8, 601)  # of log10 of density / mean and of K
 
 
 def of_waves(modes: np.ndarray, grid: int) -> np.ndarray:
@@ -67,24 +67,17 @@ def simulated(options: argparse.Namespace, grid: int, seed: int, sign: int) -> s
     return str(path)
 
 
-def relation(density: np.ndarray, kelvin: np.ndarray) -> tuple[float, float]:
-    """T0 in K and gamma, of a power law through the medians in BINS of the gas that is not hot."""
-    bins = np.digitize(np.log10(density), BINS)
-    medians = [np.log10(np.median(kelvin[(bins == place) & (kelvin < HOT)])) for place in range(1, len(BINS))]
-    slope, level = np.polyfit((BINS[1:] + BINS[:-1]) / 2, medians, 1)
-    return float(10**level), float(1 + slope)
-
-
 def gas_values(file: str) -> dict[str, float]:
     """Relation of temperature and density, and shares of hot gas."""
     every = slice(None)
     with closing(VolumeFields(file, None, config_of_files(file, file))) as fields:
         channels = zip(volume_channels(fields.config)[1], np.asarray(fields.target.planes(every, every)), strict=True)
-        density, *_, kelvin = (channel.to_physical(values) for channel, values in channels)
-    hot = kelvin > HOT
-    values = dict(zip(("T0 (K)", "gamma"), relation(density.ravel(), kelvin.ravel()), strict=True))
-    values["hot mass (%)"] = 100 * float(density[hot].sum() / density.sum())
-    values["hot volume (%)"] = 100 * float(hot.mean())
+        density, *_, kelvin = (channel.to_physical(values).ravel() for channel, values in channels)
+    counts, places, temperatures = np.histogram2d(np.log10(density), np.log10(kelvin), bins=BINS)
+    diagram = PhaseDiagram(places, temperatures, counts, counts)
+    values = dict(zip(("T0 (K)", "gamma"), relation(diagram, counts), strict=True))
+    values |= {"hot mass (%)": 100 * float(density[kelvin > HOT].sum() / density.sum())}
+    values |= {"hot volume (%)": 100 * float((kelvin > HOT).mean())}
     return values | {"mean density": float(density.mean(dtype=np.float64))}
 
 
@@ -97,16 +90,8 @@ def against(coarse: Flux, fine: Flux) -> Flux:
     return replace(coarse, fields=fields)
 
 
-class Mesh(NamedTuple):
-    """One mesh of a box."""
-
-    gas: Mapping[str, float]
-    measures: Mapping[str, float]  # of the comparison with the finest mesh
-    ratio: np.ndarray  # of P1D
-
-
-def meshes(options: argparse.Namespace, seed: int, sign: int) -> list[Mesh]:
-    """All meshes of one box."""
+def meshes(options: argparse.Namespace, seed: int, sign: int) -> list[dict[str, Any]]:
+    """Of each mesh of a box: values of its gas, measures of the comparison with the finest mesh, and ratios of P1D."""
     files = [simulated(options, grid, seed, sign) for grid in options.grids]
     fluxes, gas = [flux_of(file, sightlines=0) for file in files], [gas_values(file) for file in files]
     compared = []
@@ -118,7 +103,7 @@ def meshes(options: argparse.Namespace, seed: int, sign: int) -> list[Mesh]:
         at = np.exp(np.interp(np.log(WAVENUMBERS), np.log(flux.k), np.log(ratio)))
         shown = {f"P1D ratio at {k:g} s/km": float(value) for k, value in zip(WAVENUMBERS, at, strict=True)}
         known = {label: value for label, value in measures.items() if not math.isnan(value)}
-        compared.append(Mesh({**values, **shown}, known, ratio))
+        compared.append({"gas": {**values, **shown}, "measures": known, "P1D ratio": ratio})
     return compared
 
 
@@ -135,11 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = [[meshes(options, seed, sign) for sign in signs] for seed in options.seeds]
     rows: list[dict[str, Any]] = []
     for number, grid in enumerate(options.grids):
-        members = [[box[number] for box in pair] for pair in pairs]
-        rows.append({"grid": grid, "cell (Mpc/h)": options.box_size / grid})
-        rows[-1] |= boxes.spreads([means([mesh.gas for mesh in pair]) for pair in members])
-        rows[-1]["measures"] = boxes.spreads([means([mesh.measures for mesh in pair]) for pair in members])
-        rows[-1]["P1D ratio"] = np.mean([mesh.ratio for pair in members for mesh in pair], axis=0).tolist()
+        gas, measures = (
+            boxes.spreads([means([box[number][kind] for box in pair]) for pair in pairs])
+            for kind in ("gas", "measures")
+        )
+        ratio = np.mean([box[number]["P1D ratio"] for pair in pairs for box in pair], axis=0).tolist()
+        size = {"grid": grid, "cell (Mpc/h)": options.box_size / grid}
+        rows.append({**size, **gas, "measures": measures, "P1D ratio": ratio})
     shown = [name for name in rows[0] if name not in ("grid", "cell (Mpc/h)", "mean density", "measures", "P1D ratio")]
     cells = [
         [row["grid"], f"{row['cell (Mpc/h)']:.3g}", *(plus_minus(row[name], ".3g") for name in shown)] for row in rows

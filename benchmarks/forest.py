@@ -12,9 +12,8 @@ FGPA and 60 s for evaluations; only the rate of the training was measured with t
 
 FGPA smooths the dark matter over the length with the smallest error on the training box. The fitted FGPA has the power
 law of the temperatures of that box, and a length of its own; the transfer function is fitted to that box, too. An error
-of the flux power in a band is the rms of P1D / that of the target - 1 over its modes. Its square is that of the mean
-over the boxes, the bias, plus the variance between the boxes. The truth's own error is that of the simulation, compared
-with the same box in smaller cells (benchmarks/convergence.py).
+of the flux power in a band is the rms of P1D / that of the target - 1 over its modes. The truth's own error is that of
+the simulation, compared with the same box in smaller cells (benchmarks/convergence.py).
 """
 
 import itertools
@@ -41,7 +40,7 @@ from utils.errors import UserError
 from utils.files import read_json
 
 SIZES = {"demo": "forest", "full": "forest_full", "fine": "forest_fine"}  # studies
-BAND = BANDS[2]  # of the fit of the smoothing and of the scatter between boxes
+BAND = band_name(BANDS[2])  # of the fit of the smoothing
 LENGTHS = (0.0, 0.05, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.16)  # Mpc/h
 FIT_LINES = 1024  # sight-lines along each axis, for the fit of the smoothing
 FIT = (-0.5, 0.5)  # log10 of density / mean
@@ -103,15 +102,16 @@ def flux_of(file: str, fit: GasFit | None = None, **options: Any) -> Flux:
         return FluxStatistics(replace(setup, fit=fit), slabs).results(SlabFields(inputs, gas, gas))
 
 
-def errors_of_smoothing(file: str) -> dict[str, dict[float, float]]:
-    """Errors on a box of FGPA with the published and with the fitted temperatures, by smoothing length in Mpc/h."""
+def fitted_smoothing(file: str) -> dict[str, dict[str, Any]]:
+    """For FGPA with the published and with the fitted temperatures: the length in Mpc/h with the smallest error."""
     with common.logged(f"fitting FGPA to {file}"):
         fit = fit_gas(file, config_of_files(file, file), common.this_machine())
         fluxes = {length: flux_of(file, fit, sightlines=FIT_LINES, pressure_smoothing=length) for length in LENGTHS}
-    return {
-        name: {length: flux.band_errors(name)[band_name(BAND)] for length, flux in fluxes.items()}
-        for name in (FGPA, FITTED_FGPA)
-    }
+    fits = {}
+    for name in (FGPA, FITTED_FGPA):
+        errors = {length: flux.band_errors(name)[BAND] for length, flux in fluxes.items()}
+        fits[name] = {"fitted": min(errors, key=lambda length: errors[length]), "errors on the training box": errors}
+    return fits
 
 
 def truth_of(result: Results) -> Mapping[str, Any]:
@@ -123,24 +123,16 @@ def truth_of(result: Results) -> Mapping[str, Any]:
     return next((row for row in rows if math.isclose(row["cell (Mpc/h)"], result.cell, rel_tol=1e-6)), {})
 
 
-def decomposition(ratios: Sequence[np.ndarray], k: np.ndarray) -> dict[str, float]:
-    """Rms error in BAND, and the share of its square that is scatter between boxes."""
-    used = np.stack(ratios)[:, (BAND[0] <= k) & (k <= BAND[1])] - 1
-    total, bias = np.mean(used**2), np.mean(used.mean(0) ** 2)
-    return {"rms": float(np.sqrt(total)), "bias": float(np.sqrt(bias)), "share of scatter": float(1 - bias / total)}
-
-
 @dataclass
 class Block:
     """The evaluations on the boxes of one volume so far."""
 
-    errors: Mapping[str, Mapping[float, float]]  # see errors_of_smoothing
+    smoothing: Mapping[str, Mapping[str, Any]]  # see fitted_smoothing
     evaluations: list[Results] = field(default_factory=list)
 
     @property
-    def smoothing(self) -> dict[str, float]:
-        """The lengths with the smallest errors."""
-        return {name: min(errors, key=lambda length: errors[length]) for name, errors in self.errors.items()}
+    def fluxes(self) -> list[Flux]:
+        return [evaluation.flux for evaluation in self.evaluations if evaluation.flux is not None]
 
     def add(self, result: Results, fitted: Results) -> None:
         """Adds an evaluation, with the fitted FGPA of another one, whose smoothing is that of its own fit."""
@@ -149,21 +141,13 @@ class Block:
         fields = {**result.flux.fields, FITTED_FGPA: fitted.flux.fields[FITTED_FGPA]}
         self.evaluations.append(replace(result, flux=replace(result.flux, fields=fields)))
 
-    @property
-    def fluxes(self) -> list[Flux]:
-        return [evaluation.flux for evaluation in self.evaluations if evaluation.flux is not None]
-
-    def ratios(self, name: str) -> list[np.ndarray]:
-        """P1D of a method relative to the target's."""
-        return [flux.ratios[name] for flux in self.fluxes]
-
     def result(self) -> dict[str, Any]:
         """Mean and spread of each measure over the evaluations."""
+        values, truth = [measures(evaluation) for evaluation in self.evaluations], truth_of(self.evaluations[0])
         return {
-            "smoothing (Mpc/h)": {"fitted": self.smoothing, "errors on the training box": self.errors},
-            "measures": boxes.spreads([measures(evaluation) for evaluation in self.evaluations]),
-            TRUTH: truth_of(self.evaluations[0]).get("measures", {}),
-            "scatter between boxes": {name: decomposition(self.ratios(name), self.fluxes[0].k) for name in METHODS},
+            "smoothing (Mpc/h)": self.smoothing,
+            "measures": boxes.spreads(values),
+            TRUTH: truth.get("measures", {}),
         }
 
 
@@ -204,18 +188,19 @@ def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> s
     """All tables so far."""
     parts, blocks = [], {volume: by_method(result) for volume, result in results.items()}
     for volume, result in results.items():
-        lengths = "; ".join(f"{name}: {length:g}" for name, length in result["smoothing (Mpc/h)"]["fitted"].items())
+        lengths = "; ".join(f"{name}: {fit['fitted']:g}" for name, fit in result["smoothing (Mpc/h)"].items())
         count = next(iter(result["measures"].values()))["n"]
         parts.append(f"{volume}: n = {count} pairs of a network and a box. Smoothing in Mpc/h: {lengths}.")
         parts.append(block_table(blocks[volume]))
     heads = [f"{name}, {volume}" for volume in blocks for name in (FGPA, "best baseline")]
     labels = [label for label in next(iter(blocks.values()), {}) if is_error(label)]
     rows = [[label, *(cell for block in blocks.values() for cell in gains(block[label]))] for label in labels]
-    runs, names = [], ("condition", "seed", "samples", study.LOSS, "seconds")
+    lines = []
     for run in training:
-        values = {**run, **run["curve"][-1]}
-        runs.append([f"{values[name]:.5g}" if isinstance(values[name], float) else values[name] for name in names])
-    return "\n\n".join([*parts, common.table(["error / the network's", *heads], rows), common.table(names, runs)])
+        last = run["curve"][-1]
+        text = f"- {run['condition']}, seed {run['seed']}: validation loss {last[study.LOSS]:.5f} after "
+        lines.append(f"{text}{last['samples']} samples in {last['seconds']:.0f} s")
+    return "\n\n".join([*parts, common.table(["error / the network's", *heads], rows), "\n".join(lines)])
 
 
 def draw(blocks: Mapping[str, Block], path: Path) -> None:
@@ -224,7 +209,7 @@ def draw(blocks: Mapping[str, Block], path: Path) -> None:
         for power, (volume, block) in zip(powers, blocks.items(), strict=True):
             k, truth = block.fluxes[0].k, truth_of(block.evaluations[0]).get("P1D ratio", [])
             for name, color in METHODS.items():
-                every = np.stack(block.ratios(name))
+                every = np.stack([flux.ratios[name] for flux in block.fluxes])
                 common.band(power, k, every.mean(0), every.std(0), color=color, label=name)
             power.plot(k[: len(truth)], truth, "k--", linewidth=1, label=f"{TARGET} / that in smaller cells")
             power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
@@ -263,12 +248,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(common.save)
     for volume in made.volumes:
         (training_box, *_), files = made.files(volume, "train"), made.files(volume, "held_out")
-        block = Block(errors_of_smoothing(training_box))
+        block = Block(fitted_smoothing(training_box))
         checkpoints = [run.checkpoint for run in training_runs if volume in run.condition.boxes]
         for checkpoint, file in itertools.product(checkpoints, files):
             own, fitted = (
-                boxes.evaluation(network, file, options.runs, pressure_smoothing=length, fitted_on=training_box)
-                for network, length in zip((checkpoint, checkpoints[0]), block.smoothing.values(), strict=True)
+                boxes.evaluation(network, file, options.runs, pressure_smoothing=fit["fitted"], fitted_on=training_box)
+                for network, fit in zip((checkpoint, checkpoints[0]), block.smoothing.values(), strict=True)
             )
             block.add(own, fitted)
             blocks[volume] = block
