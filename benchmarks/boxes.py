@@ -1,13 +1,14 @@
 """Simulated boxes of a study, and evaluations of its networks on them. A part of benchmarks/study.py.
 
 A study in benchmarks/studies.yaml may have
-    simulation: options of simulation for all boxes, with `cell` in Mpc/h instead of the size of the box, and the
-        number of boxes that are simulated `at_once`; `train`, `valid` and `held_out` have the cells per side and the
-        seeds: of the training boxes, the validation box, and the boxes for the evaluation
+    simulation: options of simulation for all boxes, with `cell` in Mpc/h instead of the size of the box; `train`,
+        `valid` and `held_out` have the cells per side and the seeds: of the training boxes, the validation box, and the
+        boxes for the evaluation
     evaluate: volumes on which all networks are evaluated, by name: a file, or changes of `simulation`
 A condition with `boxes` trains on boxes of these names.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -61,17 +62,14 @@ class Boxes:
         return [self._file(given, given[part]["grid"], seed) for seed in given[part]["seeds"]]
 
     def simulate(self) -> None:
-        """Simulates all boxes."""
-        volumes = [{**self.simulation, **changes} for changes in self.volumes.values()]
-        wanted = [
-            (given, given[part]["grid"], seed) for given in volumes for part in PARTS for seed in given[part]["seeds"]
-        ]
-        threads = self.simulation.get("at_once", 1)
-        common.in_threads(lambda box: self._file(*box), wanted, threads, common.GRACE_SECONDS)
+        """Simulates all boxes, one at a time of each of PARTS."""
+        parts = itertools.product(self.volumes, PARTS)
+        threads = len(PARTS) if self.simulation.get("device") == "cuda" else 1  # on a CPU a box uses all cores
+        common.in_threads(lambda part: self.files(*part), parts, threads, common.GRACE_SECONDS)
 
     def _file(self, given: Mapping[str, Any], grid: int, seed: int) -> str:
         """The file of a box."""
-        keys = {key: value for key, value in given.items() if key not in ("cell", "at_once", *PARTS)}
+        keys = {key: value for key, value in given.items() if key not in ("cell", *PARTS)}
         keys |= {"box_size": given["cell"] * grid, "grid": grid, "seed": seed}
         path = self.runs / "boxes" / f"{'_'.join(f'{key}={value}' for key, value in sorted(keys.items()))}.h5"
         if not path.exists():

@@ -6,7 +6,7 @@ python -m benchmarks.forest --size fine    the same with boxes of 256³ cells of
 
 Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, and evaluates them on held-out boxes of
 the volumes that they are trained on. Results are written after the training and after each evaluation; after an
-interruption the same command continues. The log has the seconds of each part. On an H200, --size full should need 100 s
+interruption the same command continues. The log has the seconds of each part. On an H200, --size full should need 130 s
 for six boxes (one alone took 42 s), 150 s to train on 327,680 samples (3,545 per second, and the start), 60 s to fit
 FGPA and 60 s for evaluations; only the rate of the training was measured with this code.
 
