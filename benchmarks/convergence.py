@@ -11,7 +11,6 @@ are kept in --runs.
 """
 
 import argparse
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -82,12 +81,11 @@ def gas_values(file: str) -> dict[str, float]:
 
 
 def against(coarse: Flux, fine: Flux) -> Flux:
-    """The flux of a coarse mesh as the prediction of a finer one's; the pixels are not compared."""
+    """The flux of a coarse mesh as the prediction of a finer one's, for the comparison of their statistics."""
     ours, true = coarse.fields[TARGET], fine.fields[TARGET]
     names = ("power", "axis_power", "p3d", "flux_bispectrum")
     shared = {name: getattr(true, name)[..., : getattr(ours, name).shape[-1]] for name in names}
-    fields = {TARGET: replace(true, **shared), PREDICTION: replace(ours, correlation=math.nan)}
-    return replace(coarse, fields=fields)
+    return replace(coarse, fields={TARGET: replace(true, **shared), PREDICTION: ours})
 
 
 def meshes(options: argparse.Namespace, seed: int, sign: int) -> list[dict[str, Any]]:
@@ -98,12 +96,10 @@ def meshes(options: argparse.Namespace, seed: int, sign: int) -> list[dict[str, 
     for flux, values in zip(fluxes, gas, strict=True):
         both = against(flux, fluxes[-1])
         ratio, measures = both.ratios[PREDICTION], comparison(both, PREDICTION)
-        for name, label in LABELS.items():
-            measures[f"{label}{RATIO}"] = values[name] / gas[-1][name]
+        measures |= {f"{label}{RATIO}": values[name] / gas[-1][name] for name, label in LABELS.items()}
         at = np.exp(np.interp(np.log(WAVENUMBERS), np.log(flux.k), np.log(ratio)))
         shown = {f"P1D ratio at {k:g} s/km": float(value) for k, value in zip(WAVENUMBERS, at, strict=True)}
-        known = {label: value for label, value in measures.items() if not math.isnan(value)}
-        compared.append({"gas": {**values, **shown}, "measures": known, "P1D ratio": ratio})
+        compared.append({"gas": {**values, **shown}, "measures": measures, "P1D ratio": ratio})
     return compared
 
 

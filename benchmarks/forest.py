@@ -65,11 +65,10 @@ def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float
 
 
 def comparison(flux: Flux, name: str) -> dict[str, float]:
-    """Errors of a field's flux; ideal are 0, and 1 for ratios and correlations."""
+    """Errors of the statistics of a field's flux, and the ratio of its mean."""
     values = {label: value for label, value in flux.measures(name).items() if " error, " in label}
-    values |= {"PDF distance": flux.pdf_distance(name), "correlation of the flux": flux.fields[name].correlation}
     ratio = flux.fields[name].unscaled_mean / flux.fields[TARGET].unscaled_mean
-    return values | {f"mean flux{RATIO}, before rescaling": ratio}
+    return values | {"PDF distance": flux.pdf_distance(name), f"mean flux{RATIO}, before rescaling": ratio}
 
 
 def measures(result: Results) -> dict[str, float]:
@@ -78,7 +77,8 @@ def measures(result: Results) -> dict[str, float]:
     assert result.phase_diagram is not None
     values: dict[str, float] = {}
     for name in METHODS:
-        values |= {f"{label}, {name}": value for label, value in comparison(result.flux, name).items()}
+        compared = comparison(result.flux, name) | {"correlation of the flux": result.flux.fields[name].correlation}
+        values |= {f"{label}, {name}": value for label, value in compared.items()}
     values[f"mean gas density{RATIO}"] = result.mass_ratio
     spectrum, diagram = result.spectra["log density"], result.phase_diagram
     for k in (2.0, 5.0, 10.0):
@@ -195,18 +195,15 @@ def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> s
     heads = [f"{name}, {volume}" for volume in blocks for name in (FGPA, "best baseline")]
     labels = [label for label in next(iter(blocks.values()), {}) if is_error(label)]
     rows = [[label, *(cell for block in blocks.values() for cell in gains(block[label]))] for label in labels]
-    lines = []
-    for run in training:
-        last = run["curve"][-1]
-        text = f"- {run['condition']}, seed {run['seed']}: validation loss {last[study.LOSS]:.5f} after "
-        lines.append(f"{text}{last['samples']} samples in {last['seconds']:.0f} s")
-    return "\n\n".join([*parts, common.table(["error / the network's", *heads], rows), "\n".join(lines)])
+    losses = [f"{run['condition']}, seed {run['seed']}: {run['curve'][-1][study.LOSS]:.5f}" for run in training]
+    parts += [common.table(["error / the network's", *heads], rows), f"Validation losses: {'; '.join(losses)}."]
+    return "\n\n".join(parts)
 
 
 def draw(blocks: Mapping[str, Block], path: Path) -> None:
-    """Flux power relative to the target's by volume, and PDFs of the first: means, and standard deviations."""
-    with common.plot(path, (4.5 * (1 + len(blocks)), 3.8), 1 + len(blocks)) as (*powers, pdf):
-        for power, (volume, block) in zip(powers, blocks.items(), strict=True):
+    """Flux power relative to the target's, by volume: means, and standard deviations."""
+    with common.plot(path, (1 + 4 * len(blocks), 3.8), len(blocks)) as panels:
+        for power, (volume, block) in zip(panels, blocks.items(), strict=True):
             k, truth = block.fluxes[0].k, truth_of(block.evaluations[0]).get("P1D ratio", [])
             for name, color in METHODS.items():
                 every = np.stack([flux.ratios[name] for flux in block.fluxes])
@@ -214,13 +211,7 @@ def draw(blocks: Mapping[str, Block], path: Path) -> None:
             power.plot(k[: len(truth)], truth, "k--", linewidth=1, label=f"{TARGET} / that in smaller cells")
             power.axhspan(0.97, 1.03, color="black", alpha=0.08, linewidth=0, label="±3 %")
             power.set(xscale="log", xlim=(k[0], BANDS[-1][1]), ylim=(0.8, 1.2), xlabel="k (s/km)", title=volume)
-        powers[0].set_ylabel("P1D / target's")
-        fluxes = next(iter(blocks.values())).fluxes
-        edges = fluxes[0].edges
-        for name, color in {TARGET: "black", **METHODS}.items():
-            mean = np.mean([flux.fields[name].pdf for flux in fluxes], axis=0)
-            pdf.plot((edges[1:] + edges[:-1]) / 2, mean, color=color, label=name)
-        pdf.set(xlabel="flux F", ylabel="probability density", yscale="log", title=next(iter(blocks)))
+        panels[0].set_ylabel("P1D / target's")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
