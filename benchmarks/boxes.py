@@ -134,6 +134,7 @@ def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> resu
         return results.load(path)
     with common.logged(f"evaluating {path.parent.name} on {Path(file).stem}"):
         result = evaluate(checkpoint, file, **settings)
+        path.parent.mkdir(parents=True, exist_ok=True)
         results.save(result, path)
     return result
 

@@ -52,9 +52,8 @@ def simulated(options: argparse.Namespace, grid: int, seed: int, sign: int) -> s
     from simulation.linear_theory import make_cosmology
 
     shared = {"box_size": options.box_size, "redshift": options.redshift, "seed": seed, "paired": sign}
-    finest, mesh = (
-        simulate.SimulationOptions(grid=cells, threads=options.threads, **shared) for cells in (options.grids[-1], grid)
-    )
+    mesh = simulate.SimulationOptions(grid=grid, threads=options.threads, **shared)
+    finest = replace(mesh, grid=options.grids[-1])
     name = "_".join(f"{key}={value}" for key, value in {**shared, "finest": finest.grid, "grid": grid}.items())
     path: Path = options.runs / "convergence" / f"{name}.h5"
     if not path.exists():
@@ -127,11 +126,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = [
         [row["grid"], f"{row['cell (Mpc/h)']:.3g}", *(plus_minus(row[name], ".3g") for name in shown)] for row in rows
     ]
-    *coarse, _ = rows
-    labels = dict.fromkeys(label for row in coarse for label in row["measures"])  # the P3D of larger cells ends earlier
-    heads = ["%", *(f"{row['grid']}³" for row in coarse)]
-    compared = [(label, *(plus_minus(row["measures"].get(label), ".2f", 100) for row in coarse)) for label in labels]
-    text = f"{common.table(['grid', 'cell (Mpc/h)', *shown], cells)}\n\n{common.table(heads, compared)}"
+    coarse = {f"{row['grid']}³": row["measures"] for row in rows[:-1]}
+    labels = dict.fromkeys(label for measures in coarse.values() for label in measures)  # those of P3D differ
+    compared = [[label, *(plus_minus(row.get(label), ".2f", 100) for row in coarse.values())] for label in labels]
+    text = f"{common.table(['grid', 'cell (Mpc/h)', *shown], cells)}\n\n{common.table(['%', *coarse], compared)}"
     common.publish("convergence", options, {"results": rows}, text)
 
 

@@ -114,15 +114,6 @@ def fitted_smoothing(file: str) -> dict[str, dict[str, Any]]:
     return fits
 
 
-def truth_of(result: Results) -> Mapping[str, Any]:
-    """The row of the convergence study about gas of this redshift in cells of this size; empty without one."""
-    stored = read_json(common.RESULTS / "convergence.json")
-    assert result.flux is not None
-    assert result.cell is not None
-    rows = stored["results"] if stored["settings"]["redshift"] == result.flux.redshift else []
-    return next((row for row in rows if math.isclose(row["cell (Mpc/h)"], result.cell, rel_tol=1e-6)), {})
-
-
 @dataclass
 class Block:
     """The evaluations on the boxes of one volume so far."""
@@ -141,14 +132,17 @@ class Block:
         fields = {**result.flux.fields, FITTED_FGPA: fitted.flux.fields[FITTED_FGPA]}
         self.evaluations.append(replace(result, flux=replace(result.flux, fields=fields)))
 
+    @property
+    def truth(self) -> Mapping[str, Any]:
+        """The row of the convergence study about this redshift and cell; empty without one."""
+        stored, cell = read_json(common.RESULTS / "convergence.json"), self.evaluations[0].cell or 0
+        rows = stored["results"] if stored["settings"]["redshift"] == self.fluxes[0].redshift else []
+        return next((row for row in rows if math.isclose(row["cell (Mpc/h)"], cell, rel_tol=1e-6)), {})
+
     def result(self) -> dict[str, Any]:
         """Mean and spread of each measure over the evaluations."""
-        values, truth = [measures(evaluation) for evaluation in self.evaluations], truth_of(self.evaluations[0])
-        return {
-            "smoothing (Mpc/h)": self.smoothing,
-            "measures": boxes.spreads(values),
-            TRUTH: truth.get("measures", {}),
-        }
+        values = boxes.spreads([measures(evaluation) for evaluation in self.evaluations])
+        return {"smoothing (Mpc/h)": self.smoothing, "measures": values, TRUTH: self.truth.get("measures", {})}
 
 
 def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -204,7 +198,7 @@ def draw(blocks: Mapping[str, Block], path: Path) -> None:
     """Flux power relative to the target's, by volume: means, and standard deviations."""
     with common.plot(path, (1 + 4 * len(blocks), 3.8), len(blocks)) as panels:
         for power, (volume, block) in zip(panels, blocks.items(), strict=True):
-            k, truth = block.fluxes[0].k, truth_of(block.evaluations[0]).get("P1D ratio", [])
+            k, truth = block.fluxes[0].k, block.truth.get("P1D ratio", [])
             for name, color in METHODS.items():
                 every = np.stack([flux.ratios[name] for flux in block.fluxes])
                 common.band(power, k, every.mean(0), every.std(0), color=color, label=name)
