@@ -114,12 +114,16 @@ def evaluate(
     checkpoint: str | Path,
     file: str,
     symmetries: int = 1,
+    calibrated: bool = False,
     change: Callable[[SlidingWindowPredictor], SlidingWindowPredictor] = lambda predictor: predictor,
     **settings: Any,
 ) -> results.Results:
-    """Evaluates a network on a volume, after a change of its predictor; `settings` are those of the evaluation."""
+    """Evaluates a network on a volume, after a change of its predictor; `settings` are those of the evaluation.
+
+    Studies compare what networks learn, so their densities are not `calibrated` unless asked.
+    """
     world = common.this_machine()
-    trained = TrainedNetwork.load(checkpoint, world.device)
+    trained = TrainedNetwork.load(checkpoint, world.device, calibrated=calibrated)
     options = EvaluationConfig(**{"sightlines": SIGHTLINES, **settings})
     with closing(VolumeFields(file, None, trained.config.model_copy(update={"evaluation": options}))) as fields:
         predictor = build_predictor(trained, fields.inputs, InferenceOptions(symmetries=symmetries), world)
