@@ -36,9 +36,10 @@ FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0,
 FLUX_LARGEST_K = (0.015, 0.08)  # s/km; about half of Nyquist's for cells of 1 and of 0.16 Mpc/h
 COPYING = "copying density and velocities"
 SPECIALIST = "trained on it alone"
+MASS = "mean gas density / target's"
 FLUX_ERROR = "flux P1D error to {:g} s/km, {}"
 SHOWN = (
-    *("L1", "R2 gas density", "R2 temperature", "R2 velocity divergence"),
+    *("L1", "R2 gas density", "R2 temperature", "R2 velocity divergence", MASS),
     *(f"r of log {field}, k = {k} h/Mpc" for field in ("density", "temperature") for k in (5, 10)),
     *(f"P ratio of log {field}, k = {k} h/Mpc" for field in ("density", "temperature") for k in (2, 5, 10)),
     *(FLUX_ERROR.format(k, field) for k in FLUX_LARGEST_K for field in ("prediction", "FGPA")),
@@ -156,7 +157,7 @@ def copying_error(checkpoint: Path, file: str) -> float:
 
 def measures(result: results.Results) -> dict[str, float]:
     """Errors, and spectra at wavenumbers that the box has."""
-    kept = {"L1": float(result.l1.mean())}
+    kept = {"L1": float(result.l1.mean()), MASS: result.mass_ratio}
     for tag, value in result.scalars().items():
         if " at k = " not in tag:
             kept[tag.removeprefix("Evaluation ").replace("/", " ")] = value
