@@ -7,7 +7,7 @@ from devices import DEVICES
 from torch import nn
 
 from utils.config.sections import OptimizerConfig
-from utils.optim.lamb import Lamb
+from utils.optim.adam_by_weight import Lamb
 
 BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.05
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -1,9 +1,7 @@
 """Optimizers by name.
 
-To add one, write a builder with the signature of `Builder` and add a line to OPTIMIZERS; the tests of tests/optim and
-tests/steps then cover it. An optimizer that PyTorch does not have goes into a separate module, as in lamb.py. If the
-learning rate is a tensor, the optimizer must be capturable. If possible, it skips non-finite updates on the device; see
-`update`.
+docs/architecture.md says how to add one. If the learning rate is a tensor, the optimizer must be capturable. If
+possible, it skips non-finite updates on the device; see `update`.
 """
 
 import contextlib
@@ -15,8 +13,7 @@ import torch
 
 from utils.config.sections import OptimizerConfig
 from utils.lookup import build_user_class, lookup
-from utils.optim.adam_by_weight import LearningRate, Parameters, adam_options
-from utils.optim.lamb import Lamb
+from utils.optim.adam_by_weight import Lamb, LearningRate, Parameters, adam_options
 from utils.optim.soap import Soap
 
 Builder = Callable[[OptimizerConfig, Parameters, LearningRate], torch.optim.Optimizer]

@@ -1,8 +1,4 @@
-"""Learning-rate schedules: the learning rate as a pure function of the step.
-
-To add one, write a function like `cosine`, add a line to SCHEDULES, and add the name to the values of
-`lr_schedule.shape` in utils/config/sections.py.
-"""
+"""Learning-rate schedules: the rate as a pure function of the step. docs/architecture.md says how to add one."""
 
 import math
 from collections.abc import Callable
