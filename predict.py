@@ -24,7 +24,7 @@ from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.volumes.attributes import file_transform
 from utils.volumes.hdf5 import FieldReader
-from utils.volumes.nyx import FORMATS
+from utils.volumes.snapshots import FORMATS
 
 
 @one_line_errors()

@@ -33,11 +33,10 @@ from utils.distributed.threads import usable_cpus
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.volumes import nyx
 from utils.volumes.attributes import write_attributes
 from utils.volumes.hdf5 import DATASETS
 from utils.volumes.page_cache import memory_limit
-from utils.volumes.snapshots import FIELDS
+from utils.volumes.snapshots import FIELDS, FORMATS, nyx_attributes, nyx_datasets
 
 FORMAT_VERSION = 2
 DEFAULT_CELL = 0.15625  # Mpc/h
@@ -184,8 +183,8 @@ def write(
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
     datasets, attributes_by_place = dict(zip(DATASETS, fields, strict=True)), {"": attributes}
     if options.format == "nyx":
-        datasets = nyx.datasets(dict(zip(FIELDS, itertools.chain(*fields), strict=True)))
-        attributes_by_place = nyx.layout_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes)
+        datasets = nyx_datasets(dict(zip(FIELDS, itertools.chain(*fields), strict=True)))
+        attributes_by_place = nyx_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes)
     with atomic_write([target]) as (partial,), h5py.File(partial, "w") as file:
         for name, values in datasets.items():
             file[name] = values
@@ -205,7 +204,7 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.add_argument("--redshift", type=float, default=3.0, help="redshift of the fields (%(default)s)")
     parser.add_argument("--n_steps", type=positive, default=40, help=steps)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the simulation (%(default)s)")
-    parser.add_argument("--format", choices=nyx.FORMATS, default="volume", help="layout of the file (%(default)s)")
+    parser.add_argument("--format", choices=FORMATS, default="volume", help="layout of the file (%(default)s)")
     text = "also write OUTPUT_paired with the opposite initial field; both have exactly the linear power in each mode"
     parser.add_argument("--paired", action="store_const", const=1, default=0, help=text)
     parser.add_argument("--threads", type=positive, default=CORES, help="they do not change the result (all cores)")

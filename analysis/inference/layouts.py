@@ -1,4 +1,4 @@
-"""Layouts of the file that predict.py writes: this project's volumes, and Nyx's snapshots (utils/volumes/nyx.py)."""
+"""Layouts of the file that predict.py writes: this project's volumes, and Nyx's snapshots (volumes/snapshots.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,10 +7,10 @@ import numpy as np
 
 from analysis.inference.sliding_window import Block
 from utils.errors import UserError
-from utils.volumes import nyx
+from utils.volumes import snapshots
 from utils.volumes.attributes import UNIVERSE
 from utils.volumes.channels import Channel, check_physical_units
-from utils.volumes.hdf5 import DATASETS, FieldReader
+from utils.volumes.hdf5 import DATASETS, NATIVE, FieldReader
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE
 
 INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"
@@ -62,17 +62,17 @@ def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader
     def values(block: Block) -> dict[str, np.ndarray]:
         fields = (block.inputs[0].cpu().numpy(), *block.predicted.cpu().numpy())
         channels = zip(names, (dark_matter, *gas), fields, strict=True)
-        return nyx.datasets({name: channel.to_physical(field) for name, channel, field in channels})
+        return snapshots.nyx_datasets({name: channel.to_physical(field) for name, channel, field in channels})
 
-    datasets = {f"{nyx.NATIVE}/{name}": source.shape for name in names}
-    attributes = nyx.layout_attributes(names, source.shape, source.cell, source.simulation)
+    datasets = {f"{NATIVE}/{name}": source.shape for name in names}
+    attributes = snapshots.nyx_attributes(names, source.shape, source.cell, source.simulation)
     return Layout({"format": "nyx"}, datasets, attributes, values)
 
 
 def choose_layout(
     name: str, physical: bool, channels: tuple[Sequence[Channel], Sequence[Channel]], source: FieldReader
 ) -> Layout:
-    """The layout of a name of nyx.FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
+    """The layout of a name of FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
     (dark_matter, *_), gas = channels
     if name == "volume":
         if physical:

@@ -81,7 +81,7 @@ def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> N
 
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
-    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them."""
+    """The attributes of a volume's file. Nyx's groups `universe` and `domain`, see snapshots.py, stand in for them."""
     attributes: dict[str, Any] = {**universe_of(file)}
     lengths = domain_of(file)
     if lengths and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):

@@ -29,17 +29,7 @@ from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
 from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
 from utils.volumes.imported_config import write_config
-from utils.volumes.nyx import open_nyx
-from utils.volumes.snapshots import (
-    DARK_MATTER_DENSITY,
-    GAS_DENSITY,
-    UNITS,
-    GridField,
-    Shape,
-    Snapshot,
-    open_directory,
-    quantity_of,
-)
+from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, UNITS, GridField, Shape, Snapshot, open_snapshot
 
 SMALLEST_CROP = 2
 GAP = 8  # planes between the parts of a split, which belong to neither
@@ -121,7 +111,7 @@ def list_inputs(options: Options) -> list[Options]:
 def plan_source(options: Options) -> Source:
     """The channels, attributes and files to write for one input."""
     path = Path(options.input)
-    snapshot = open_directory(path, options.shape, options.index) if path.is_dir() else open_nyx(path)
+    snapshot = open_snapshot(path, options.shape, options.index)
     parts, simulation = plan_parts(snapshot.shape[0], options), describe(snapshot, options)
     datasets, cell = plan_channels(snapshot, options), simulation.pop(CELL, None)
     attributes = {
@@ -139,7 +129,7 @@ def plan_source(options: Options) -> Source:
 def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
     dark = tuple(name for name in snapshot.fields if name.startswith("dark_matter"))
     gas = tuple(name for name in snapshot.fields if name not in dark)
-    quantities = [tuple(dict.fromkeys(map(quantity_of, names))) for names in (dark, gas)]
+    quantities = [tuple(dict.fromkeys(snapshot.fields[name].quantity for name in names)) for names in (dark, gas)]
     if quantities != [INPUTS.get(len(dark)), TARGETS.get(len(gas), ())]:
         raise UserError(
             f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {DARK_MATTER_DENSITY}, with gas also "
