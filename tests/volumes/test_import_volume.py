@@ -23,7 +23,7 @@ from utils import cli
 from utils import config as configs
 from utils.config.sections import TransformConfig
 from utils.steps import build
-from utils.volumes import hdf5, import_volume, imported_config
+from utils.volumes import hdf5, import_volume
 from utils.volumes.channels import volume_channels
 from utils.volumes.convert_to_npy import convert
 from utils.volumes.hdf5 import open_volume
@@ -154,7 +154,7 @@ def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
     folder = tmp_path / "my $HOME"
     folder.mkdir()
     volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
-    lines = imported_config.write_config(folder / "512.yaml", volumes, (4, 5))
+    lines = import_volume.write_config(folder / "512.yaml", volumes, (4, 5))
     assert any("extend base" in line for line in lines) == (cells == 64 and not gpu)
     options = cli.parse(shlex.split(lines[-1])[2:])
     shipped = configs.load("config/UNet.yaml", parent)

@@ -10,6 +10,7 @@ in Nyx's layout, or a directory of raw or NumPy files. docs/data.md, "Your own f
 import argparse
 import itertools
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,17 +19,19 @@ from typing import Any
 
 import h5py
 import numpy as np
+import torch
 
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
+from utils.config.yaml_files import EXTENDS, dump
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
 from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
-from utils.volumes.imported_config import write_config
+from utils.volumes.opened import PATH_KEYS, box_entry, largest_crop, npy_keys
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, UNITS, GridField, Shape, Snapshot, open_snapshot
 
 SMALLEST_CROP = 2
@@ -39,6 +42,11 @@ REMEDIES = {  # for values that do not fit the unit
     "velocity": "correct its attribute units or, without one, give another --velocity_units",
     "temperature": "write temperatures in K, no logarithms",
 }
+CROPS = {"base": 64, "demo": 32}  # data_size of the configs to extend
+HEADER = """\
+# Trains on imported volumes: {command}
+# The config begins with all keys of `{parent}`; to begin with those of another config, change the line `extends` in it.
+"""
 
 Options = argparse.Namespace  # the command line; the attributes have the names of the flags
 
@@ -287,6 +295,45 @@ def _check_units(source: FieldChannel, mean: float, root_mean_square: float) -> 
     if not low <= typical <= high:
         remedy = REMEDIES[field.quantity]
         raise UserError(f"{field.name}: a {name} of {typical:.3g} {unit} is implausible; {remedy}")
+
+
+def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> list[str]:
+    """Writes a config for volumes of these shapes, training first, unless the file exists; returns lines for the user.
+
+    `counts` are the numbers of input and target channels. A file that exists may have been edited, and is kept.
+    """
+    first, last = next(iter(volumes)), list(volumes)[-1]
+    command = f"python train.py --yaml_config {shlex.quote(str(path))}"
+    if path.exists():
+        return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
+    smallest = min(map(min, volumes.values()))
+    parent = "base" if smallest >= CROPS["base"] and torch.cuda.is_available() else "demo"  # base has 117 M parameters
+    largest, scales = largest_crop(smallest)
+    crop = min(CROPS[parent], largest)
+    inputs, targets = counts
+    keys: dict[str, Any] = {
+        EXTENDS: parent,
+        **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
+        **dict.fromkeys(npy_keys(*PATH_KEYS.values())),
+        "box_size": [box_entry([volumes[file]]) for file in (first, last)],
+        "N_in_channels": inputs,
+        "N_out_channels": targets,
+        "vector_channels": {"inputs": vectors_of(inputs), "targets": vectors_of(targets)},
+        "dataset_names": list(DATASETS),
+        "symmetries": "full",
+        "expdir": "./runs",
+    }
+    if crop < CROPS[parent]:
+        keys |= {"data_size": crop, "network": {"scales": scales}}
+    text = HEADER.format(command=command, parent=parent) + dump({EXTENDS: "UNet.yaml", path.stem: keys})
+    with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
+        partial.write_text(text, encoding="utf-8")
+    lines = [f"wrote {path}, a config that extends {parent}"]
+    if parent == "demo" and smallest >= CROPS["base"]:
+        lines.append("demo has a small network, as there is no GPU; with one, let the config extend base")
+    if crop < CROPS[parent]:
+        lines.append(f"warning: crops have {crop} cells per side, because a side has {smallest}; import larger parts")
+    return [*lines, "to train:", command]
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
