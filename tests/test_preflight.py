@@ -22,9 +22,9 @@ from networks.unet import UNet
 from utils import preflight
 from utils.config import Config
 from utils.config.sections import NetworkConfig
+from utils.data.loaders import threaded
 from utils.steps import build, size
 from utils.steps.graph import GraphStep
-from utils.volumes import shared_memory
 
 SAME_VOLUME = "training and validation use the same volume; results look better than they are"
 Report = Callable[..., tuple[int, str, str]]
@@ -175,7 +175,7 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
 ) -> None:
     """Its memory may be too small. Fixed: a run with CUDA graphs was refused, because only CUDA devices have them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shared_memory, "available_memory", lambda: 0)
+    monkeypatch.setattr(threaded, "available_memory", lambda: 0)
     graph, unfit = {"step_class": GraphStep}, "cannot record the step as a CUDA graph: gradient_compression"
     for flags, options, says in (
         (["--data_loader_config=resident"], {}, ""),

@@ -20,14 +20,13 @@ from volume_files import write_volume
 
 import train
 from utils.config import Config, load, validate
-from utils.data.loaders import LOADERS, DataSplits, LoaderSpec, build_auto, dali, get_loader, open_volumes
+from utils.data.loaders import LOADERS, DataSplits, LoaderSpec, build_auto, dali, get_loader, open_volumes, threaded
 from utils.data.loaders.base import memory_format, sample_plan
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.volumes import shared_memory
 from utils.volumes.convert_to_npy import convert
 from utils.volumes.opened import Volumes
 
@@ -173,7 +172,7 @@ def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[st
     for name in names:
         config, few = config_for(paths, name, **CONDITIONS), config_for(paths, name, Nsamples_val=3)
         digests[name] = read(build_loaders(config, world), READINGS) + read(build_loaders(few, world), FEW)
-    shared_memory.free_shared_memory = lambda _: 0 if world.is_root else 2**40
+    threaded.free_shared_memory = lambda _: 0 if world.is_root else 2**40
     LOADERS["lowmem"] = LoaderSpec(lambda *_: built.append("lowmem"))  # type: ignore[arg-type,return-value,func-returns-value]
     chunked = str(Path(paths["val_path"]).with_name("chunked.h5"))
     build_auto(open_volumes(config_for(paths, "auto", train_path=chunked)), world)

@@ -13,13 +13,13 @@ import pytest
 from processes import run_ranks, wait_until
 from reference_samples import ALONE
 
+from utils.data.loaders import threaded as shared
+from utils.data.loaders.threaded import check_room, share_volume
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.volumes import page_cache
-from utils.volumes import shared_memory as shared
 from utils.volumes.hdf5 import Volume
 from utils.volumes.page_cache import available_memory, memory_limit, warm_page_cache
-from utils.volumes.shared_memory import check_room, share_volume
 
 MIB = 2**20
 VOLUME = Volume("a.h5", *(np.full((channels, 4, 4, 4), channels, np.float32) for channels in (4, 5)))
