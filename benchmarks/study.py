@@ -36,8 +36,9 @@ from benchmarks.common import over_seeds
 from networks.losses import accuracy
 from utils import config as configs
 from utils.cli import read_changes
+from utils.data.datasets import open_dataset
 from utils.data.loaders import open_volumes
-from utils.data.loaders.classification import ClassificationLoader, open_splits
+from utils.data.loaders.classification import ClassificationLoader
 from utils.data.plan import ShufflePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -149,7 +150,7 @@ class Training:
         network = build.network(self.config)
         network.load_state_dict(read_weights(self.checkpoint)["network"])
         network.eval()
-        dataset, splits = open_splits(self.config)
+        dataset, splits = open_dataset(self.config.dataset)
         samples = len(splits["train"].labels)
         plan, world = ShufflePlan(samples, samples, split="valid"), World(Launch("single process"), torch.device("cpu"))
         loader = ClassificationLoader(splits["train"], plan, batch_size=500, scale=dataset.scale, world=world)

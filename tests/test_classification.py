@@ -15,8 +15,8 @@ from trainings import TOP, YAML, metrics, train_on
 import train
 from analysis.evaluation.baselines import class_frequency_loss
 from utils import config as configs
+from utils.data.datasets import open_dataset
 from utils.data.loaders import open_loaders, open_volumes
-from utils.data.loaders.classification import open_splits
 from utils.distributed.world import World
 from utils.steps import build
 
@@ -70,7 +70,7 @@ def test_two_ranks_learn_digits(epochs: int, samples: int, validated: int, accur
     flags = ["--config=digits_bn", f"--set=expdir={tmp_path}", f"--set=Nsamples_val={validated}"]
     flags += [f"--set=num_epochs={epochs}", f"--set=Nsamples={samples}", "--set=report_pictures=false"]
     baselines = run_ranks(train_digits, 2, flags)
-    labels = torch.from_numpy(open_splits(configs.load(YAML, "digits_naive"))[1]["valid"].labels)
+    labels = torch.from_numpy(open_dataset(configs.load(YAML, "digits_naive").dataset)[1]["valid"].labels)
     entropy = float(torch.distributions.Categorical(torch.bincount(labels).double()).entropy())
     assert baselines == [{"guessing by class frequency": pytest.approx(entropy, rel=1e-9)}] * 2
     directory = tmp_path / "digits_bn" / "2ranks" / "00"
@@ -82,7 +82,7 @@ def test_two_ranks_learn_digits(epochs: int, samples: int, validated: int, accur
     config = configs.load(str(directory / "config.yaml"), "digits_bn").for_world(1)
     network = build.network(config).eval()
     network.load_state_dict(trainings.last(directory).weights["network"])
-    data = open_splits(config)[1]["valid"]
+    data = open_dataset(config.dataset)[1]["valid"]
     labels = torch.from_numpy(data.labels[:validated])
     with torch.no_grad():
         outputs = network(torch.from_numpy(data.inputs[:validated]).float() / 16)

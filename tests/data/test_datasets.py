@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from dataset_files import WRITERS, Arrays, drawn, keras, object_array, texts, write, write_idx, write_npz
 
+from utils.config.sections import DatasetConfig
 from utils.data.datasets import DATASETS, ClassificationData, get_dataset, open_dataset
 from utils.errors import UserError
 
@@ -22,7 +23,7 @@ LAYOUTS = [("mnist", True), ("mnist", False), ("cifar10", True), ("reuters", Tru
 
 
 def read(name: str, directory: Path, verify: bool = False) -> dict[str, ClassificationData]:
-    return open_dataset(name, str(directory), verify)
+    return open_dataset(DatasetConfig(name=name, directory=str(directory), verify=verify))[1]
 
 
 def refused(name: str, directory: Path, verify: bool = False) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from utils.config.sections import DatasetConfig
 from utils.data.datasets.common import ClassificationData, Dataset
 from utils.data.datasets.images import CIFAR10, DIGITS, FASHION_MNIST, MNIST
 from utils.data.datasets.reuters import REUTERS
@@ -24,10 +25,10 @@ def get_dataset(name: str) -> Dataset:
     return lookup(DATASETS, "dataset.name", name)
 
 
-def open_dataset(name: str, directory: str, verified: bool) -> dict[str, ClassificationData]:
-    """Reads the splits 'train' and 'valid'; UserError if a file is missing or, if `verified`, not the published one."""
-    dataset, folder = get_dataset(name), Path(directory)
-    if verified:
+def open_dataset(options: DatasetConfig) -> tuple[Dataset, dict[str, ClassificationData]]:
+    """A data set and its splits 'train' and 'valid'; UserError if a file is missing or not the published one."""
+    dataset, folder = get_dataset(str(options.name)), Path(options.directory)
+    if options.verify:
         for file, checksum in dataset.checksums.items():
             if (folder / file).is_file():
                 algorithm, _, expected = checksum.partition(":")
@@ -39,8 +40,8 @@ def open_dataset(name: str, directory: str, verified: bool) -> dict[str, Classif
                     )
     splits = dataset.read(folder)
     for split, data in splits.items():
-        _check(data, dataset, f"{directory}: {split} samples of {name}")
-    return splits
+        _check(data, dataset, f"{folder}: {split} samples of {options.name}")
+    return dataset, splits
 
 
 def _check(data: ClassificationData, dataset: Dataset, samples: str) -> None:

@@ -104,14 +104,11 @@ class ConditionedLoader(CropLoader):
 
 
 @dataclass(frozen=True)
-class DataSplits:
+class DataSplits(contextlib.AbstractContextManager["DataSplits"]):
     """The loaders of both splits, as a context manager that closes them."""
 
     train: Loader
     valid: Loader
-
-    def __enter__(self) -> "DataSplits":
-        return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.closing(self.valid), contextlib.closing(self.train):

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Generator
-from functools import partial
 
 import torch
 
 from utils.config import Config
-from utils.data.datasets import ClassificationData, Dataset, get_dataset, open_dataset
+from utils.data.datasets import ClassificationData, open_dataset
 from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
 from utils.distributed.world import World
@@ -18,21 +17,19 @@ log = logging.getLogger(__name__)
 
 
 def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
-    config = volumes.config
+    config, size = volumes.config, volumes.config.local_batch_size
+    assert size is not None
     with world.raise_together():
-        dataset, splits = open_splits(config)
-        plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}
-    assert config.local_batch_size is not None
-    make = partial(ClassificationLoader, batch_size=config.local_batch_size, scale=dataset.scale, world=world)
+        dataset, splits = open_dataset(config.dataset)
+
+    def make(split: str) -> Loader:
+        plan = shuffle_plan(config, split, len(splits[split].labels))
+        return ClassificationLoader(splits[split], plan, batch_size=size, scale=dataset.scale, world=world)
+
+    loaders = build_splits(make, world)
     counts = ", ".join(f"{len(data.labels)} {split}" for split, data in splits.items())
     log.info("%s: %s samples", config.dataset.name, counts)
-    return build_splits(lambda split: make(splits[split], plans[split]), world)
-
-
-def open_splits(config: Config) -> tuple[Dataset, dict[str, ClassificationData]]:
-    name, directory = config.dataset.name, config.dataset.directory
-    assert name is not None
-    return get_dataset(name), open_dataset(name, directory, config.dataset.verify)
+    return loaders
 
 
 def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
