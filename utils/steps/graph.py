@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,7 @@ WARMUP_STEPS = 11
 # not fill the device with graphs.
 MAX_BUFFERS = 4
 REMEDY = "use train.py, which has the same flags"
-
-
-class RecordedStep(NamedTuple):
-    """A graph, and the tensors to which it writes its results."""
-
-    graph: torch.cuda.CUDAGraph
-    loss: torch.Tensor
-    gradient_norm: torch.Tensor
+RecordedStep = tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]  # writes to the loss and the gradient norm
 
 
 class GraphStep(EagerStep):
@@ -97,13 +90,12 @@ class GraphStep(EagerStep):
             if self._eager_steps < WARMUP_STEPS:
                 self._eager_steps += 1
                 return self._train(batch)
-            recorded = self._recorded(batch)
+            graph, loss, self.gradient_norm = self._recorded(batch)
             with annotate("replay"):
-                recorded.graph.replay()
+                graph.replay()
                 if isinstance(self.optimizer, Soap):
                     self.optimizer.renew()
-        self.gradient_norm = recorded.gradient_norm
-        return recorded.loss
+        return loss
 
     def warm_up(self, batch: Batch) -> None:
         with self._on_stream():
@@ -158,7 +150,7 @@ class GraphStep(EagerStep):
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             reason = str(cause).strip().splitlines()[0]
             raise LocalError(f"cannot record the step as a CUDA graph: {reason}; {REMEDY}") from error
-        return RecordedStep(graph, loss, self.gradient_norm)
+        return graph, loss, self.gradient_norm
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
