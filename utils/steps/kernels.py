@@ -58,19 +58,15 @@ def launches(config: Config, device: torch.device) -> list[fused.Launch]:
 
 
 def in_parallel(needed: list[fused.Launch]) -> None:
-    """Compiles the kernels, or reads them from Triton's cache."""
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool, _asynchronous(pool):
+    """Compiles the kernels, in threads if this version of Triton can, or reads them from Triton's cache."""
+    with contextlib.ExitStack() as opened:
+        pool = opened.enter_context(ThreadPoolExecutor(torch.get_num_threads()))
+        with contextlib.suppress(ImportError):
+            from triton.runtime._async_compile import AsyncCompileMode
+
+            opened.enter_context(AsyncCompileMode(pool))
         for kernel, arguments, options in needed:
             kernel.warmup(*arguments, grid=(1,), **options)
-
-
-def _asynchronous(pool: ThreadPoolExecutor) -> contextlib.AbstractContextManager[object]:
-    """Context in which Triton compiles in the pool's threads, if this version of it can."""
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:
-        return contextlib.nullcontext()
-    return AsyncCompileMode(pool)
 
 
 def use_writable_cache() -> None:
