@@ -17,12 +17,11 @@ import torch.distributed as dist
 from utils.config.sections import OptimizerConfig
 from utils.optim.adam_by_weight import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
 
-Sides = tuple[int, ...]
 # The decomposition of a small matrix keeps a few multiprocessors busy: this many run at a time on a GPU.
 STREAMS = 8
 
 
-def weight_sides(shape: Iterable[int], merge_dims: str) -> Sides:
+def weight_sides(shape: Iterable[int], merge_dims: str) -> tuple[int, ...]:
     """The view of a weight. merge_dims "kernel": [first, second, all others]; "rest": [first, all others]."""
     kept = {"none": None, "kernel": 2, "rest": 1}[merge_dims]
     sizes = list(shape)
@@ -62,11 +61,9 @@ class Soap(AdamByWeight):
     back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of
     normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
-    The bases are renewed outside of CUDA graphs. The host reads from the device whether the first update was made,
-    whose exact decomposition waits for the device anyway, and then counts steps: after a skipped update the next
-    renewal comes one update early, and a skipped update has no renewal. Each rank follows the statistics of some bases,
-    renews these, and receives the others. On a GPU, matrix products are in TF32 if `tf32` is set and the process allows
-    it, else in float32.
+    The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes the
+    division among ranks and what the host waits for. On a GPU, matrix products are in TF32 if `tf32` is set and the
+    process allows it, else in float32.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:

@@ -104,9 +104,6 @@ def training_flops(network: nn.Module, *inputs: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-# --- comparison with this machine ------------------------------------------------------------------------------------
-
-
 def check_memory(size: ModelSize, ranks: int) -> None:
     """Logs the size of the network and its memory in training; UserError if one rank would not fit on this machine."""
     name, shape = size.config.network.name, " × ".join(map(str, meta_batch(size.config, 1).inputs.shape[1:]))

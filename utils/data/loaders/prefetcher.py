@@ -18,15 +18,11 @@ Fills = Generator[tuple[int, Fill], None, None]
 
 
 class _Slot:
-    """Memory for a batch on the device.
-
-    filled: the event after its latest fill.
-    released: the event after the kernels that read that batch; it has passed if it was never recorded.
-    """
+    """Memory for a batch on the device, and the events after its latest fill and the kernels that read that batch."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.filled, self.released = torch.cuda.Event(), torch.cuda.Event()
+        self.filled, self.released = torch.cuda.Event(), torch.cuda.Event()  # passed until they are recorded
 
 
 class CudaPrefetcher:
