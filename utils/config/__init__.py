@@ -1,8 +1,4 @@
-"""The configuration of a run: one named config of a YAML file, plus overrides; typed, checked and frozen.
-
-`schema` and `sections` declare every key; `yaml_files` reads named configs; `messages` describes faults. This module
-translates the tutorial's later keys, applies overrides, and writes a config back.
-"""
+"""The configuration of a run: one named config of a YAML file, plus overrides; typed, checked and frozen."""
 
 import contextlib
 from collections.abc import Mapping

@@ -1,10 +1,7 @@
-"""YAML files of named configs, and `extends`, by which a file or a config inherits from another.
+"""YAML files of named configs, and `extends`, by which a file or a config inherits from another (docs/reference.md).
 
-`extends: UNet.yaml` at the top of a file adds the configs of another file, named relative to this one or to the shipped
-ones; a config that is in both inherits the keys of the other one. `extends: base` in a config inherits the keys of an
-earlier config, `<<: *base` those of the mapping with the anchor &base. Sections are merged key by key, by either.
-
-Numbers and booleans are those of YAML 1.2: 1e-4 is a number, `on` and 1:30 are strings. Duplicate keys are errors.
+A config that is also in a file that this one extends inherits the keys of the other one. Numbers and booleans are those
+of YAML 1.2: 1e-4 is a number, `on` and 1:30 are strings. Duplicate keys are errors.
 """
 
 import os

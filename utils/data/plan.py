@@ -1,8 +1,4 @@
-"""The sample plan: which crop under which symmetry is sample k of epoch e.
-
-It is a pure function of (seed, split, epoch). Loaders read the planned samples and use no random numbers of their own.
-So batches do not depend on the loader, the number of threads or a restart. Rank r of w takes rows r, r + w, r + 2w, …
-"""
+"""The sample plan: which crop under which symmetry is sample k of epoch e, a pure function of (seed, split, epoch)."""
 
 import itertools
 import math
