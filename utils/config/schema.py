@@ -1,7 +1,4 @@
-"""All keys of a config, with types, defaults and meaning, and the checks of their combinations.
-
-The keys of its sections are in `sections`.
-"""
+"""All keys of a config, with types, defaults and meaning, and the checks of their combinations."""
 
 import itertools
 from typing import Annotated, Literal
@@ -210,7 +207,7 @@ class Config(NeutralKeys):
     @model_validator(mode="after")
     def _check_combinations(self) -> "Config":
         window, block, weights = self.evaluation.window, self.window_multiple, self.channel_weights
-        volumes, vectors = len(self.paths("val_path")), self.vector_channels
+        count, vectors = len(self.paths("val_path")), self.vector_channels
         if self.enable_benchy and self.enable_manual_profiling:
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
         if window is not None and window % block:
@@ -218,9 +215,7 @@ class Config(NeutralKeys):
         if weights is not None and len(weights) != self.N_out_channels:
             raise ValueError(f"channel_weights must have {self.N_out_channels} values, one per target channel")
         if self.is_classification != (self.data_loader_config == "classification"):
-            raise ValueError(
-                "data_loader_config classification and dataset.name must be set together; set both or neither"
-            )
+            raise ValueError("data_loader_config classification and dataset.name must be set together, or neither")
         if self.ddp == "manual" and (self.static_graph or self.gradient_compression != "none"):
             raise ValueError("static_graph and gradient_compression need ddp torch; unset them or set ddp=torch")
         if self.static_graph and self.accumulation_steps > 1:
@@ -230,11 +225,8 @@ class Config(NeutralKeys):
                 f"fused_tail needs network.name unet with last in network.space_to_depth, loss l1, lambda_rho 0 and no "
                 f"channel_weights, but {self.fused_tail_obstacle}; change it, or set fused_tail=false"
             )
-        if self.Nsamples_val < volumes:
-            raise ValueError(
-                f"Nsamples_val {self.Nsamples_val} is less than the {volumes} volumes of val_path; raise it to "
-                f"{volumes}"
-            )
+        if self.Nsamples_val < count:
+            raise ValueError(f"Nsamples_val {self.Nsamples_val} is less than the {count} volumes of val_path; raise it")
         for name, triples, key in (("inputs", vectors.inputs, "N_in"), ("targets", vectors.targets, "N_out")):
             last, channels = max(itertools.chain(*triples), default=0), getattr(self, f"{key}_channels")
             if last >= channels:

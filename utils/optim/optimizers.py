@@ -113,9 +113,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
     groups = []
     for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
         # apex counts its steps in the group.
-        counts = {
-            key: value for key, value in saved_group.items() if key not in group and key not in optimizer.defaults
-        }
+        counts = {key: value for key, value in saved_group.items() if key not in {**optimizer.defaults, **group}}
         groups.append({**group, **counts, "params": saved_group["params"]})
     # The saved state may lack what this optimizer creates at the start: a momentum of zero.
     before = optimizer.state_dict()["state"]
@@ -132,9 +130,7 @@ def _adam(
     options: OptimizerConfig, parameters: Parameters, lr: LearningRate, kind: type[torch.optim.Adam] = torch.optim.Adam
 ) -> torch.optim.Optimizer:
     """torch's fused Adam (Kingma & Ba 2015), or AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
-    return kind(
-        parameters.values(), lr=lr, capturable=isinstance(lr, torch.Tensor), fused=True, **adam_options(options)
-    )
+    return kind(parameters.values(), lr, capturable=isinstance(lr, torch.Tensor), fused=True, **adam_options(options))
 
 
 def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:

@@ -50,9 +50,7 @@ def log_backends(config: Config, world: World) -> None:
     if fault := conv3d_fault(config):
         log.warning(fault)
     if world.size > 1 and (2, 28, 3) <= (nccl := torch.cuda.nccl.version()) <= (2, 28, 8):
-        log.warning(
-            "NCCL %d.%d.%d may hang: NVIDIA's resiliency extension excludes 2.28.3 to 2.28.8; use another", *nccl
-        )
+        log.warning("NCCL %d.%d.%d may hang: NVIDIA's resiliency extension excludes 2.28.3 to 2.28.8; update it", *nccl)
 
 
 def conv3d_fault(config: Config) -> str:

@@ -83,9 +83,7 @@ def check(config: Config, network: nn.Module, device: torch.device) -> None:
 def changes(before: Plan, now: Plan) -> list[str]:
     """A line if two plans differ, except in reasons."""
     known = {name: [plan[name].split(" (")[0] for plan in (before, now)] for name in now if name in before}
-    differ = {
-        name: f"{earlier} before, by {current} now" for name, (earlier, current) in known.items() if earlier != current
-    }
+    differ = {name: f"{old} before, by {new} now" for name, (old, new) in known.items() if old != new}
     what = "Other kernels compute convolutions than before, so results differ within rounding"
     return [f"{what}: {describe(differ)}"] if differ else []
 

@@ -34,9 +34,7 @@ def convert(
         datasets = [checked_dataset(file, str(source), name, remedy="choose datasets with -d and -l") for name in names]
         shapes = [dataset.shape for dataset in datasets if storage_files(dataset)]
         if shapes[0][1:] != shapes[1][1:]:
-            raise UserError(
-                f"{source}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal"
-            )
+            raise UserError(f"{source}: {names[0]} is {shapes[0]}, {names[1]} {shapes[1]}; their grids must be equal")
         directory = source.parent if output_dir is None else Path(output_dir)
         targets = [directory / f"{source.stem}_{field}.npy" for field in ENDINGS]
         for target in targets:

@@ -126,14 +126,13 @@ class FieldReader:
 
     def box(self, x: slice, y: slice, z: slice, channels: slice = slice(None)) -> np.ndarray:
         """Values [C, x, y, z]; raises UserError if they cannot be read or are not all finite."""
+        cells = (channels, x, y, z)
         with reading(self.path):
-            values = np.asarray(self.values[channels, x, y, z])
+            values = np.asarray(self.values[cells])
         place = nonfinite_place(values)
         if place is None:
             return values
-        where = ", ".join(
-            str((axis.start or 0) + index) for axis, index in zip((channels, x, y, z), place, strict=True)
-        )
+        where = ", ".join(str((axis.start or 0) + index) for axis, index in zip(cells, place, strict=True))
         raise UserError(f"{self.path}: {self.name}[{where}] is {values[place]}; fix the file")
 
     def planes(self, channels: slice, planes: slice) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import gzip
 import tarfile
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +36,7 @@ def read_digits(directory: Path) -> dict[str, ClassificationData]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UserError(
-            "data set digits is part of scikit-learn, which is not installed; pip install scikit-learn"
-        ) from None
+        raise UserError("data set digits needs scikit-learn; pip install scikit-learn") from None
     digits = load_digits()
     images, labels = digits.images.astype(np.uint8)[:, None], digits.target.astype(np.int64)
     order = ShufflePlan(len(labels), len(labels), DIGITS_SEED).epoch(0)
@@ -80,10 +78,7 @@ def _parse_cifar(data: bytes) -> ClassificationData:
     return ClassificationData(images, records[:, 0].astype(np.int64))
 
 
-def _idx_dataset(checksums: Mapping[str, str]) -> Dataset:
-    return Dataset((1, 28, 28), 10, read_idx, checksums, scale=1 / 255)
-
-
 DIGITS = Dataset((1, 8, 8), 10, read_digits, scale=1 / 16)
-MNIST, FASHION_MNIST = _idx_dataset(MNIST_CHECKSUMS), _idx_dataset(FASHION_MNIST_CHECKSUMS)
+MNIST = Dataset((1, 28, 28), 10, read_idx, MNIST_CHECKSUMS, scale=1 / 255)
+FASHION_MNIST = replace(MNIST, checksums=FASHION_MNIST_CHECKSUMS)
 CIFAR10 = Dataset(CIFAR_SHAPE, 10, read_cifar, {CIFAR_ARCHIVE: CIFAR_CHECKSUM}, scale=1 / 255)

@@ -26,9 +26,7 @@ BATCHES_AHEAD = 2
 Copy = Callable[[int, np.ndarray, int, Sequence[np.ndarray]], None]
 
 # Symmetries that keep rows in order and read them forwards; they need no scratch block.
-ROW_PRESERVING = frozenset(
-    np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist()
-)
+ROW_PRESERVING = {*np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist()}
 
 
 class CropCopier:
