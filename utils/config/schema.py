@@ -193,14 +193,12 @@ class Config(NeutralKeys):
         total = self.local_batch_size * world_size if self.local_batch_size else self.global_batch_size
         multiple = world_size * self.accumulation_steps
         if total % multiple:
-            parts = f"{world_size} ranks"
-            if self.accumulation_steps > 1:
-                parts += f" × accumulation_steps {self.accumulation_steps}"
+            steps = f" × accumulation_steps {self.accumulation_steps}" if self.accumulation_steps > 1 else ""
+            parts = f"{world_size} ranks{steps}"
             raise UserError(f"global_batch_size {total} is not divisible by {parts}; use a multiple of {multiple}")
         if self.Nsamples < total:
             raise UserError(
-                f"Nsamples {self.Nsamples} is less than global_batch_size {total}, so an epoch has no step; raise "
-                f"Nsamples or lower the batch size"
+                f"Nsamples {self.Nsamples} is less than global_batch_size {total}; raise it or lower the batch size"
             )
         return self.model_copy(update={"local_batch_size": total // world_size, "global_batch_size": total})
 
