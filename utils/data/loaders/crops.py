@@ -40,8 +40,12 @@ class CropCopier:
 
     def copy(self, volume: int, origin: np.ndarray, index: int, out: np.ndarray) -> None:
         """Writes the crop at `origin` [3] of a volume under symmetry `index` to `out` [C, crop, crop, crop]."""
-        block = self._block()
-        x, y, z = (slice(int(start), int(start) + self._crop) for start in origin)
+        side = self._crop
+        if not hasattr(self._scratch, "block"):
+            # Padded, because rows and planes a power of two apart would compete for a few cache lines.
+            self._scratch.block = np.empty((side, side + 1, side + 4), dtype=np.float32)[:, :side, :side]
+        block = self._scratch.block
+        x, y, z = (slice(int(start), int(start) + side) for start in origin)
         crop = self._fields[volume][:, x, y, z]  # a view of a mapped array; read here from a chunked dataset
         moved = symmetry.move_axes(block, index)
         for channel, (source, sign) in enumerate(zip(self._sources[index], self._signs[index], strict=True)):
@@ -53,13 +57,6 @@ class CropCopier:
             else:
                 np.negative(crop[source], out=block)
             np.copyto(out[channel], moved)
-
-    def _block(self) -> np.ndarray:
-        if not hasattr(self._scratch, "block"):
-            side = self._crop
-            # Padded, because rows and planes a power of two apart would compete for a few cache lines.
-            self._scratch.block = np.empty((side, side + 1, side + 4), dtype=np.float32)[:, :side, :side]
-        return self._scratch.block
 
 
 class CropReader:
