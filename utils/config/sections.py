@@ -178,11 +178,7 @@ class DatasetConfig(Section):
 
 
 class TransformConfig(Section):
-    """Transforms from physical values to channels x, see utils/volumes/channels.py; None: no physical units.
-
-    Attributes of the data files take precedence over the defaults, which are those of the published data set, stated by
-    scripts of its later users: density / mean = exp(14 x), v = 9e7 x cm/s, T / K = exp(8 (x + 1.5)).
-    """
+    """Transforms from physical values to channels x, see docs/data.md; None: no physical units."""
 
     density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
     velocity_scale_km_s: PositiveFloat | None = 900.0  # x = velocity / scale

@@ -1,7 +1,4 @@
-"""The eager step: forward, loss, backward, clip, update.
-
-If the loss or a gradient is NaN or infinite, all ranks skip the update, without waiting for the device.
-"""
+"""The eager step: forward, loss, backward, clip, update, which all ranks skip if a loss or gradient is not finite."""
 
 import contextlib
 import functools

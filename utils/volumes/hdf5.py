@@ -1,8 +1,4 @@
-"""Simulation volumes on disk: HDF5 with `Nbody` [4, X, Y, Z] and `Hydro` [5, X, Y, Z], float32.
-
-Contiguous datasets are mapped into memory: a crop reads only its own bytes, and all ranks of a node share the page
-cache. Chunked or compressed datasets, and those of other types of numbers, are read through h5py and converted.
-"""
+"""Simulation volumes on disk: HDF5 with `Nbody` [4, X, Y, Z] and `Hydro` [5, X, Y, Z]; see docs/data.md."""
 
 import math
 import os

@@ -1,7 +1,4 @@
-"""The `.npy` files of a volume, [X, Y, Z, C] float32 in C order, from which DALI reads crops.
-
-Rows of a crop are C times as long as in the HDF5 file, so that a crop from an uncached file needs fewer reads.
-"""
+"""The `.npy` files of a volume, [X, Y, Z, C] float32 in C order, from which the loader `dali-lowmem` reads crops."""
 
 import os
 from collections.abc import Sequence

@@ -2,9 +2,7 @@
 
 Threads of this process cut the crops out of the mapped files, straight into (pinned) memory that DALI reads without a
 copy. DALI's own reader copies a region of interest value by value, which takes 1.5 times as long. torch then applies
-the symmetries of the sample plan on the device. On a machine without CUDA the same pipeline runs on DALI's CPU backend.
-
-Reference: the operators' documentation, https://docs.nvidia.com/deeplearning/dali/user-guide/docs/operations/index.html
+the symmetries of the sample plan on the device.
 """
 
 import functools

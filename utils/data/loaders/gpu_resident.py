@@ -1,7 +1,4 @@
-"""The loader `resident`: the volumes are kept in device memory, and one kernel per field gathers each batch from it.
-
-The host reads no data; only the epoch's plan is copied to the device. Without CUDA the loader is the same as `inmem`.
-"""
+"""The loader `resident`: the volumes are kept in device memory, and one kernel per field gathers each batch from it."""
 
 import functools
 import logging
