@@ -118,21 +118,16 @@ class GraphStep(EagerStep):
         return self._copies[name][: len(part)].copy_(part)
 
     def _recorded(self, batch: Batch) -> RecordedStep:
-        """The graph for this batch's memory. Records it if there is none yet."""
-        batch = self._in_known_buffers(batch)
+        """The graph for the batch's memory, or for the step's own once MAX_BUFFERS others have one; recorded if new."""
+        known, place = {key[:2] for key in self._graphs}, (batch.inputs.data_ptr(), batch.targets.data_ptr())
+        if place not in known and len(known) >= MAX_BUFFERS:
+            batch = replace(batch, **{name: self._copy(name, getattr(batch, name)) for name in ("inputs", "targets")})
         key = (batch.inputs.data_ptr(), batch.targets.data_ptr(), batch.inputs.shape, self._sync)
         if key not in self._graphs:
             started = time.perf_counter()
             self._graphs[key] = self._record(batch)
             log.info("CUDA graph %d recorded in %.2f s", len(self._graphs), time.perf_counter() - started)
         return self._graphs[key]
-
-    def _in_known_buffers(self, batch: Batch) -> Batch:
-        """The batch itself, or its copy in the step's own memory once MAX_BUFFERS others have a graph."""
-        known = {key[:2] for key in self._graphs}
-        if (batch.inputs.data_ptr(), batch.targets.data_ptr()) in known or len(known) < MAX_BUFFERS:
-            return batch
-        return replace(batch, **{name: self._copy(name, getattr(batch, name)) for name in ("inputs", "targets")})
 
     def _record(self, batch: Batch) -> RecordedStep:
         """Records the step's kernels without running them."""
