@@ -51,15 +51,8 @@ HEADER = """\
 Options = argparse.Namespace  # the command line; the attributes have the names of the flags
 
 
-@dataclass(frozen=True)
-class FieldChannel:
-    """A channel of the output, and the field that it is computed from."""
-
-    field: GridField
-    channel: Channel
-    factor: float  # from the field's unit to the channel's
-
-
+# A field, the channel computed from it, and the factor from the field's unit to the channel's.
+FieldChannel = tuple[GridField, Channel, float]
 Datasets = Mapping[str, Sequence[FieldChannel]]
 
 
@@ -76,7 +69,7 @@ class Source:
     @property
     def channel_names(self) -> dict[str, list[str]]:
         """The names of the channels of each dataset."""
-        return {name: [channel.channel.name for channel in channels] for name, channels in self.datasets.items()}
+        return {name: [channel.name for _, channel, _ in channels] for name, channels in self.datasets.items()}
 
 
 def import_volume(options: Options) -> list[str]:
@@ -148,7 +141,7 @@ def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
         known = channels(len(names), options.transform, vectors_of(len(names)))
         fields = [snapshot.fields[name] for name in names]
         datasets[dataset] = [
-            FieldChannel(field, channel, _factor(field, options)) for field, channel in zip(fields, known, strict=True)
+            (field, channel, _factor(field, options)) for field, channel in zip(fields, known, strict=True)
         ]
     return {dataset: channels for dataset, channels in datasets.items() if channels}
 
@@ -240,8 +233,8 @@ def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> N
             file.attrs["input_planes"] = [planes.start, planes.stop]
         for name, channels in source.datasets.items():
             dataset = file.create_dataset(name, (len(channels), len(planes), *source.shape[1:]), "<f4")
-            dataset.attrs["channels"] = [channel.channel.name for channel in channels]
-            dataset.attrs["transform"] = [channel.channel.formula() for channel in channels]
+            dataset.attrs["channels"] = source.channel_names[name]
+            dataset.attrs["transform"] = [channel.formula() for _, channel, _ in channels]
     total = sum(map(len, source.datasets.values())) * source.shape[0]
     with Progress(f"importing {source.attributes['input']}", total, "planes") as progress:
         for name, channels in source.datasets.items():
@@ -254,17 +247,17 @@ def _write_channel(
     source: FieldChannel, number: int, parts: Sequence[tuple[h5py.Dataset, range]], floor: float, progress: Progress
 ) -> None:
     """Converts a field to channel `number` of the dataset of each part."""
-    field, total, squares, low, high = source.field, 0.0, 0.0, math.inf, -math.inf
+    (field, channel, factor), total, squares, low, high = source, 0.0, 0.0, math.inf, -math.inf
     for slab, read in stored_slabs(field.stored, field.name):
         values = np.array(read)  # changed below
         _check_values(field, slab, values)
         low, high = min(low, values.min()), max(high, values.max())
         total += float(values.sum(dtype=np.float64))
         squares += float(np.dot(values.reshape(-1), values.reshape(-1)))
-        values *= np.float32(source.factor)
+        values *= np.float32(factor)
         if field.quantity == "density":
             np.maximum(values, floor, out=values)
-        values = source.channel.from_physical(values)
+        values = channel.from_physical(values)
         for dataset, planes in parts:
             first, end = max(slab.start, planes.start), min(slab.stop, planes.stop)
             if first < end:
@@ -289,9 +282,10 @@ def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
 
 def _check_units(source: FieldChannel, mean: float, root_mean_square: float) -> None:
     """Raises UserError if the field's mean, of a velocity its root mean square, does not fit its unit."""
-    field, unit = source.field, str(source.channel.unit)
+    field, channel, factor = source
     name, value = ("root mean square", root_mean_square) if field.quantity == "velocity" else ("mean", mean)
-    typical, (low, high) = source.factor * value, PLAUSIBLE[unit]
+    unit = str(channel.unit)
+    typical, (low, high) = factor * value, PLAUSIBLE[unit]
     if not low <= typical <= high:
         remedy = REMEDIES[field.quantity]
         raise UserError(f"{field.name}: a {name} of {typical:.3g} {unit} is implausible; {remedy}")

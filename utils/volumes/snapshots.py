@@ -88,41 +88,36 @@ def open_snapshot(path: Path, shape: Shape | None, index: int | None) -> Snapsho
     """The fields of a file or directory; raises UserError if they contradict each other, `shape` or `index`."""
     if not path.is_dir():
         return _open_nyx(path)
-    if any(path.glob("*.npy")):
-        return _open_npy(path, index)
-    if not any(path.glob("*.f32")):
+    ending = "npy" if any(path.glob("*.npy")) else "f32"
+    if not any(path.glob(f"*.{ending}")):
         raise UserError(f"{path} has neither .f32 nor .npy files; give another --input")
+    fields = {}
+    for name, file in _files(path, ending).items():
+        values = _read_npy(file, index) if ending == "npy" else _read_raw(file, shape)
+        fields[name] = GridField(str(file), quantity_of(name), values)
+    return Snapshot(str(path), fields)
+
+
+def _read_raw(file: Path, shape: Shape | None) -> np.ndarray:
     if shape is None:
         raise UserError("raw files do not state their shape; give --shape X,Y,Z")
-    return _open_raw(path, shape)
+    size, expected = file.stat().st_size, 4 * int(np.prod(shape))
+    if size != expected:
+        cells = cells_text(shape)
+        raise UserError(f"{file} has {size} bytes, but {cells} float32 values have {expected}; correct --shape")
+    return np.memmap(file, "<f4", "r", shape=shape)
 
 
-def _open_raw(path: Path, shape: Shape) -> Snapshot:
-    """The files `NAME.f32` of a directory, all with `shape` cells."""
-    fields = {}
-    for name, file in _files(path, "f32").items():
-        size, expected = file.stat().st_size, 4 * int(np.prod(shape))
-        if size != expected:
-            cells = cells_text(shape)
-            raise UserError(f"{file} has {size} bytes, but {cells} float32 values have {expected}; correct --shape")
-        fields[name] = GridField(str(file), quantity_of(name), np.memmap(file, "<f4", "r", shape=shape))
-    return Snapshot(str(path), fields)
-
-
-def _open_npy(path: Path, index: int | None) -> Snapshot:
-    """The files `NAME.npy` or CAMELS's `Grids_…` of a directory; `index` chooses one box of [N, X, Y, Z]."""
-    fields = {}
-    for name, file in _files(path, "npy").items():
-        with reading(str(file)):
-            values = np.load(file, mmap_mode="r", allow_pickle=False)
-        if values.ndim != (3 if index is None else 4) or (index or 0) not in range(len(values)):
-            raise UserError(f"{file} is {values.shape}; choose a box of (N, X, Y, Z) with --index, or remove --index")
-        fields[name] = GridField(str(file), quantity_of(name), values if index is None else values[index])
-    return Snapshot(str(path), fields)
+def _read_npy(file: Path, index: int | None) -> np.ndarray:
+    with reading(str(file)):
+        values = np.load(file, mmap_mode="r", allow_pickle=False)
+    if values.ndim != (3 if index is None else 4) or (index or 0) not in range(len(values)):
+        raise UserError(f"{file} is {values.shape}; choose a box of (N, X, Y, Z) with --index, or remove --index")
+    return values if index is None else values[index]
 
 
 def _files(path: Path, ending: str) -> dict[str, Path]:
-    """The file of each field in a directory; raises UserError if several match."""
+    """The file `NAME.ending`, or CAMELS's `Grids_…`, of each field; raises UserError if several match."""
     files, suites = {}, set()
     for name in FIELDS:
         patterns = [f"{name}.{ending}", *([CAMELS[name]] if ending == "npy" and name in CAMELS else [])]
