@@ -84,12 +84,10 @@ class CropLoader(Loader):
 
 
 class ConditionedLoader(CropLoader):
-    """Adds conditions to the batches of a loader that carries out the plan; `conditions` is [volumes, K]."""
+    """Adds conditions to the batches of a loader; `conditions` is [volumes, K]."""
 
-    def __init__(
-        self, loader: Loader, conditions: Sequence[Sequence[float]], plan: SamplePlan, config: Config, world: World
-    ) -> None:
-        super().__init__(plan, config, world)
+    def __init__(self, loader: CropLoader, conditions: Sequence[Sequence[float]]) -> None:
+        super().__init__(loader.plan, loader.config, loader.world)
         self._loader, self._conditions = loader, torch.tensor(conditions, dtype=torch.float32)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
@@ -151,7 +149,7 @@ def build_crop_loaders(
     volumes: Volumes,
     world: World,
     splits: Mapping[str, Sequence[Volume]],
-    loader: Callable[[Sequence[Volume], SamplePlan, Config, World], Loader],
+    loader: Callable[[Sequence[Volume], SamplePlan, Config, World], CropLoader],
     from_files: bool = False,
 ) -> DataSplits:
     """Builds a loader for the volumes of each split, see `build_splits`.
@@ -169,6 +167,6 @@ def build_crop_loaders(
         plan = sample_plan(config, split, [volume.shape for volume in splits[split]])
         conditions = volumes.conditions(split) if config.network.conditions else []
         built = loader(splits[split], plan, config, world)
-        return ConditionedLoader(built, conditions, plan, config, world) if conditions else built
+        return ConditionedLoader(built, conditions) if conditions else built
 
     return build_splits(build, world)
