@@ -18,7 +18,6 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Triple = Annotated[list[Count], Field(min_length=3, max_length=3)]
 
-
 EXPAND = {"expand": True}  # the context of a validation that expands paths
 FOR_A_FILE = "file"  # the mode of model_dump that writes paths so that reading them expands nothing
 VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)\})", re.ASCII)

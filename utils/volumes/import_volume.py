@@ -218,10 +218,9 @@ def write_volumes(sources: Sequence[Source]) -> None:
         atomic_write(targets) as partials,
         ExitStack() as opened,
     ):
-        files = [opened.enter_context(h5py.File(partial, "w")) for partial in partials]
-        opened_as = dict(zip(targets, files, strict=True))
+        files = iter([opened.enter_context(h5py.File(partial, "w")) for partial in partials])
         for source in sources:
-            _write_source(source, [(opened_as[path], planes) for path, planes in source.parts.items()])
+            _write_source(source, [(next(files), planes) for planes in source.parts.values()])
 
 
 def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> None:

@@ -21,8 +21,7 @@ from utils.errors import LocalError, os_errors_for_users
 # Batches whose reads are started in advance: the next batch is read while the current one is in use.
 BATCHES_AHEAD = 2
 
-# Called with a volume's index, an origin [3], a symmetry and two arrays; writes the crop's inputs and targets to the
-# arrays.
+# Writes a crop's inputs and targets: (index of the volume, origin [3], symmetry, two arrays).
 Copy = Callable[[int, np.ndarray, int, Sequence[np.ndarray]], None]
 
 # Symmetries that keep rows in order and read them forwards; they need no scratch block.
