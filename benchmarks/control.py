@@ -22,9 +22,9 @@ import torch.distributed as dist
 from benchmarks import common
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.diagnosis import TICK
+from utils.distributed.heartbeat import LOST as LOST_KEY
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, allow_open_files
-from utils.distributed.reports import LOST as LOST_KEY
 from utils.distributed.world import connect
 
 CLIENTS, HANG, MOST_PROCESSES, TRIALS, LIMIT = 4, 15.0, 128, 3, 200.0

@@ -24,10 +24,9 @@ from utils.config.sections import TimeoutsConfig
 from utils.distributed import flight_recorder
 from utils.distributed import heartbeat as heartbeats
 from utils.distributed.diagnosis import TICK, Diagnoser, Diagnosis
-from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.heartbeat import Heartbeat, ReportStore
 from utils.distributed.launch import Launch, run_script
 from utils.distributed.pulse import Phase, Report
-from utils.distributed.reports import ReportStore
 from utils.distributed.world import World, connect
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
 from utils.progress import Progress
