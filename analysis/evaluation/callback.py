@@ -22,7 +22,7 @@ from utils.run import tags
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.build import Parts
-from utils.training.hooks import Evaluation
+from utils.training.trainer import Evaluation
 from utils.volumes.attributes import conditions_of
 from utils.volumes.hdf5 import Volume
 from utils.volumes.opened import Volumes

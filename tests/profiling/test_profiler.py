@@ -19,7 +19,7 @@ from utils.errors import UserError
 from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler, nsys_capture
 from utils.run.directory import RunDirectory
 from utils.steps.annotate import annotate
-from utils.training.hooks import Profiler
+from utils.training.trainer import Profiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -28,9 +28,8 @@ from utils.run.writer import CheckpointWriter
 from utils.steps.build import Parts
 from utils.steps.eager import EagerStep
 from utils.training import metrics
-from utils.training.hooks import Profiler
 from utils.training.metrics import LossRecorder
-from utils.training.trainer import Trainer
+from utils.training.trainer import Profiler, Trainer
 
 STEPS, EPOCHS, BATCH = 5, 3, 2
 NAN, INF = float("nan"), float("inf")

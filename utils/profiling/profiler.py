@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.run.directory import RunDirectory
 from utils.steps import annotate
 from utils.steps.annotate import Range
-from utils.training.hooks import Profiler
+from utils.training.trainer import Profiler
 
 log = logging.getLogger(__name__)
 

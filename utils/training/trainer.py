@@ -18,12 +18,34 @@ from utils.run.state import FitResult, TrainState
 from utils.steps.annotate import annotate
 from utils.steps.build import Parts
 from utils.steps.kernels import compile_kernels
-from utils.training.hooks import Evaluation, Profiler
 from utils.training.integrity import Integrity
 from utils.training.metrics import Stopwatch, Validation, WeightedMean
 from utils.training.reporter import Reporter
 
 log = once_per_job(__name__)
+
+
+class Profiler:
+    """Profiles a window of steps; this one does nothing."""
+
+    def before_step(self, step: int) -> None:
+        """Called before each step, counted from 0 over the whole run."""
+
+    def close(self) -> None:
+        """Called at the end of training."""
+
+
+class Evaluation:
+    """An evaluation after the validation of each epoch; this one does nothing."""
+
+    def after_epoch(self, epoch: int, step: int, is_last: bool) -> dict[str, float]:
+        """Evaluates the network and returns scalars to log; every rank calls it.
+
+        `epoch` is the number of the epoch that ends, counted from 1; `is_last`: no other follows. A long evaluation
+        calls `world.pulse.meet` from time to time, on every rank at the same points; it raises Stopped after a stop
+        signal.
+        """
+        return {}
 
 
 class Trainer:
