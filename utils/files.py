@@ -1,21 +1,29 @@
-"""Atomic writes, copies with a progress bar, and checks of a command's output."""
+"""Atomic writes, locked files, copies with a progress bar, and checks of a command's output."""
 
 import contextlib
 import errno
+import fcntl
 import hashlib
+import io
 import json
+import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError, os_errors_for_users, os_reason
 from utils.progress import Progress
+
+log = logging.getLogger(__name__)
 
 MIB, GIB = 2**20, 2**30
 HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times
+POLL_SECONDS = 0.5
+IN_USE = (BlockingIOError, PermissionError)  # the errors of a lock that is held; the latter on SMB
 
 
 @contextlib.contextmanager
@@ -106,6 +114,51 @@ def _flush(path: Path) -> None:
     except OSError as error:
         if not path.is_dir() or error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
             raise
+
+
+def open_locked(path: Path, fault: str, seconds: float = 0.0) -> io.FileIO:
+    """Opens or creates a file that stays locked until it is closed or the process ends; it is not buffered.
+
+    The lock is that of the file system (flock). Raises UserError(fault) if another process holds it for `seconds`, and
+    OSError if the file is a link, whose target is not ours to change.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
+        if _lock(file, path):
+            return file
+        file.close()
+        if time.monotonic() >= deadline:
+            raise UserError(fault)
+        time.sleep(POLL_SECONDS)
+
+
+def _lock(file: io.FileIO, path: Path) -> bool:
+    """True if the lock was free, or if there are no locks."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except IN_USE:
+        return False
+    except OSError as error:
+        reason = f"The file system of {path} has no locks ({os_reason(error)})"
+        log.warning("%s: make sure that no other process writes there at the same time", reason)
+    return True
+
+
+def was_renamed(file: io.FileIO, path: Path) -> bool:
+    """True if the file that was opened as `path` has another name now; false if it was removed."""
+    opened = os.fstat(file.fileno())
+    return opened.st_nlink > 0 and not (path.exists() and os.path.samestat(opened, path.stat()))
+
+
+def is_locked(path: Path) -> bool:
+    """True if a process seems to hold the lock of `open_locked(path)`; changes nothing."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, IN_USE)
+    return False
 
 
 def copy_file(source: str | Path, target: str | Path, description: str) -> None:

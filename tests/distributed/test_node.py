@@ -12,11 +12,12 @@ import pytest
 import torch
 from processes import TOP
 
-from utils.distributed import locks, threads
-from utils.distributed.locks import is_locked, open_locked
+from utils import files
+from utils.distributed import threads
 from utils.distributed.threads import cpu_limit, is_set_by_user, physical_cores, share
 from utils.distributed.world import connect
 from utils.errors import UserError
+from utils.files import is_locked, open_locked
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_without_locks_a_warning_asks_for_one_process_at_a_time(tmp_path: Path, 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     with open_locked(tmp_path / ".lock", "locked"):
         assert not is_locked(tmp_path / ".lock")
     (line,) = caplog.messages

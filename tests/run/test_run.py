@@ -28,10 +28,9 @@ from utils import config as configs
 from utils.config import Config
 from utils.data.loaders import open_volumes
 from utils.distributed.launch import lasting_jobs
-from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import BLOCKS, HEAD
+from utils.files import BLOCKS, HEAD, open_locked
 from utils.run import checkpoint, provenance
 from utils.run import open_run as runs
 from utils.run.checkpoint import step_directory

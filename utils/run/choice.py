@@ -21,10 +21,10 @@ from utils.cli import Options
 from utils.config import Config
 from utils.distributed.devices import uses_gpus
 from utils.distributed.launch import lasting_jobs
-from utils.distributed.locks import is_locked
 from utils.distributed.rendezvous import text_digest
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.files import is_locked
 from utils.run.directory import RunDirectory
 from utils.run.provenance import DIGEST, command, data_record
 from utils.volumes.opened import Volumes

@@ -13,10 +13,9 @@ from typing import Any
 
 from utils import STARTED
 from utils import config as configs
-from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_write, recover, remove, to_json
+from utils.files import atomic_write, open_locked, recover, remove, to_json
 from utils.log import log_file, once_per_job
 from utils.run import tags
 from utils.run.checkpoint import NO_BEST, saved_steps, step_directory

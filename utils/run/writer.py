@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from utils.config import Config
-from utils.distributed.locks import was_renamed
 from utils.errors import UserError, os_reason
-from utils.files import remove
+from utils.files import remove, was_renamed
 from utils.log import once_per_job
 from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
 from utils.run.directory import RunDirectory

@@ -18,9 +18,8 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
-from utils.distributed.locks import open_locked
 from utils.errors import os_errors_for_users
-from utils.files import check_target, make_output_directory, read_json
+from utils.files import check_target, make_output_directory, open_locked, read_json
 from utils.volumes.attributes import write_attributes
 
 log = logging.getLogger(__name__)
