@@ -11,7 +11,6 @@ from processes import run_ranks
 from utils.distributed import world as worlds
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch
-from utils.distributed.rendezvous import Meeting
 from utils.distributed.world import World, connect
 from utils.errors import Stopped, UserError
 
@@ -78,7 +77,7 @@ def test_collectives_and_joint_errors() -> None:
     [(True, "cuda", False), (False, "cuda", False), (True, "cuda", True), (True, "cpu", False)],
 )
 def test_nccl_is_used_only_to_exchange_gradients_between_gpus(monkeypatch, wanted, device, shared) -> None:
-    heartbeat, meeting = Heartbeat(), Meeting(dist.HashStore(), torch.device(device), shared)
+    heartbeat, meeting = Heartbeat(), (dist.HashStore(), torch.device(device), shared)
 
     def init(backends: str, **_: Any) -> None:
         assert backends == ("cpu:gloo,cuda:nccl" if (wanted, device, shared) == (True, "cuda", False) else "gloo")

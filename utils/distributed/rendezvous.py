@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,10 @@ PAUSE = 0.05  # seconds between two queries; longer with more ranks
 waiting = threading.Event()  # is set while this rank waits for the others; a stop signal then ends the process
 
 
-class Meeting(NamedTuple):
-    """The ranks of this start: their store, the device of this rank, and whether any ranks share a GPU."""
-
-    store: dist.Store
-    device: torch.device
-    shared: bool
+# The store of the ranks of this start; the device of this rank; whether any ranks share a GPU.
+Meeting = tuple[dist.Store, torch.device, bool]
+# The name of the start; the reason why these ranks cannot train together, if any; whether any ranks share a GPU.
+Answer = tuple[str, str, bool]
 
 
 def rendezvous(device: str, launch: Launch, timeouts: TimeoutsConfig, identity: Mapping[str, str]) -> Meeting:
@@ -113,11 +111,7 @@ def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identit
     if refusal:
         time.sleep(0 if launch.rank else REFUSAL_SECONDS)
         raise UserError(refusal)
-    return Meeting(dist.PrefixStore(start, store), chosen, shared)
-
-
-# The name of the start; the reason why these ranks cannot train together, if any; whether any ranks share a GPU.
-Answer = tuple[str, str, bool]
+    return dist.PrefixStore(start, store), chosen, shared
 
 
 def _answer_calls(

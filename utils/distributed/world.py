@@ -176,12 +176,12 @@ def connect(
             set_threads(world.rank, world.hosts, world.gather_json)
             yield world
         return
-    meeting = rendezvous(device, launch, timeouts, identity)
-    store, heartbeat = meeting.store, Heartbeat(timeouts, launch, meeting.store)
+    store, chosen, shared = rendezvous(device, launch, timeouts, identity)
+    heartbeat = Heartbeat(timeouts, launch, store)
     with _beating(heartbeat):
         store.set_timeout(timedelta(seconds=timeouts.collective))
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
-        nccl = nccl and meeting.device.type == "cuda" and not meeting.shared
+        nccl = nccl and chosen.type == "cuda" and not shared
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         os.environ.setdefault(ENTRIES, "2000")  # in older versions of PyTorch the flight recorder is off by default
@@ -196,7 +196,7 @@ def connect(
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeouts.collective),
         )
-        world = World(launch, meeting.device, heartbeat)
+        world = World(launch, chosen, heartbeat)
         set_threads(world.rank, world.hosts, world.gather_json)
         heartbeat.diagnoser.hang_seconds = timeouts.hang
         with _leaving_group():
