@@ -1,19 +1,11 @@
 """Integrity checks: name the rank whose weights have drifted, or whose device computes wrong but finite numbers.
 
-Most wrong numbers of faulty hardware are finite (arXiv:2605.04213), so that a check for NaN and infinity misses them.
-Ranks that train together can compare what must be equal:
-
-- Digests: parameters and optimizer state have the same bits on every rank.
-- Replays: each rank computes a micro-batch of its last step again, and so does the next rank. Loss and gradient norm
-  must agree.
-
-The loop queues both after a step, without waiting for the device, and compares them where it reads the losses anyway.
-Digests are also compared before each save, so that all ranks agree on each checkpoint.
+docs/reliability.md explains them. The loop queues digests and replays after a step, without waiting for the device, and
+compares them where it reads the losses anyway.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -35,14 +27,6 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 REMEDY = "test the device (on NVIDIA: dcgmi diag -r 3) and run elsewhere (sbatch --exclude=HOST)"
 
 
-class Check(NamedTuple):
-    """What the ranks compare after a step, on the device. Replays: see `Integrity._replay`."""
-
-    step: int
-    digest: torch.Tensor
-    replays: torch.Tensor | None
-
-
 class Integrity:
     """The integrity checks of a training run. Every rank calls each method after the same steps."""
 
@@ -54,7 +38,8 @@ class Integrity:
         self._tolerance = TOLERANCES[config.enable_amp]
         self._repeats_bits = config.deterministic or world.device.type == "cpu"
         self._can_replay = False
-        self._pending: list[Check] = []
+        # Step, digest and results of `_replay`, on the device.
+        self._pending: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
 
     def prepare(self, batch: Batch) -> None:
         """Determines what can be compared, and logs it. Called once, before the first step."""
@@ -73,12 +58,12 @@ class Integrity:
         """Queues a check if it is due. `batch`: that of the step."""
         if self._every and step % self._every == 0:
             replays = self._replay(self._micro_batch(batch)) if self._can_replay else None
-            self._pending.append(Check(step, digest(self._step.replicated()), replays))
+            self._pending.append((step, digest(self._step.replicated()), replays))
 
     def before_save(self, step: int) -> None:
         """Queues a comparison of the digests."""
         if self._every:
-            self._pending.append(Check(step, digest(self._step.replicated()), None))
+            self._pending.append((step, digest(self._step.replicated()), None))
 
     def compare(self, state: TrainState) -> None:
         """Compares what is queued, which waits for the device; sets `state.checked`, the last step with good replays.
@@ -86,17 +71,17 @@ class Integrity:
         Raises CorruptionError, on every rank, at the first difference, or logs a warning.
         """
         pending, self._pending = self._pending, []
-        for check in pending:
-            suspects = minority(self._world.gather(check.digest).tolist())
+        for step, digests, replays in pending:
+            suspects = minority(self._world.gather(digests).tolist())
             if suspects:
-                self._report(check.step, "weights or optimizer state", suspects, "the same command resumes")
-            elif check.replays is not None:
-                suspects = disagreeing(self._world.gather(check.replays).cpu(), self._agree)
+                self._report(step, "weights or optimizer state", suspects, "the same command resumes")
+            elif replays is not None:
+                suspects = disagreeing(self._world.gather(replays).cpu(), self._agree)
                 if suspects:
                     doubt = f"checkpoints after step {state.checked} may be wrong: remove them before you resume"
-                    self._report(check.step, "results of a micro-batch", suspects, doubt)
+                    self._report(step, "results of a micro-batch", suspects, doubt)
                 else:
-                    state.checked = check.step
+                    state.checked = step
 
     def _report(self, step: int, what: str, suspects: Sequence[int], checkpoints: str) -> None:
         ranks = ", ".join(f"{rank} ({self._world.hosts[rank]})" for rank in suspects[:8])
