@@ -42,6 +42,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """State of torch's generators on the host and on the device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
 @contextlib.contextmanager
 def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
     """Converts PyTorch's out-of-memory error, which is a paragraph long, to a LocalError in one line."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from utils import config as configs
+from utils.distributed.devices import random_state
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import checkpoint
@@ -164,11 +165,6 @@ def random_states(world: World) -> list[list[torch.Tensor]]:
     """`random_state` of each rank; every rank calls it."""
     gathered = [world.gather(state) for state in random_state(world.device)]
     return [[state.clone() for state in states] for states in zip(*gathered, strict=True)]
-
-
-def random_state(device: torch.device) -> list[torch.Tensor]:
-    """State of torch's generators on the host and on the device."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _restore_random(saved: Checkpoint, world: World) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from networks.losses import NetworkWithLoss
 from utils.config import Config
 from utils.data.loaders.base import Batch
+from utils.distributed.devices import random_state
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
@@ -137,13 +138,9 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
     def is_repeatable(self, batch: Batch) -> bool:
         """False if a replay draws random numbers or changes buffers, as dropout and batch norms do."""
         with self._buffers_and_random_state_kept():
-            before = [*map(torch.clone, self._trained.buffers()), *self._random_states()]
+            before = [*map(torch.clone, self._trained.buffers()), *random_state(self._device)]
             self.replay(batch)
-            return all(map(torch.equal, before, [*self._trained.buffers(), *self._random_states()]))
-
-    def _random_states(self) -> list[torch.Tensor]:
-        on_gpu = self._device.type == "cuda"
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self._device)] if on_gpu else [])]
+            return all(map(torch.equal, before, [*self._trained.buffers(), *random_state(self._device)]))
 
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that are equal on all ranks: parameters, their averages and the optimizer's state."""
