@@ -1,7 +1,6 @@
 """The preflight of a run (`--preflight`): builds what the run builds, trains one step and reads all data.
 
-One process checks a run of any number of ranks and writes nothing but a plot. What it builds logs the same lines as in
-the run.
+One process checks a run of any number of ranks and writes nothing but a plot.
 """
 
 import dataclasses

@@ -1,10 +1,4 @@
-"""Progress of long operations, shown on rank 0: a live bar on a terminal, otherwise a line every few seconds.
-
-with Progress("reading train.h5", total=128, unit="slabs") as progress:
-    for slab in slabs:
-        ...
-        progress.advance()
-"""
+"""Progress of long operations, shown on rank 0: a live bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time

@@ -37,7 +37,6 @@ def device_identity(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

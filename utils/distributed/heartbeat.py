@@ -1,11 +1,9 @@
 """Heartbeat: if a rank hangs, fails or is gone, stop the run on all ranks and report which one.
 
-A thread of each rank writes a report (phase and step) to the process group's store. Rank 0 reads the reports of all
-ranks, and the other ranks read that of rank 0. The first rank that finds a cause writes the diagnosis to the store, and
-all ranks end. Together the ranks write at most RANKS_PER_SECOND reports per second, and rank 0 reads as many, so that
-its work does not grow with their number. A rank that has lost its connection to another one writes that to a key of its
-own. Rank 0 sees it at once, and from then on reads all reports. The threads run while the main thread waits in a
-collective.
+docs/reliability.md has the limits. A thread of each rank, which runs while the main thread waits in a collective,
+writes a report to the process group's store. Rank 0 reads those of all ranks, and the others that of rank 0. The first
+rank that finds a cause writes the diagnosis to the store, and all ranks end. A rank that has lost its connection to
+another one writes that to a key of its own; from then on rank 0 reads all reports at once instead of a slice.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Stop signals: a batch system warns a run before it kills it, and the run saves and exits.
-
-A signal reaches the ranks at different times. At the end of each step they exchange their requests, and all of them
-stop, or save, after the same step.
-"""
+"""Stop signals: a batch system warns a run before it kills it, and the run saves and exits."""
 
 import contextlib
 import ctypes

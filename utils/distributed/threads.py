@@ -1,8 +1,4 @@
-"""PyTorch's CPU threads per rank: this rank's share of the cores, unless the user has set a number.
-
-The loader's threads are not subtracted: they are idle most of the time. Package `utils` keeps PyTorch's threads from
-spinning while they wait, so that they can share cores with others.
-"""
+"""PyTorch's CPU threads per rank: this rank's share of the cores, unless the user has set a number."""
 
 import contextlib
 import math

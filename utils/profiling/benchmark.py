@@ -1,9 +1,6 @@
 """Benchmark mode (`--enable_benchy`): the throughput of the loader, of the step, and of both together.
 
-IO reads batches and discards them. SYNTHETIC trains on the same batch repeatedly. FULL trains on loaded batches.
-NO-COMM, if several ranks exchange gradients, is SYNTHETIC without that exchange. All are in samples/s over all ranks.
-The settings are in benchy-conf.yaml, or in the file named by the environment variable BENCHY_CONFIG_FILE, which may
-have the tutorial's keys. If nsys runs around the command, it captures the first three on rank 0.
+docs/performance.md explains the measurements.
 """
 
 import contextlib

@@ -1,9 +1,4 @@
-"""Profiling of a window of steps (`--enable_manual_profiling`), with named ranges for the parts of a step.
-
-There are two profilers. Nsight Systems runs around the command (`nsys profile -c cudaProfilerApi …`) and records NVTX
-ranges between the CUDA profiler's start and stop. torch.profiler needs no other program; it writes a trace for
-https://ui.perfetto.dev and a table.
-"""
+"""Profiling of a window of steps (`--enable_manual_profiling`), with named ranges for the parts of a step."""
 
 import contextlib
 import logging

@@ -1,9 +1,6 @@
 """Checkpoint files: everything that a run needs to resume exactly; written atomically, verified when read.
 
-<run>/checkpoints/step_00000400/ holds weights.pt (network and config, for predictions), training.pt (optimizer, scaler,
-random number generators, training state) and SHA256SUMS, which `sha256sum -c` can read. A directory gets its name once
-it is complete. Both files record their step, and the step with the lowest validation loss so far; each save points the
-link `best` to that one.
+docs/reliability.md lists the files. Both record their step, and the step with the lowest validation loss so far.
 """
 
 import contextlib
@@ -80,7 +77,6 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def step_directory(folder: Path, step: int) -> Path:
-    """Directory of the checkpoint of a step."""
     return folder / f"step_{step:08d}"
 
 

@@ -1,10 +1,6 @@
 """Chooses the directory of a run: a new one, or that of an earlier run, which the command continues.
 
-The directories of a run number are <run_num>, <run_num>-2, <run_num>-3, …; the highest number is the newest.
 docs/reliability.md has the rules in a table, in the order in which `choose` applies them.
-
-A run number belongs to the runs that record it in provenance.json, because 00-2 is also the name for task 2 of a job
-array.
 """
 
 import io

@@ -94,14 +94,12 @@ def table(rows: Sequence[Row], width: int) -> list[str]:
 
 
 def write_csv(rows: Sequence[Row], file: IO[str]) -> None:
-    """Writes a header, and a line for each run."""
     writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
 
 
 def _flat_config(run: Path) -> dict[str, Any]:
-    """The config by dotted keys."""
     ((name, values),) = configs.read_file(str(RunDirectory(run).config)).items()
     return {"config": name, **configs.flatten(Config()), **configs.flatten(values)}
 

@@ -1,8 +1,4 @@
-"""One training run: its directory, from which checkpoint it starts, what it records, and how it ends.
-
-utils/run/choice.py holds the rule by which a command uses a new directory or continues an earlier run. Rank 0
-holds the directory's lock while the run is open, so that one process at a time writes to it.
-"""
+"""One training run: its directory, from which checkpoint it starts, what it records, and how it ends."""
 
 import contextlib
 import time
@@ -37,10 +33,7 @@ RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of
 
 @dataclass
 class Run:
-    """An open run. Every rank has one; rank 0 holds the lock and writes.
-
-    start: the checkpoint, the weights or the scratch from which it starts.
-    """
+    """An open run. Every rank has one; rank 0 holds the lock and writes."""
 
     request: RunRequest
     volumes: Volumes
@@ -245,7 +238,6 @@ def _claimed(request: RunRequest) -> Iterator[Choice | None]:
 
 
 def _remove_run(directory: RunDirectory) -> None:
-    """Removes what an earlier run has written."""
     if paths := directory.written():
         directory.removal.touch()
         for path in paths:

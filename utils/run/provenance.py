@@ -43,7 +43,6 @@ def provenance(world: World) -> dict[str, Any]:
 
 
 def command() -> list[str]:
-    """The command line of this process."""
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 

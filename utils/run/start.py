@@ -157,7 +157,6 @@ def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]
 
 
 def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
-    """True if this config leaves no epoch to train."""
     return state.is_complete(config["num_epochs"], config["early_stopping"]["patience"])
 
 

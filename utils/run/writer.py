@@ -94,8 +94,7 @@ class CheckpointWriter:
 class BackgroundWriter(CheckpointWriter):
     """Writes checkpoints in a thread, from a copy in host memory; keeps the last ones and the best one.
 
-    If the disk is full, read-only or gone, it logs a warning and skips that checkpoint: the run continues, earlier
-    checkpoints stay, and the next save is tried. A save waits for the one before it, for at most WAIT_SECONDS.
+    It skips a checkpoint, with a warning, if the disk fails or the save before it takes too long.
     """
 
     WAIT_SECONDS, CLOSE_SECONDS = 60.0, 300.0
@@ -158,7 +157,6 @@ class BackgroundWriter(CheckpointWriter):
                 os.replace(fresh, link)
 
     def _skip(self, reason: str) -> None:
-        """Logs why the requested checkpoint is not written."""
         self._fault = reason
         log.warning("No checkpoint at step %d: %s; earlier ones are kept", self._step, reason)
 

@@ -1,8 +1,7 @@
 """The gradient noise scale: the batch size above which larger batches stop saving steps.
 
-The gradient of a batch and the gradient of a part of it have the same mean and different noise. Their squared norms
-give the noise, and the norm of the gradient without it; the noise scale is the batch size at which both are equal. At
-much smaller batches, doubling the batch halves the number of steps; at much larger ones it saves few steps.
+docs/large_batches.md explains it. The gradient of a batch and that of a part of it have the same mean and different
+noise. Their squared norms give the noise, and the norm of the gradient without it.
 Source: McCandlish, Kaplan, Amodei & OpenAI Dota Team 2018, arXiv:1812.06162, appendix A.
 """
 

@@ -1,9 +1,8 @@
 """The logger `wandb`: scalars, figures, config and final results on Weights & Biases; see docs/logging.md.
 
 One run across restarts: wandb/id in the run directory holds its id. W&B appends rows of increasing numbers and never
-replaces one. Here the number follows from the record: 2 × step for a logging interval, one more for the end of an
-epoch. So a run that resumes after a kill skips the rows that W&B has received, and first adds those that it lacks
-from metrics.jsonl. Offline it starts from none, so the newest directory in wandb/ holds the run from its first step.
+replaces one. Here the number is 2 × step for a logging interval, one more for the end of an epoch. So a run that
+resumes skips the rows that W&B has received, and adds those that it lacks from metrics.jsonl; offline, all of them.
 """
 
 import contextlib
