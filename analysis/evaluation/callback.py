@@ -18,7 +18,6 @@ from utils.config import Config
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.run import tags
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.build import Parts
@@ -84,12 +83,10 @@ class VolumeEvaluation(Evaluation):
             results.save(evaluation, directory.evaluation(step))
         except OSError as error:
             log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
-        from analysis.evaluation import figures  # matplotlib takes time to import
+        from analysis.evaluation import training_figures  # matplotlib takes time to import
 
         self._world.heartbeat.enter_pictures()
-        for name, figure in figures.draw_all(evaluation).items():
-            self._run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
-            self._world.pulse.advance()
+        training_figures.draw_evaluation(evaluation, self._run, step)
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from analysis.evaluation import figures, report
 from analysis.evaluation.loss_curves import loss_curves, progress
+from analysis.evaluation.results import Results
 from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
@@ -20,6 +21,13 @@ from utils.volumes.channels import volume_channels
 
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
 STRUCTURE, ERROR = "the most structure", "the largest error"
+
+
+def draw_evaluation(results: Results, run: Run, step: int) -> None:
+    """Draws the figures of an evaluation into TensorBoard."""
+    for name, figure in figures.draw_all(results).items():
+        run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
+        run.world.pulse.advance()
 
 
 def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult) -> Iterator[str]:

@@ -14,7 +14,6 @@ from networks.losses import NetworkWithLoss, mean_densities
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
-from utils.config.sections import ProfileConfig
 from utils.data.datasets import get_dataset
 from utils.data.loaders import DataSplits, open_loaders
 from utils.data.loaders.base import meta_batch
@@ -259,7 +258,7 @@ def options_without_effect(config: Config, world: World) -> Iterator[str]:
         yield "fused_tail has no effect: it needs a GPU, channels_last and bfloat16, and torch.compile excludes it"
     if config.deterministic and not on_gpu:
         yield "deterministic has no effect on a CPU, where training is always deterministic"
-    if config.profile != ProfileConfig() and not config.enable_manual_profiling:
+    if config.profile != type(config.profile)() and not config.enable_manual_profiling:
         yield "the section profile (--profiler) has no effect: enable_manual_profiling is false"
     if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
         yield "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size"
