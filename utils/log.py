@@ -9,7 +9,6 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from utils.errors import Stopped, UserError
-from utils.launchers import launched_rank
 
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 ON_TERMINAL = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
@@ -34,14 +33,22 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-def _is_logged(record: logging.LogRecord) -> bool:
-    return launched_rank() == 0 or record.levelno >= logging.ERROR
+class _OncePerJob(logging.Filter):
+    """Passes the lines of rank 0, and the errors of all ranks."""
+
+    is_root = True
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.is_root or record.levelno >= logging.ERROR
+
+
+_once = _OncePerJob()
 
 
 def once_per_job(name: str) -> logging.Logger:
     """The logger of a module whose lines are equal on all ranks: rank 0 alone logs them, but for errors."""
     log = logging.getLogger(name)
-    log.addFilter(_is_logged)
+    log.addFilter(_once)
     return log
 
 
@@ -57,6 +64,7 @@ def configure_logging(rank: int) -> None:
     if rank == 0:
         handlers.append(MemoryHandler(EARLY_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False))
     logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=FORMAT, handlers=handlers, force=True)
+    _once.is_root = rank == 0
 
 
 @contextlib.contextmanager

@@ -60,12 +60,9 @@ def test_an_interrupted_allocation_is_no_full_memory() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_logs_everything_and_the_others_their_own_warnings(
-    rank: int, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_rank_0_logs_everything_and_the_others_their_own_warnings(rank: int, tmp_path: Path, capsys: Any) -> None:
     """Lines that are equal on all ranks are logged once. The file gets those from before it was open, once."""
     loop, data = once_per_job("utils.training.trainer"), logging.getLogger("utils.data")
-    monkeypatch.setenv("RANK", str(rank))
     configure_logging(rank)
     try:
         loop.info("early")
