@@ -57,8 +57,9 @@ def test_the_calibration_of_a_density_that_is_five_percent_low_is_its_inverse() 
     validation = Validation.of(values, ["accuracy"], 1.0)
     assert validation.metrics == {"accuracy": 0.5}
     assert validation.density_factor == pytest.approx(1 / 0.95, rel=1e-5)
-    for undefined in ([], [1.0, INF], [1.0, NAN], [1.0, 0.0]):
-        assert Validation.of({"a": [0.1, *undefined]}, [], 1.0).density_factor is None
+    # Fixed: of targets in other units it was infinite, and predictions were multiplied by it.
+    for unusable in ([], [1.0, INF], [1.0, NAN], [1.0, 0.0], [INF, 1.0], [5e7, 1.0], [INF, INF]):
+        assert Validation.of({"a": [0.1, *unusable]}, [], 1.0).density_factor is None
 
 
 def times_of_rank(world: World) -> tuple[float, int, str]:

@@ -195,13 +195,16 @@ def test_files_with_few_cells_get_the_remedy_that_fits_all_of_them(tmp_path: Pat
 
 
 def test_values_that_cannot_be_are_a_warning_that_names_them(tmp_path: Path, caplog: Any) -> None:
-    """Fixed: only the importer noticed cells of 1250 Mpc/h, and temperatures in other units."""
+    """Fixed: only the importer noticed cells of 1250 Mpc/h, and channels in other units."""
     stated = {"box_size_mpc_h": 20000.0, "redshift": -1.0, "temperature_log10_center": 12.0}
     path = write_volume(tmp_path / "a.h5", velocity_scale_km_s=1e6, **stated)
+    with h5py.File(path, "r+") as file:
+        for name in ("Nbody", "Hydro"):
+            file[name][0] += 1.0  # a density relative to its mean in place of its logarithm
     keys = {"train_path": str(path), "val_path": str(path)}
     open_volumes(configs.load("config/UNet.yaml", "test", keys)).check(ALONE)
     _, redshift, cell, *channels = [record.getMessage().removeprefix(f"{path}: ") for record in caplog.records]
     assert redshift == "redshift is -1, expected 0 to 10000; correct its attributes"
     assert cell == "cell size (Mpc/h) is 1250, expected 1e-05 to 50; correct its attributes"
-    assert [line[:8] for line in channels] == [f"Nbody[{n}]" for n in (1, 2, 3)] + [f"Hydro[{n}]" for n in (1, 2, 3, 4)]
+    assert [line[:8] for line in channels] == [f"Nbody[{n}]" for n in range(4)] + [f"Hydro[{n}]" for n in range(5)]
     assert re.search(r"temperature, would be [\d.]+e\+1[12] K in half of the cells; correct", channels[-1])

@@ -14,6 +14,8 @@ import torch
 from utils.distributed.world import World
 from utils.run import tags
 
+LARGEST_FACTOR = 10.0  # of a density: beyond it, the data are in other units or the network has not learned it
+
 
 class StepRecord(NamedTuple):
     """One step over all ranks: mean loss, largest gradient norm."""
@@ -182,7 +184,7 @@ class Validation(NamedTuple):
     metrics: dict[str, float]
     seconds: float
     volumes: dict[str, float]
-    density_factor: float | None  # mean gas density of the targets / of the outputs; None if undefined
+    density_factor: float | None  # mean gas density of the targets / of the outputs; None if implausible
 
     @classmethod
     def of(cls, results: Mapping[str, Sequence[float]], metrics: Sequence[str], seconds: float) -> "Validation":
@@ -190,8 +192,9 @@ class Validation(NamedTuple):
         loss, *means = (statistics.fmean(values) for values in zip(*results.values(), strict=True))
         volumes = {name: values[0] for name, values in results.items()} if len(results) > 1 else {}
         target, predicted = means[len(metrics) :] or (math.nan, math.nan)
-        factor = target / predicted if 0 < predicted < math.inf else None
-        return cls(loss, dict(zip(metrics, means, strict=False)), seconds, volumes, factor)
+        factor = target / predicted if predicted > 0 else math.nan
+        plausible = factor if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else None
+        return cls(loss, dict(zip(metrics, means, strict=False)), seconds, volumes, plausible)
 
     def scalars(self) -> dict[str, float]:
         volumes = {tags.VOLUME_LOSS + name: loss for name, loss in self.volumes.items()}

@@ -17,6 +17,8 @@ from utils.volumes.storage import IMPORTER, reading
 # one reaches about 3, and even unscaled logarithms stay within 75 (ln of a density in g/cm³). Velocities in km/s have a
 # standard deviation of hundreds, and temperatures of diffuse gas are above 10⁴ K.
 PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
+# Plausible medians of a sample: half of a volume's cells may be empty, and none has such a density in half of them.
+MEDIANS = {**PLAUSIBLE, DENSITY_UNIT: (0.0, 100.0)}
 
 # The sample of a channel: rows along z, spread over the volume. Fewer rows would miss its structure.
 LEAST_ROWS, SAMPLED_VALUES = 16, 4096
@@ -66,14 +68,14 @@ def check_all(volume: Volume) -> None:
 
 
 def warn_of_units(volume: Volume, channels: Sequence[Sequence[Channel]]) -> None:
-    """Warns of velocities and temperatures that are implausible by the transforms of the inputs and the targets."""
+    """Warns of values that are implausible by the transforms of the inputs and the targets."""
     for name, field, known in zip(volume.names, volume.fields, channels, strict=True):
         for number, (channel, values) in enumerate(zip(known, sample(volume.path, field), strict=True)):
-            if channel.unit in (None, DENSITY_UNIT):  # a sample does not have the mean of a density
+            if channel.unit is None:
                 continue
             with np.errstate(over="ignore"):
                 typical = np.median(np.abs(channel.to_physical(values.astype(np.float64))))
-            low, high = PLAUSIBLE[channel.unit]
+            low, high = MEDIANS[channel.unit]
             if not low <= typical <= high:
                 warn_once(
                     f"{volume.path}: {name}[{number}], {channel.name}, would be {typical:.3g} {channel.unit} in half "
