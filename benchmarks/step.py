@@ -11,7 +11,7 @@ python -m benchmarks.step --sets own cudnn --profile     these sets, in alternat
 A set is measured as `train.py --enable_benchy` does: SYNTHETIC steps on one batch, FULL steps on real ones, in
 interleaved trials. --profile adds the kernels of a step by category. Each set also reports loss and gradient norm after
 the same number of steps on the same samples (random values, from which nothing can be learned): speeds are comparable
-only if these agree. The rate of matrix products is measured before anything else (cold) and beside each set (warm). A
+only if these agree. The rate of matrix products is measured before anything else (cold) and with each set (warm). A
 call takes 8 minutes at most. It writes its results after each part, to benchmarks/results/<gpu> on a GPU. It needs
 torch, numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data.
 """
