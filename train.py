@@ -66,7 +66,7 @@ def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[E
             evaluation = build_evaluation(config, volume, parts, run)
             result = Trainer(config, parts, run, state, profiler, evaluation, signals).fit()
             world.pulse.enter("end")
-            run.finish(result, *report_on_run(config, parts, run, result))
+            run.finish(result, *report_on_run(config, parts, run, result, evaluation))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from analysis.slabs import Slabs
 MODES_AT_ONCE = 2**20  # shell numbers of all modes of a large grid would take as much memory as two fields
 LARGEST_TRIANGLE = 32  # fundamentals: the grid of triangles has at most 98³ cells
 SHELL_RATIO = 1.7  # of the edges of a shell of triangles, so that there are at most seven
-SHAPES = ("equilateral", "squeezed")
 
 
 class Columns(NamedTuple):
@@ -139,7 +138,7 @@ class Bispectra:
         self.k = np.where(np.isnan(self._triangles[0]), math.nan, means * 2 * math.pi / (longest * cell))  # [shells]
 
     def measure(self, field: Tensor) -> np.ndarray:
-        """B of the own planes [n, Y, Z] of a field by SHAPES, [2, shells]; NaN in a shell without a triangle.
+        """B of the own planes [n, Y, Z] of a field, equilateral and squeezed, [2, shells]; NaN without a triangle.
 
         The sides of the volume differ if a shell has none.
         """

@@ -24,7 +24,7 @@ WINGS = ("networks", "utils", "simulation", "analysis")
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
 TRITON_MODULES = {"networks.kernels", "networks.block_kernels", "networks.strided_kernels"}
-FIGURES = {f"analysis.evaluation.{name}" for name in ("figures", "loss_curves", "report", "training_figures")}
+FIGURES = {f"analysis.evaluation.{name}" for name in ("figures", "loss_curves")}
 SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"
 NEEDING = TRITON_MODULES | FIGURES | {"evaluate"} | {f"simulation.{name}" for name in SIMULATION.split()}
 # Unpickling, YAML's object construction and shells execute code that a file or a text contains. torch's object

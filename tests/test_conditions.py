@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from empty_pictures import draw_nothing
 from log_lines import messages, refusal
-from matplotlib.figure import Figure
 from trainings import YAML, assert_same_training, directory, last, metrics
 from volume_files import write_volume
 
@@ -20,7 +20,6 @@ import evaluate
 import export
 import predict
 import train
-from analysis.evaluation import figures
 from analysis.inference.trained_network import TrainedNetwork
 from simulation.simulate import SimulationOptions, file_attributes
 from utils.config.sections import Condition
@@ -104,8 +103,7 @@ def test_constant_conditions_and_untrained_ones_get_a_warning(training: Any, fol
 
 def test_everything_that_calls_the_network_has_its_conditions(training: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """Evaluation, pictures, baselines, preflight, benchmark; micro-batches, averaged weights, autocast, a norm."""
-    monkeypatch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda _: Figure(figsize=(1, 1))))
-    monkeypatch.setattr(figures, "encode_png", lambda _: b"PNG")
+    draw_nothing(monkeypatch)
     options = ["--set=accumulation_steps=2", "--set=ema_decay=0.9", "--enable_amp", "--set=network.norm=group"]
     ends = [f"--set={key}=true" for key in ("report_pictures", "report_baselines")]
     run = training("options", *options, *ends, "--num_epochs=1", "--set=evaluation.every_epochs=1")

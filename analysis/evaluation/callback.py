@@ -3,10 +3,11 @@
 import contextlib
 import functools
 import logging
-import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 
-from analysis.evaluation import results, tables
+from analysis.evaluation import drawing, results, tables, training_pictures
 from analysis.evaluation.baselines import baseline_losses
 from analysis.evaluation.results import Results
 from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
@@ -18,6 +19,7 @@ from utils.config import Config
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.run import tags
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.build import Parts
@@ -49,6 +51,7 @@ class VolumeEvaluation(Evaluation):
         self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._run, self._world = config, volume, run, run.world
         self._known = KnownFlux()
+        self.drawn: dict[str, Future[bytes]] = {}  # the pictures of the last evaluation, on rank 0
         self._metadata = {"input": volume.path, "run": str(run.directory), "loss": config.loss}
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
@@ -77,16 +80,17 @@ class VolumeEvaluation(Evaluation):
         return evaluation.scalars()
 
     def _save_and_draw(self, evaluation: Results, step: int) -> None:
-        """Saves and draws the results; a full disk does not stop the run."""
-        directory = self._run.directory
+        """Draws the results, and saves them in the meantime; a full disk does not stop the run."""
+        directory, self.drawn = self._run.directory, drawing.draw(evaluation)
         try:
             results.save(evaluation, directory.evaluation(step))
         except OSError as error:
             log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
-        from analysis.evaluation import training_figures  # matplotlib takes time to import
-
-        self._world.heartbeat.enter_pictures()
-        training_figures.draw_evaluation(evaluation, self._run, step)
+        self._world.pulse.enter("pictures")
+        with _drawing_errors(self._run):
+            for name, picture in self.drawn.items():
+                self._run.records.picture(tags.EVALUATION_PICTURE + name, picture.result(), step)
+                self._world.pulse.advance()
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
@@ -120,17 +124,13 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
 def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
     """The evaluation after each epoch; `volume` None: none."""
     if config.report_pictures and run.world.is_root:
-        threading.Thread(target=_import_figures, daemon=True).start()
+        drawing.submit(drawing.import_matplotlib)  # while the first step compiles
     return Evaluation() if volume is None else VolumeEvaluation(config, volume, parts, run)
 
 
-def _import_figures() -> None:
-    """Imports matplotlib while the first step compiles: at the end of the run it would take a second or two."""
-    with contextlib.suppress(ImportError):
-        from analysis.evaluation import training_figures  # noqa: F401
-
-
-def report_on_run(config: Config, parts: Parts, run: Run, result: FitResult) -> tuple[dict[str, float], list[str]]:
+def report_on_run(
+    config: Config, parts: Parts, run: Run, result: FitResult, evaluation: Evaluation
+) -> tuple[dict[str, float], list[str]]:
     """Losses of the baselines on the validation data, and lines about the pictures that it draws.
 
     Every rank calls it.
@@ -141,21 +141,22 @@ def report_on_run(config: Config, parts: Parts, run: Run, result: FitResult) -> 
         losses = baseline_losses(config, parts.loaders.valid, parts.step.loss, run.world)
     if not (config.report_pictures and run.world.is_root):
         return losses, []
-    run.world.heartbeat.enter_pictures()
-    return losses, _draw(config, parts, run, result)
-
-
-def _draw(config: Config, parts: Parts, run: Run, result: FitResult) -> list[str]:
-    """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
-    lines: list[str] = []
+    run.world.pulse.enter("pictures")
     log.info("Drawing pictures in %s", run.directory)
-    try:
-        from analysis.evaluation import training_figures  # matplotlib takes time to import
-
-        for line in training_figures.draw_run(parts.step, parts.loaders.valid, config, run, result):
+    lines: list[str] = []
+    drawn = evaluation.drawn if isinstance(evaluation, VolumeEvaluation) else {}
+    with _drawing_errors(run):
+        for line in training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn):
             run.world.pulse.advance()
             lines.append(line)  # those before an error are kept
+    return losses, lines
+
+
+@contextlib.contextmanager
+def _drawing_errors(run: Run) -> Iterator[None]:
+    """Context in which an error is logged as a warning, because a run does not end because of its pictures."""
+    try:
+        yield
     except Exception as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
-    return lines

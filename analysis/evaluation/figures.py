@@ -16,8 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
-from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
-from analysis.modes import SHAPES
+from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux
 from utils.volumes.channels import DARK_MATTER, DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
@@ -31,14 +30,11 @@ DECADE = 0.25  # length of a factor of ten in the logarithmic part, in units of 
 DOTS_PER_INCH = 110
 
 
-def draw_all(results: Results) -> dict[str, Figure]:
-    """A figure for each entry of PICTURES that the results have data for."""
-    missing = {name for name in ("phase_diagram", "flux", "bispectrum") if getattr(results, name) is None}
-    missing |= set() if results.flux and results.flux.p3d_k.size else {"flux_3d"}
-    drawn = {name: draw(results) for name, draw in PICTURES.items() if name not in missing}
-    for figure in drawn.values():
-        figure.suptitle(results.title)
-    return drawn
+def draw(name: str, results: Results) -> Figure:
+    """The picture of this name; the results must have data for it."""
+    figure = PICTURES[name](results)
+    figure.suptitle(results.title)
+    return figure
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -49,7 +45,6 @@ def new_figure(width: float, height: float) -> Figure:
 def encode_png(figure: Figure) -> bytes:
     file, canvas = io.BytesIO(), FigureCanvasAgg(figure)
     canvas.draw()  # once; savefig would draw twice
-    figure.set_layout_engine("none")  # keep the layout, which takes half of a drawing's time, if it is drawn again
     imsave(file, np.asarray(canvas.buffer_rgba()), format="png")
     return file.getvalue()
 

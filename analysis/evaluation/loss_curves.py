@@ -19,15 +19,6 @@ MEASURES = {"l1": "mean absolute error", "mse": "mean squared error"}
 Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
-def progress(records: Records) -> str:
-    """Epoch and step of the last validation: "epoch 4, step 800". Not every epoch need have one."""
-    last = max((record["step"] for record in records if tags.VALID_LOSS in record), default=None)
-    if last is None:
-        return ""
-    epochs = {record["step"] for record in records if tags.ITERATIONS_PER_SECOND in record and record["step"] <= last}
-    return f"epoch {len(epochs)}, step {last}"
-
-
 def loss_curves(records: Records, loss: str, run: str) -> Figure:
     """Losses over steps and, below them, the metrics of each validation and the learning rate.
 
@@ -48,7 +39,7 @@ def loss_curves(records: Records, loss: str, run: str) -> Figure:
     highest = _draw(panels[-1], records, {tags.STEP_LEARNING_RATE: ""})
     # From zero: limits that follow the values would magnify the rounding of a constant rate.
     panels[-1].set(xlabel="step", ylabel="learning\nrate", ylim=(0, 1.15 * highest or 1))
-    figure.suptitle(", ".join(filter(None, (run, progress(records)))))
+    figure.suptitle(", ".join(filter(None, (run, tags.progress(records)))))
     figure.align_ylabels()
     return figure
 

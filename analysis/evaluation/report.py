@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from analysis.evaluation import figures, results, tables
-from analysis.evaluation.loss_curves import loss_curves
+from analysis.evaluation import drawing, results, tables
 from analysis.evaluation.results import Results
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -53,8 +53,12 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         for line in tables.lines(evaluation):
             log.info(line)
         log.info("drawing pictures in %s", output)
-        world.heartbeat.enter_pictures()
-        pictures = _draw(evaluation)
+        world.pulse.enter("pictures")
+        drawn, pictures = drawing.draw(evaluation), dict[str, bytes]()
+        with Progress("drawing", len(drawn), "pictures") as progress:
+            for name, picture in drawn.items():
+                pictures[name] = picture.result()
+                progress.advance()
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = to_json(_summary(evaluation, provenance)).encode()
         contents[PAGE] = page(evaluation, pictures | _training_curves(evaluation), provenance).encode()
@@ -63,13 +67,16 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         with atomic_write([output / name for name in contents]) as partials:
             for partial, content in zip(partials, contents.values(), strict=True):
                 partial.write_bytes(content)
-        for name in figures.PICTURES.keys() - pictures.keys():  # of an earlier report
+        for name in {*results.PICTURES} - {*pictures}:  # of an earlier report
             (output / f"{name}.png").unlink(missing_ok=True)
         log.info("report: %s", output / PAGE)
 
 
-def write_run_report(run: RunDirectory, goodput: float | None) -> Path | None:
-    """Writes report.html, with the last evaluation of a run, into its directory; None if there is no evaluation."""
+def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[str, Future[bytes]]) -> Path | None:
+    """Writes report.html, with the last evaluation of a run, into its directory; None if there is no evaluation.
+
+    `drawn` are its pictures; empty: it draws them.
+    """
     steps = run.evaluated_steps()
     if not steps:
         return None
@@ -79,21 +86,13 @@ def write_run_report(run: RunDirectory, goodput: float | None) -> Path | None:
     known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
     known |= {} if goodput is None else {"goodput": f"{goodput:.1%}"}
     evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})
-    pictures = _draw(evaluation) | _training_curves(evaluation)
+    drawn = drawn or drawing.draw(evaluation)
+    pictures = {name: picture.result() for name, picture in drawn.items()} | _training_curves(evaluation)
     provenance = run.read_provenance()
     provenance.pop("earlier", None)
     with atomic_write([run.report]) as (partial,):
         partial.write_text(page(evaluation, pictures, provenance), encoding="utf-8")
     return run.report
-
-
-def _draw(evaluation: Results) -> dict[str, bytes]:
-    drawn, pictures = figures.draw_all(evaluation), dict[str, bytes]()
-    with Progress("drawing", len(drawn), "pictures") as progress:
-        for name, figure in drawn.items():
-            pictures[name] = figures.encode_png(figure)
-            progress.advance()
-    return pictures
 
 
 def _training_curves(evaluation: Results) -> dict[str, bytes]:
@@ -102,7 +101,7 @@ def _training_curves(evaluation: Results) -> dict[str, bytes]:
     records = run.read_metrics() if run else []
     if not (run and records):
         return {}
-    return {TRAINING: figures.encode_png(loss_curves(records, evaluation.metadata.get("loss", ""), run.title))}
+    return {TRAINING: drawing.submit(drawing.curves, records, evaluation.metadata.get("loss", ""), run.title).result()}
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:

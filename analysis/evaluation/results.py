@@ -17,6 +17,7 @@ from utils.volumes.channels import Channel
 
 LOG_DENSITY = "log density"
 LEVELS = (0.9, 0.5)  # of r and T, whose wavenumbers are the effective resolution
+PICTURES = "slices", "spectra", "distributions", "phase_diagram", "flux", "flux_3d", "bispectrum"
 ARRAY = "stored array"  # key of a JSON object that refers to an array
 
 
@@ -144,6 +145,13 @@ class Results:
     @property
     def wavenumber_unit(self) -> str:
         return "rad/cell" if self.cell is None else "h/Mpc"
+
+    @property
+    def pictures(self) -> list[str]:
+        """Those of PICTURES for which there are data."""
+        missing = {name for name in ("phase_diagram", "flux", "bispectrum") if getattr(self, name) is None}
+        missing |= set() if self.flux and self.flux.p3d_k.size else {"flux_3d"}
+        return [name for name in PICTURES if name not in missing]
 
     @property
     def run(self) -> RunDirectory | None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from analysis.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_law, power_sums, solve_scale
 from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
-from analysis.lyman_alpha.results import FITTED, PREDICTION, TARGET, TRANSFER, Flux, FluxField
+from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxSetup, GasFit
-from analysis.modes import SHAPES, Bispectra, Modes
+from analysis.modes import Bispectra, Modes
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.errors import UserError
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.modes import SHAPES
 from utils.run import tags
 
 TARGET, PREDICTION = "target", "prediction"  # names of fields, and of the baseline:
 FGPA, REAL_FGPA = "FGPA", "FGPA in real space"  # with the dark matter's peculiar velocities, and without
 FITTED, TRANSFER = "fitted", "transfer function"  # the first one follows the name of the baseline
+SHAPES = ("equilateral", "squeezed")  # of the triangles of a bispectrum
 BANDS = ((0.003, 0.01), (0.01, 0.03), (0.003, 0.03), (0.03, 0.1))  # s/km, of the errors of P1D
 FLUX_LARGEST_K = 0.1  # s/km; beyond it, metal lines and thermal broadening dominate measured spectra
 

@@ -12,7 +12,6 @@ from utils.errors import EXIT_HANG, EXIT_USER_ERROR, LocalError
 
 TICK = 0.25  # seconds between two reads of rank 0, and between two looks of each rank at its own progress
 RANKS_PER_SECOND = 512
-PICTURES = 10  # times as long may a rank that draws send no heartbeat
 LOST_SECONDS = 2.0  # the same after a rank has lost a connection: then another one is gone for sure
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
@@ -65,7 +64,7 @@ class Diagnoser:
             silence, report = now - heard, self._reports[rank]
             if silence <= limit:
                 break
-            if report.state != "left" and silence > limit * (PICTURES if report.phase == "pictures" else 1):
+            if report.state != "left":
                 return self.gone(rank, f"sends no heartbeat for {silence:.0f} s")
         if not hangs:
             return None

@@ -5,9 +5,6 @@ import faulthandler
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
-
 from utils.errors import UserError
 from utils.files import atomic_write
 
@@ -34,6 +31,9 @@ def write_collectives(folder: Path, rank: int) -> None:
     PyTorch waits for the recorder's lock without releasing the GIL, and a stuck NCCL or CUDA call may hold that lock.
     No Python thread runs then, and faulthandler's timer ends the process.
     """
+    import torch.distributed as dist  # takes a second; other users of this module may not need it
+    from torch._C import _distributed_c10d as c10d
+
     if not dist.is_initialized():
         return
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=2)

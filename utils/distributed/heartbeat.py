@@ -143,15 +143,6 @@ class Heartbeat:
         self.pulse.report = self.pulse.report._replace(state="left")
         self._wake(LEAVING_SECONDS + 1)
 
-    def enter_pictures(self) -> None:
-        """The main thread begins to draw: C code holds the GIL, so that heartbeats may be late until the next phase."""
-        self.pulse.enter("pictures")
-        beats = self._beats
-        self._woken.set()
-        # Until the others can know it: the second heartbeat from now on has certainly been written.
-        while self._size > 1 and beats and self._beats < beats + 2 and not self._over.is_set():
-            time.sleep(TICK / 10)
-
     def _wake(self, seconds: float) -> None:
         """Lets the thread report the end of the main thread, which does not return if the thread ends the process."""
         self._woken.set()

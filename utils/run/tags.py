@@ -1,6 +1,7 @@
-"""Names of the scalars and figures that a run records in TensorBoard and in metrics.jsonl."""
+"""Names of the scalars and pictures that a run records in TensorBoard and in metrics.jsonl."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 # Per epoch, and once before training.
 TRAIN_LOSS = "Loss/train"
@@ -22,10 +23,10 @@ STEP_SKIPPED_UPDATES = "Step/skipped updates"
 NOISE_SCALE = "Noise/scale (critical batch)"
 NOISE_PROGRESS = "Noise/relative progress per step"
 
-# Figures.
+# Pictures.
 SLICES = "Slices"
 SLICES_LARGEST_ERROR = "Slices, largest error"
-EVALUATION_FIGURE = "Evaluation/"  # followed by the name of a figure of an evaluation of the whole validation volume
+EVALUATION_PICTURE = "Evaluation/"  # followed by the name of a picture of an evaluation of the whole validation volume
 
 HPARAM = "hparam/"  # followed by the name of a final result on TensorBoard's HPARAMS page
 
@@ -33,6 +34,15 @@ HPARAM = "hparam/"  # followed by the name of a final result on TensorBoard's HP
 def ends_epoch(record: Collection[str]) -> bool:
     """True for a record of the end of an epoch, False for one of a logging interval."""
     return STEP_LEARNING_RATE not in record
+
+
+def progress(records: Sequence[Mapping[str, Any]]) -> str:
+    """Epoch and step of the last validation: "epoch 4, step 800". Not every epoch need have one."""
+    last = max((record["step"] for record in records if VALID_LOSS in record), default=None)
+    if last is None:
+        return ""
+    epochs = {record["step"] for record in records if ITERATIONS_PER_SECOND in record and record["step"] <= last}
+    return f"epoch {len(epochs)}, step {last}"
 
 
 def evaluation(quantity: str, name: str) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from utils.config.schema import Config
 from utils.config.sections import TransformConfig
@@ -48,12 +47,12 @@ class Channel:
         if not self.is_log:
             return values * self.scale
         linear = values * self.scale + self.center
-        return linear.exp() if isinstance(linear, torch.Tensor) else np.exp(linear)
+        return linear.exp() if hasattr(linear, "exp") else np.exp(linear)
 
     def from_physical(self, values: Any) -> Any:
         """The inverse of `to_physical`; logarithmic values must be above zero."""
         if self.is_log:
-            values = values.log() if isinstance(values, torch.Tensor) else np.log(values)
+            values = values.log() if hasattr(values, "log") else np.log(values)
         return (values - self.center) * (1 / self.scale)
 
     def formula(self) -> str:

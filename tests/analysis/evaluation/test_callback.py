@@ -12,16 +12,16 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from empty_pictures import draw_nothing
 from processes import run_ranks, wait_until
 from reference_samples import ALONE, cubes, loader_of
 from sample_results import SIMULATION
 from trainings import assert_equal, directory
 
 import train
-from analysis.evaluation import figures, volume
+from analysis.evaluation import volume
 from analysis.evaluation.baselines import volume_losses
-from analysis.evaluation.results import Results, load
+from analysis.evaluation.results import PICTURES, Results, load
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from networks import build_loss
 from utils.data.loaders.threaded import ThreadedCropLoader
@@ -61,7 +61,7 @@ KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained
 def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs with an evaluation after each, whose validation file states its simulation.
 
-    Its figures are empty; tests/analysis/evaluation/test_report.py draws the real ones.
+    Its pictures are empty; tests/analysis/evaluation/test_drawing.py draws real ones.
     """
     begin, folder = FluxStatistics.__init__, tmp_path_factory.mktemp("runs")
 
@@ -73,8 +73,7 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     with h5py.File(stating, "r+") as file:
         file.attrs.update(SIMULATION | {"box_size_mpc_h": 3.2})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1))))
-        patch.setattr(figures, "encode_png", lambda figure: b"PNG")
+        draw_nothing(patch)
         patch.setattr(FluxStatistics, "__init__", record)
         return run(data_flags, folder / "runs", EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
 
@@ -93,11 +92,11 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path) -> No
     first, second = (results.flux.fields for results in evaluations)
     assert [name for name in first if first[name].scale == second[name].scale] == ["target", "FGPA"]
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
-    assert all(f"Evaluation/{name}".encode() in events for name in figures.PICTURES)
+    assert all(f"Evaluation/{name}".encode() in events for name in PICTURES)
     report = (trained / "report.html").read_text()
     assert "Evaluation: test/1ranks/00, epoch 2, step 16" in report
     assert f"(l1, {next(r['Loss/valid'] for r in records if r['step'] == 16):.5f})" in report
-    assert report.count("data:image/png;base64,") == 1 + len(figures.PICTURES)
+    assert report.count("data:image/png;base64,") == 1 + len(PICTURES)
 
 
 def test_evaluations_change_no_bit_of_the_training(trained: Path, data_flags: list[str], tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_evaluations_change_no_bit_of_the_training(trained: Path, data_flags: li
 def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     trained: Path, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures, "PICTURES", {})
+    draw_nothing(monkeypatch)
     evaluate, enter, calls, signals = volume.volume_statistics, StopSignals.__enter__, [], []
     monkeypatch.setattr(StopSignals, "__enter__", lambda self: (signals.append(self), enter(self))[1])
 

@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
+from empty_pictures import draw_nothing, empty_picture
 from matplotlib.patches import StepPatch
 from PIL import Image
 from reference_samples import ALONE
 from sample_results import sample_results
 
-from analysis.evaluation import figures, report, tables
+from analysis.evaluation import drawing, figures, report, tables
 from analysis.evaluation.loss_curves import loss_curves
-from analysis.evaluation.results import Results, Spectrum, load, reference_shells, save
-from analysis.evaluation.training_figures import ERROR, EXAMINED, STRUCTURE, choose_planes
+from analysis.evaluation.results import PICTURES, Results, Spectrum, load, reference_shells, save
+from analysis.evaluation.training_pictures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
 from utils.data.loaders import Batch
 
-PICTURES = dict.fromkeys(figures.PICTURES, b"PNG")
+PNG = dict.fromkeys(PICTURES, b"PNG")
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -59,7 +59,7 @@ def with_flux() -> Results:
 def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Results) -> None:
     hostile = """</td></table><script>alert("1")</script><img src='file:evil' onerror=alert(1)>&amp;"""
     provenance = {"commit": "abc1234", "epoch": "3 of the caller", hostile: 1, "checkpoint": hostile}
-    page = report.page(evaluation, PICTURES, provenance)
+    page = report.page(evaluation, PNG, provenance)
     for outside in ("href", "url(", "@import", "http:", "https:", "<script", "<link", "<iframe", "<img src='"):
         assert outside not in page
     assert "<title>Evaluation: epoch 3</title>" in page
@@ -132,7 +132,7 @@ def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> Non
     assert marked[-2] == [True, False], "the correlation of the prediction is the largest one"
     lines = tables.lines(evaluation)[:-1]
     assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
-    page = report.page(evaluation, PICTURES, {})
+    page = report.page(evaluation, PNG, {})
     assert len(images_of(page)) == 7
     assert "computed from the dark matter, not smoothed: the cells are too large." in page
     assert all(row in rows_of(page) and any(line.startswith(row[0]) for line in lines) for row in table)
@@ -141,8 +141,8 @@ def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> Non
 @pytest.mark.parametrize("gaps", [[1, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
 def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp_path: Path, monkeypatch: Any) -> None:
     """A short axis has no mode in some bins: it is NaN there. Even if no bin has modes of all axes."""
-    empty = dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1)))
-    monkeypatch.setattr(figures, "PICTURES", {**empty, "flux": figures.flux})
+    submit = drawing.submit
+    monkeypatch.setattr(drawing, "submit", lambda *call: (submit if call[1] == "flux" else empty_picture)(*call))
     evaluation = sample_results(16, cell=0.5, flux=True)
     for values in (evaluation.flux.axis_k, *(field.axis_power for field in evaluation.flux.fields.values())):
         values[0, gaps] = np.nan
@@ -155,7 +155,7 @@ def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp
 
 
 def test_the_r2_of_a_constant_channel_is_null_in_json(evaluation: Results, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(figures, "PICTURES", {})
+    draw_nothing(monkeypatch)
     constant = replace(evaluation, r2=np.full(5, math.nan), metadata={"final_loss": math.nan})
     monkeypatch.setattr(report, "page", lambda *_: "")
     report.write_report(tmp_path, constant, {}, ALONE)
@@ -339,18 +339,16 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Res
         (with_flux, {"run": "/logs/demo/2ranks/00", "epoch": 4, "step": 800}, "demo/2ranks/00, epoch 4, step 800"),
         (diverged, {"checkpoint": checkpoint, "step": 800}, "demo/2ranks/00, step 800"),
     ):
-        drawn = figures.draw_all(replace(results, metadata=metadata))
-        assert list(drawn) == list(figures.PICTURES)
+        results = replace(results, metadata=metadata)
+        assert results.pictures == list(PICTURES) == list(figures.PICTURES)
+        drawn = {name: figures.draw(name, results) for name in PICTURES}
         assert {figure.get_suptitle() for figure in drawn.values()} == {title}
     for name, figure in drawn.items():
         picture = Image.open(io.BytesIO(figures.encode_png(figure)))
         assert len(np.unique(np.asarray(picture.convert("L")))) > 10, f"{name} is empty"
-    monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux, "flux_3d": figures.flux_3d})
-    assert list(figures.draw_all(replace(with_flux, flux=replace(measured, p3d_k=np.empty((4, 0)))))) == ["flux"]
-    assert not figures.draw_all(replace(with_flux, flux=None))
-    monkeypatch.undo()
+    assert "flux_3d" not in replace(with_flux, flux=replace(measured, p3d_k=np.empty((4, 0)))).pictures
+    assert not {"flux", "flux_3d"} & {*replace(with_flux, flux=None).pictures}
     unknown = sample_results(16, channels=(1, 2))
-    drawn = figures.draw_all(unknown)
-    assert list(drawn) == ["slices", "spectra", "distributions"]
-    image = drawn["slices"].axes[2].images[0].get_array()
+    assert unknown.pictures == ["slices", "spectra", "distributions"]
+    image = figures.draw("slices", unknown).axes[2].images[0].get_array()
     np.testing.assert_allclose(image, unknown.slices["predicted"][0].T, err_msg="not in physical units")

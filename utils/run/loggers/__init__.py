@@ -1,4 +1,4 @@
-"""Loggers by name: where a run records its scalars, figures and results in addition to out.log and metrics.jsonl.
+"""Loggers by name: where a run records its scalars, pictures and results in addition to out.log and metrics.jsonl.
 
 To add one, write a subclass of Logger in a module of its own and add a line to LOGGERS.
 """

@@ -44,7 +44,7 @@ class LoggedRun:
 
 
 class Logger:
-    """Records a run's scalars, figures and results. The methods do nothing unless a subclass overrides them.
+    """Records a run's scalars, pictures and results. The methods do nothing unless a subclass overrides them.
 
     Files and connections are opened when something is recorded. After its first exception a logger is closed and not
     used again; the run continues.
@@ -57,8 +57,8 @@ class Logger:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Records finite values."""
 
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        """Records a matplotlib figure."""
+    def picture(self, name: str, png: bytes, step: int) -> None:
+        """Records a picture; `png` is the content of a PNG file."""
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         """Records config and final results.
@@ -101,8 +101,8 @@ class RunRecords(Logger):
             self._warn(error)
         self._all(lambda logger: logger.scalars(finite, step))
 
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        self._all(lambda logger: logger.figure(name, figure, step))
+    def picture(self, name: str, png: bytes, step: int) -> None:
+        self._all(lambda logger: logger.picture(name, png, step))
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         self._all(lambda logger: logger.hparams(config, results, step))

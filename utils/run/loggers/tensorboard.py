@@ -1,7 +1,8 @@
-"""The logger `tensorboard`: scalars, figures and hyperparameters in logs/ in the run directory."""
+"""The logger `tensorboard`: scalars, pictures and hyperparameters in logs/ in the run directory."""
 
 import contextlib
 import re
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class TensorBoardLogger(Logger):
     """TensorBoard's curves continue where the run resumes, and later points are hidden.
 
     The hyperparameters are those that differ from the defaults, so that HPARAMS has few columns. The files are opened
-    with the first scalar or figure. After a full disk, TensorBoard's writer fails for good.
+    with the first scalar or picture. After a full disk, TensorBoard's writer fails for good.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -50,15 +51,13 @@ class TensorBoardLogger(Logger):
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        import numpy as np
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    def picture(self, name: str, png: bytes, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if not hasattr(figure.canvas, "renderer"):  # otherwise it is drawn, and add_figure would draw it again
-            figure.set_canvas(FigureCanvasAgg(figure))
-            figure.canvas.draw()
-        pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]
-        self._writer.add_image(name, pixels, step, dataformats="HWC")
+        # Not add_image, which would decode and encode it again. 4: with transparency, as matplotlib writes them.
+        width, height = struct.unpack(">II", png[16:24])
+        image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter

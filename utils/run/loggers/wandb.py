@@ -1,4 +1,4 @@
-"""The logger `wandb`: scalars, figures, config and final results on Weights & Biases; see docs/logging.md.
+"""The logger `wandb`: scalars, pictures, config and final results on Weights & Biases; see docs/logging.md.
 
 One run across restarts: wandb/id in the run directory holds its id. W&B appends rows of increasing numbers and never
 replaces one. Here the number is 2 × step for a logging interval, one more for the end of an epoch. So a run that
@@ -6,6 +6,7 @@ resumes skips the rows that W&B has received, and adds those that it lacks from 
 """
 
 import contextlib
+import io
 import os
 import secrets
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ def _is_online(wandb: Any) -> bool:
 
 
 class WandbLogger(Logger):
-    """A run of W&B, opened with the first scalar or figure."""
+    """A run of W&B, opened with the first scalar or picture."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._logged, self._first_row, self._has_service = run, 0, False
@@ -74,10 +75,11 @@ class WandbLogger(Logger):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._add(self._run, values, step)
 
-    def figure(self, name: str, figure: Any, step: int) -> None:
+    def picture(self, name: str, png: bytes, step: int) -> None:
         import wandb
+        from PIL import Image
 
-        self._add(self._run, {name: wandb.Image(figure)}, step)
+        self._add(self._run, {name: wandb.Image(Image.open(io.BytesIO(png)))}, step)
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         self._run.summary.update(dict(results))

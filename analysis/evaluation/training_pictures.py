@@ -1,15 +1,12 @@
-"""Figures of a training run: its losses, and slices of two validation crops."""
+"""Pictures of a training run: its losses, and slices of two validation crops."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
-from analysis.evaluation import figures, report
-from analysis.evaluation.loss_curves import loss_curves, progress
-from analysis.evaluation.results import Results
+from analysis.evaluation import drawing, report
 from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
@@ -23,35 +20,29 @@ EXAMINED = 16  # validation crops from which those of the slices are chosen, at 
 STRUCTURE, ERROR = "the most structure", "the largest error"
 
 
-def draw_evaluation(results: Results, run: Run, step: int) -> None:
-    """Draws the figures of an evaluation into TensorBoard."""
-    for name, figure in figures.draw_all(results).items():
-        run.records.figure(tags.EVALUATION_FIGURE + name, figure, step)
-        run.world.pulse.advance()
+def draw_run(
+    step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult, drawn: Mapping[str, Future[bytes]]
+) -> Iterator[str]:
+    """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file.
 
-
-def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult) -> Iterator[str]:
-    """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file."""
+    `drawn` are the pictures of that evaluation; empty: it draws them. The slices are also in TensorBoard.
+    """
     directory, records = run.directory, run.directory.read_metrics()
-    _write(loss_curves(records, config.loss, directory.title), directory.loss_curves)
-    yield f"picture: {directory.loss_curves}"
+    pictures = [(directory.loss_curves, "", drawing.submit(drawing.curves, records, config.loss, directory.title))]
     if not config.is_classification:
-        title = f"{directory.title}, {progress(records)}"
-        for path in write_slices(step, loader, config, run, result.steps, title):
-            yield f"picture: {path}"
-    if page := report.write_run_report(run.directory, result.goodput):
+        title = ", ".join(filter(None, (directory.title, tags.progress(records))))
+        places = (directory.slices, tags.SLICES), (directory.error_slices, tags.SLICES_LARGEST_ERROR)
+        for (name, planes), place in zip(choose_planes(step, loader).items(), places, strict=True):
+            crop = f"{title}\nvalidation crop with {name}"
+            pictures.append((*place, drawing.submit(drawing.slices, *volume_channels(config), planes, crop)))
+    for path, tag, picture in pictures:
+        with atomic_write([path]) as (partial,):  # since the disk may be full
+            partial.write_bytes(picture.result())
+        if tag:
+            run.records.picture(tag, picture.result(), result.steps)
+        yield f"picture: {path}"
+    if page := report.write_run_report(directory, result.goodput, drawn):
         yield f"report: {page}"
-
-
-def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int, title: str) -> Iterator[Path]:
-    """Draws planes of the validation crops into two files, and into TensorBoard at step `steps`."""
-    places = (run.directory.slices, tags.SLICES), (run.directory.error_slices, tags.SLICES_LARGEST_ERROR)
-    for (name, planes), (path, tag) in zip(choose_planes(step, loader).items(), places, strict=True):
-        crop = f"{title}\nvalidation crop with {name}"
-        figure = figures.draw_slices(*volume_channels(config), planes, None, crop)
-        _write(figure, path)
-        run.records.figure(tag, figure, steps)
-        yield path
 
 
 def choose_planes(step: EagerStep, loader: Loader) -> dict[str, dict[str, np.ndarray]]:
@@ -82,9 +73,3 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, dict[str, np.nda
             break
     batches.close()
     return chosen
-
-
-def _write(figure: Figure, path: Path) -> None:
-    """Writes a picture atomically, since the disk may be full."""
-    with atomic_write([path]) as (partial,):
-        partial.write_bytes(figures.encode_png(figure))
