@@ -1,15 +1,12 @@
 """Evaluation of a training run: of the whole validation volume after some epochs, and a report at the end."""
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 
-from analysis.evaluation import drawing, results, tables, training_pictures
+from analysis.evaluation import tables, training_pictures
 from analysis.evaluation.baselines import baseline_losses
-from analysis.evaluation.results import Results
 from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
 from analysis.inference.window_grid import WindowGrid, build_window_grid
@@ -19,7 +16,6 @@ from utils.config import Config
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.run import tags
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.build import Parts
@@ -72,25 +68,12 @@ class VolumeEvaluation(Evaluation):
             fields = SlabFields(inputs, predicted, target)
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
         if self._world.is_root:
-            self._save_and_draw(evaluation, step)
+            self.drawn = training_pictures.save_and_draw(evaluation, self._run, step)
         seconds = time.perf_counter() - started
         log.info(f"  Evaluation of the validation volume: {seconds:.3f} sec")
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
         return evaluation.scalars()
-
-    def _save_and_draw(self, evaluation: Results, step: int) -> None:
-        """Draws the results, and saves them in the meantime; a full disk does not stop the run."""
-        directory, self.drawn = self._run.directory, drawing.draw(evaluation)
-        try:
-            results.save(evaluation, directory.evaluation(step))
-        except OSError as error:
-            log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
-        self._world.pulse.enter("pictures")
-        with _drawing_errors(self._run):
-            for name, picture in self.drawn.items():
-                self._run.records.picture(tags.EVALUATION_PICTURE + name, picture.result(), step)
-                self._world.pulse.advance()
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
@@ -124,7 +107,7 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
 def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
     """The evaluation after each epoch; `volume` None: none."""
     if config.report_pictures and run.world.is_root:
-        drawing.submit(drawing.import_matplotlib)  # while the first step compiles
+        training_pictures.prepare()  # while the first step compiles
     return Evaluation() if volume is None else VolumeEvaluation(config, volume, parts, run)
 
 
@@ -145,18 +128,8 @@ def report_on_run(
     log.info("Drawing pictures in %s", run.directory)
     lines: list[str] = []
     drawn = evaluation.drawn if isinstance(evaluation, VolumeEvaluation) else {}
-    with _drawing_errors(run):
+    with training_pictures.errors_as_warnings(run):
         for line in training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn):
             run.world.pulse.advance()
             lines.append(line)  # those before an error are kept
     return losses, lines
-
-
-@contextlib.contextmanager
-def _drawing_errors(run: Run) -> Iterator[None]:
-    """Context in which an error is logged as a warning, because a run does not end because of its pictures."""
-    try:
-        yield
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
-        log.warning("Cannot draw pictures in %s: %s", run.directory, reason)

@@ -1,12 +1,15 @@
-"""Pictures of a training run: its losses, and slices of two validation crops."""
+"""Pictures of a training run: its evaluations, its losses, and slices of two validation crops."""
 
+import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 
 import numpy as np
 import torch
 
-from analysis.evaluation import drawing, report
+from analysis.evaluation import drawing, report, results
+from analysis.evaluation.results import Results
 from utils.config import Config
 from utils.data.loaders import Loader
 from utils.files import atomic_write
@@ -16,8 +19,40 @@ from utils.run.state import FitResult
 from utils.steps.eager import EagerStep
 from utils.volumes.channels import volume_channels
 
+log = logging.getLogger(__name__)
+
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
 STRUCTURE, ERROR = "the most structure", "the largest error"
+
+
+def prepare() -> None:
+    """Starts the process that draws, which needs a second."""
+    drawing.submit(drawing.import_matplotlib)
+
+
+@contextlib.contextmanager
+def errors_as_warnings(run: Run) -> Iterator[None]:
+    """Context in which an error is logged as a warning, because a run does not end because of its pictures."""
+    try:
+        yield
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
+
+
+def save_and_draw(evaluation: Results, run: Run, step: int) -> dict[str, Future[bytes]]:
+    """Draws an evaluation for TensorBoard, and saves it in the meantime; a full disk does not stop the run."""
+    directory, drawn = run.directory, drawing.draw(evaluation)
+    try:
+        results.save(evaluation, directory.evaluation(step))
+    except OSError as error:
+        log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
+    run.world.pulse.enter("pictures")
+    with errors_as_warnings(run):
+        for name, picture in drawn.items():
+            run.records.picture(tags.EVALUATION_PICTURE + name, picture.result(), step)
+            run.world.pulse.advance()
+    return drawn
 
 
 def draw_run(
