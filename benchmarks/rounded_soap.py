@@ -83,10 +83,18 @@ def with_statistics_every_second_step() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def with_channels() -> Iterator[None]:
+    """As in TF32, with bases along channels only, not along the cells of kernels."""
+    with in_tf32(), mock.patch.object(soap, "sides_with_basis", return_value=[0, 1]):
+        yield
+
+
 VARIANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "TF32": in_tf32,
     "bfloat16": with_bfloat16_statistics,
     "second": with_statistics_every_second_step,
+    "channels": with_channels,
 }
 
 

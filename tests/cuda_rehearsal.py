@@ -74,6 +74,7 @@ def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Two steps of a GraphStep: one as before the recording, and one as recorded."""
     config = configs.load(common.YAML, name, {"local_batch_size": 64, "device": "cuda", **changes}).for_world(1)
     trace, world = Rehearsal(), World(Launch("rehearsal"), GPU)
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32  # as set_backends does, which needs a device
     with fake_gpu(trace, GPU):
         with Construction():
             step = build.step(config, world, build.network_with_loss(config), GraphStep)

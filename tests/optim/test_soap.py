@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ON_GPU
 from host_waits import HostWaits, WaitingTrace
 from torch import nn
 from torch.nn import functional as F
@@ -86,8 +87,10 @@ def test_a_state_with_other_bases_is_refused() -> None:
     network = SmallNetwork()
     saved = build(network)
     train(network, saved, range(2))
-    for changes in ({"merge_dims": "rest"}, {"max_precondition_dim": 5}):
-        with pytest.raises(ValueError, match=r"^its optimizer.merge_dims or optimizer.max_precondition_dim is not"):
+    for changes in ({"merge_dims": "rest"}, {"max_precondition_dim": 5}, {"max_precondition_size": 100}):
+        with pytest.raises(
+            ValueError, match=r"^its optimizer.merge_dims, max_precondition_dim or max_precondition_size"
+        ):
             load_state(build(SmallNetwork(), **changes), saved_state(saved))
     load_state(build(SmallNetwork(), precondition_frequency=7), saved_state(saved))
 
@@ -140,6 +143,15 @@ def test_products_along_each_side_are_those_of_the_definition_without_copies(for
     assert copies == []
 
 
+@pytest.mark.parametrize("number", [0, 1, 2], ids=str)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_statistics_from_bfloat16_are_sums_in_float32(device: str, number: int) -> None:
+    x = torch.randn(64, 40, 64, device=device).bfloat16()
+    statistics = soap.outer_product(x, number)
+    assert statistics.dtype is torch.float32
+    torch.testing.assert_close(statistics, soap.outer_product(x.double(), number).float(), rtol=1e-5, atol=1e-3)
+
+
 def test_the_state_has_the_size_that_the_preflight_states() -> None:
     network = SmallNetwork()
     optimizer = build(network)
@@ -150,6 +162,20 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
     assert state_bytes(options(), meta.named_parameters()) == used
     size = model_size(Config(data_size=8, optimizer=options(), **SMALL).for_world(1))
     assert size.state == 8 * size.parameters + state_bytes(options(), unet.named_parameters())
+
+
+def test_large_convolutions_have_bases_along_the_cells_of_their_kernel_only() -> None:
+    """Weights without such cells keep theirs."""
+    network, few = SmallNetwork(), options(max_precondition_size=144)
+    weights = {name: soap.weight_sides(weight.shape, "kernel") for name, weight in network.named_parameters()}
+    assert {name: soap.sides_with_basis(sides, few) for name, sides in weights.items() if len(sides) == 3} == {
+        "down.weight": [0, 1, 2],
+        "up.weight": [2],
+    }
+    assert soap.sides_with_basis((30, 40), few) == [0, 1]
+    assert soap.sides_with_basis((6, 5, 2, 2, 2), few) == [2, 3, 4]
+    assert soap.sides_with_basis((512, 512, 64), options()) == [2]
+    assert soap.sides_with_basis((512, 256, 64), options()) == [0, 1, 2]
 
 
 def test_ranks_share_the_work_evenly() -> None:

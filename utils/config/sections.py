@@ -158,6 +158,8 @@ class OptimizerConfig(Section):
     # kernel: [first, second, all others]; rest: [first, all others]
     merge_dims: Literal["none", "kernel", "rest"] = "kernel"
     max_precondition_dim: Positive = 512  # soap: longer sides have no eigenbasis
+    # soap: weights with more elements have eigenbases along the cells of their kernel only, not along channels
+    max_precondition_size: Positive = 10_000_000
     precondition_frequency: Positive = 10  # soap: updates from one renewal of the eigenbases to the next
     tf32: bool = True  # soap on a GPU: matrix products in TF32, with a 10-bit mantissa; false: in float32
 

@@ -28,6 +28,13 @@ def weight_sides(shape: Iterable[int], merge_dims: str) -> tuple[int, ...]:
     return tuple(sizes) if kept is None or len(sizes) <= kept else (*sizes[:kept], math.prod(sizes[kept:]))
 
 
+def sides_with_basis(sides: Sequence[int], options: OptimizerConfig) -> list[int]:
+    """The numbers of the sides that have a basis: of a large convolution those of the kernel's cells only."""
+    numbers = [number for number, size in enumerate(sides) if 1 < size <= options.max_precondition_dim]
+    cells = [number for number in numbers if number >= 2]  # after the two of the channels
+    return cells if cells and math.prod(sides) > options.max_precondition_size else numbers
+
+
 def owners(costs: Sequence[float], ranks: int) -> list[int]:
     """The rank that does each piece of work: from the most expensive on, the rank with the least work so far."""
     work, owner = [0.0] * ranks, [0] * len(costs)
@@ -63,7 +70,7 @@ class Soap(AdamByWeight):
 
     The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes the
     division among ranks and what the host waits for. On a GPU, matrix products are in TF32 if `tf32` is set and the
-    process allows it, else in float32.
+    process allows it, and the statistics of several sides from bfloat16 values; else in float32.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
@@ -73,8 +80,7 @@ class Soap(AdamByWeight):
         self._sides = {weight: weight_sides(weight.shape, options.merge_dims) for weight in weights}
         # The rank that renews each basis, by the number of its side.
         self._owners: dict[torch.Tensor, dict[int, int]] = {
-            weight: {number: 0 for number, size in enumerate(sides) if 1 < size <= options.max_precondition_dim}
-            for weight, sides in self._sides.items()
+            weight: dict.fromkeys(sides_with_basis(sides, options), 0) for weight, sides in self._sides.items()
         }
         self._rank, self._ranks = 0, 1
         self._skipped = torch.zeros((), device=next(iter(parameters.values())).device)  # 1 if the last update was
@@ -105,10 +111,16 @@ class Soap(AdamByWeight):
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
         directions = adam_directions(rotated, moments, group, idle, group["lr"])
         inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
-        _descend(group, parameters, list(map(rotate, directions, inverse)), idle)
+        _descend(group, parameters, directions, inverse, idle)
         if group["is_weights"]:
             self._skipped.copy_(skip)
             mine = [self._matrices(parameter, "statistics", self._rank) for parameter in parameters]
+            if gradients[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
+                # For a single product the cast would take longer than it saves.
+                gradients = [
+                    gradient.bfloat16() if len(matrices) > 1 else gradient
+                    for gradient, matrices in zip(gradients, mine, strict=True)
+                ]
             _update_statistics(mine, gradients, 1 - group["betas"][1], skip)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
@@ -183,8 +195,8 @@ class Soap(AdamByWeight):
             new = self.new_state(weight)
             shapes, saved = ({name: value.shape for name, value in values.items()} for values in (new, state))
             if shapes != saved:
-                names = "optimizer.merge_dims or optimizer.max_precondition_dim"
-                raise ValueError(f"its {names} is not this run's (see its config.yaml)")
+                names = "merge_dims, max_precondition_dim or max_precondition_size"
+                raise ValueError(f"its optimizer.{names} is not this run's (see its config.yaml)")
             # Moments have the weight's memory format, which may be another one than the saved run's.
             state.update({name: value.copy_(state[name]) for name, value in new.items()})
 
@@ -219,12 +231,19 @@ class Soap(AdamByWeight):
 def rotate(x: torch.Tensor, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Multiplies x along each side i in `bases` by the transpose of bases[i]; the result has the strides of x."""
     for number, basis in bases.items():
-        order = _memory_order(x)
-        unfolded = _unfolded(x, number)
-        before, _, after = unfolded.shape
-        product = unfolded[..., 0] @ basis if after == 1 else torch.bmm(basis.mT.expand(before, -1, -1), unfolded)
+        order, (_, *factors) = _memory_order(x), _factors(x, x, number, basis)
+        product = torch.bmm(*factors)
         x = product.view([x.shape[side] for side in order]).permute([order.index(side) for side in range(x.dim())])
     return x
+
+
+def _factors(target: torch.Tensor, x: torch.Tensor, number: int, basis: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Batches of matrices: `target`, and two whose product is x times the transpose of the basis along a side."""
+    result, unfolded = _unfolded(target, number), _unfolded(x, number)
+    before, _, after = unfolded.shape
+    if after == 1:
+        return result.mT.transpose(0, 1), unfolded.mT.transpose(0, 1), basis[None]
+    return result, basis.mT.expand(before, -1, -1), unfolded
 
 
 def _memory_order(x: torch.Tensor) -> list[int]:
@@ -238,12 +257,27 @@ def _unfolded(x: torch.Tensor, number: int) -> torch.Tensor:
     return x.permute(order).reshape(math.prod(x.shape[side] for side in order[:place]), x.shape[number], -1)
 
 
-def _descend(group: Group, weights: list[torch.Tensor], directions: list[torch.Tensor], skip: torch.Tensor) -> None:
-    """x ← x − direction − lr · λ x, for directions that have the factor lr. Changes no bit if `skip` is 1."""
-    steps = [_laid_out(direction, weight) for direction, weight in zip(directions, weights, strict=True)]
+def _descend(
+    group: Group,
+    weights: list[torch.Tensor],
+    directions: list[torch.Tensor],
+    bases: list[dict[int, torch.Tensor]],
+    skip: torch.Tensor,
+) -> None:
+    """x ← x − direction − lr · λ x, for directions in the bases, with the factor lr. No bit changes if `skip` is 1."""
     if group["weight_decay"]:
-        torch._foreach_add_(steps, torch._foreach_mul(weights, (skip == 0) * (group["lr"] * group["weight_decay"])))
-    torch._foreach_sub_(weights, steps)
+        torch._foreach_sub_(weights, torch._foreach_mul(weights, (skip == 0) * (group["lr"] * group["weight_decay"])))
+    plain = []
+    for weight, direction, of_weight in zip(weights, directions, bases, strict=True):
+        target = weight.reshape(direction.shape)
+        if not of_weight or target.untyped_storage()._cdata != weight.untyped_storage()._cdata:
+            plain.append((weight, _laid_out(rotate(direction, of_weight), weight)))
+            continue
+        *others, (number, basis) = of_weight.items()
+        result, *factors = _factors(target, rotate(direction, dict(others)), number, basis)
+        result.baddbmm_(*factors, alpha=-1)  # the last product also subtracts
+    if plain:
+        torch._foreach_sub_(*zip(*plain, strict=True))
 
 
 def _laid_out(direction: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -267,13 +301,13 @@ def _update_statistics(
 
 
 def outer_product(x: torch.Tensor, number: int) -> torch.Tensor:
-    """G Gᵀ of x, unfolded to a matrix G whose rows are along the side `number`."""
+    """G Gᵀ of x, unfolded to a matrix G whose rows are along the side `number`; float32 for bfloat16."""
     unfolded = _unfolded(x, number)
     before, size, after = unfolded.shape
-    if after == 1:
-        return unfolded[..., 0].mT @ unfolded[..., 0]
     if before > 1 and size > after:  # one product for each of `before` would be larger than x
         unfolded = unfolded.transpose(0, 1).reshape(1, size, -1)
+    if x.dtype is torch.bfloat16:
+        return torch.bmm(unfolded, unfolded.mT, out_dtype=torch.float32).sum(0)
     return torch.bmm(unfolded, unfolded.mT).sum(0)
 
 
