@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from analysis.evaluation.results import Results
+from utils.errors import UserError
 from utils.volumes.channels import Channel
 
 _calls = ThreadPoolExecutor(1, "drawing")  # one call at a time, in their order
 
 
 def submit(function: Callable[..., bytes], *arguments: Any) -> Future[bytes]:
-    """The PNG file of one of the functions below; the future raises what the function raises."""
+    """The PNG file of a function below. The future raises what the function raises; UserError if the process ends."""
     return _calls.submit(_call, function, *arguments)
 
 
@@ -41,7 +42,8 @@ def _call(*call: Any) -> bytes:
         answer = connection.recv()
     except (EOFError, OSError):
         _drawing_process.cache_clear()  # the next call starts another one
-        raise ChildProcessError(f"the process that draws ended with exit code {process.wait()}") from None
+        fault = f"the process that draws was ended with exit code {process.wait()}"
+        raise UserError(f"{fault}; run the command again, with more memory if that was the reason") from None
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -12,6 +12,7 @@ from analysis.evaluation import drawing, report, results
 from analysis.evaluation.results import Results
 from utils.config import Config
 from utils.data.loaders import Loader
+from utils.errors import UserError
 from utils.files import atomic_write
 from utils.run import tags
 from utils.run.open_run import Run
@@ -36,7 +37,12 @@ def errors_as_warnings(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        text = " ".join(str(error).split())
+        reason = (
+            text
+            if isinstance(error, UserError)
+            else getattr(error, "strerror", None) or f"{type(error).__name__}: {text}"
+        )
         log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
 
 

@@ -13,6 +13,7 @@ from processes import has_ended, wait_until
 from sample_results import sample_results
 
 from analysis.evaluation import drawing
+from utils.errors import UserError
 
 
 def test_a_process_of_its_own_draws_and_a_rank_never_holds_its_lock() -> None:
@@ -33,7 +34,7 @@ def test_a_process_of_its_own_draws_and_a_rank_never_holds_its_lock() -> None:
     assert drawing.submit(drawing.curves, [], "l1", "").result().startswith(b"\x89PNG")
     assert process.poll() is None
     process.kill()
-    with pytest.raises(ChildProcessError, match="ended with exit code -9"):
+    with pytest.raises(UserError, match="ended with exit code -9; run the command again, with more memory"):
         drawing.submit(drawing.curves, [], "l1", "").result()
     assert drawing.submit(drawing.curves, [], "l1", "").result().startswith(b"\x89PNG")
     assert drawing._drawing_process()[0] is not process
