@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.evaluation import report
-from analysis.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files
+from analysis.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, open_fitted
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from analysis.lyman_alpha.setup import add_flux_options, take_flux_options
 from utils import cli
@@ -62,6 +62,8 @@ def evaluate(options: Options, world: World) -> None:
         config = config.model_copy(update={"evaluation": options.evaluation})
         fields = VolumeFields(options.input, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
+        if options.evaluation.fitted_on:
+            open_fitted(options.evaluation.fitted_on, config).close()
     source: dict[str, Any] = {"prediction": options.prediction}
     if trained and predictor:
         source = {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from analysis.evaluation import tables, training_pictures
 from analysis.evaluation.baselines import baseline_losses
-from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
+from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, open_fitted, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
 from analysis.inference.window_grid import WindowGrid, build_window_grid
 from analysis.lyman_alpha.forest import KnownFlux
@@ -68,7 +68,7 @@ class VolumeEvaluation(Evaluation):
             fields = SlabFields(inputs, predicted, target)
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
         if self._world.is_root:
-            self.drawn = training_pictures.save_and_draw(evaluation, self._run, step)
+            self.drawn = training_pictures.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
         seconds = time.perf_counter() - started
         log.info(f"  Evaluation of the validation volume: {seconds:.3f} sec")
         for line in tables.lines(evaluation):
@@ -101,6 +101,8 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
             )
         volume, *_ = volumes.split("valid")
         evaluation_grid(volumes.config, volume)
+        if path := volumes.config.evaluation.fitted_on:
+            open_fitted(path, volumes.config).close()
     return volume
 
 

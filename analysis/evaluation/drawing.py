@@ -7,11 +7,13 @@ only it imports matplotlib.
 import contextlib
 import functools
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,12 +24,17 @@ from analysis.evaluation.results import Results
 from utils.errors import UserError
 from utils.volumes.channels import Channel
 
-_calls = ThreadPoolExecutor(1, "drawing")  # one call at a time, in their order
+ATTEMPTS = 2  # of a call, each in a process of its own: it may have been killed for memory that others used
+
+_calls: queue.SimpleQueue[tuple[Future[bytes], tuple[Any, ...]]] = queue.SimpleQueue()
 
 
 def submit(function: Callable[..., bytes], *arguments: Any) -> Future[bytes]:
     """The PNG file of a function below. The future raises what the function raises; UserError if the process ends."""
-    return _calls.submit(_call, function, *arguments)
+    future: Future[bytes] = Future()
+    _calls.put((future, (function, *arguments)))
+    _start_thread()
+    return future
 
 
 def draw(results: Results) -> dict[str, Future[bytes]]:
@@ -35,24 +42,40 @@ def draw(results: Results) -> dict[str, Future[bytes]]:
     return {name: submit(picture, name, results) for name in results.pictures}
 
 
-def _call(*call: Any) -> bytes:
-    process, connection = _drawing_process()
-    try:
-        connection.send(call)
-        answer = connection.recv()
-    except (EOFError, OSError):
-        _drawing_process.cache_clear()  # the next call starts another one
-        fault = f"the process that draws was ended with exit code {process.wait()}"
-        raise UserError(f"{fault}; run the command again, with more memory if that was the reason") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+@functools.cache
+def _start_thread() -> None:
+    threading.Thread(target=_make_calls, name="drawing", daemon=True).start()  # the end of this process does not wait
+
+
+def _make_calls() -> None:
+    """Makes one call at a time, in their order."""
+    # The process inherits this: a signal to the whole job or terminal is for the caller, which waits for pictures.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while True:
+        future, call = _calls.get()
+        try:
+            future.set_result(_answer(call))
+        except Exception as error:
+            future.set_exception(error)
+
+
+def _answer(call: tuple[Any, ...]) -> bytes:
+    for _ in range(ATTEMPTS):
+        process, connection = _drawing_process()
+        try:
+            connection.send(call)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            _drawing_process.cache_clear()
+            continue
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+    raise UserError(f"the process that draws was ended {ATTEMPTS} times, at last with exit code {process.wait()}")
 
 
 @functools.cache
 def _drawing_process() -> tuple[subprocess.Popen[bytes], Connection]:
-    # Inherited: a signal that stops the job or all processes of a terminal is for the caller, which waits for pictures.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ours, theirs = Pipe()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "analysis.evaluation.drawing", str(theirs.fileno())]

@@ -86,14 +86,17 @@ class Bispectrum:
     @property
     def reference_ratios(self) -> dict[float, float]:
         """The ratio at large, middle and small scales, by k."""
-        shells = sorted({*reference_shells(self.k)}) if np.isfinite(self.k).any() else []
+        shells = reference_shells(self.k) if np.isfinite(self.k).any() else []
         return {float(self.k[shell]): float(self.ratio[shell]) for shell in shells}
 
 
 def reference_shells(k: np.ndarray) -> list[int]:
-    """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k."""
+    """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k.
+
+    Fewer in a small volume, in which some of them are the same.
+    """
     first, last = k[np.isfinite(k)][[0, -1]]
-    return [int(np.nanargmin(np.abs(k - wanted))) for wanted in (min(2 * first, last), last / 4, last / 2)]
+    return sorted({int(np.nanargmin(np.abs(k - wanted))) for wanted in (min(2 * first, last), last / 4, last / 2)})
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ def errors_as_warnings(run: Run) -> Iterator[None]:
         log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
 
 
-def save_and_draw(evaluation: Results, run: Run, step: int) -> dict[str, Future[bytes]]:
-    """Draws an evaluation for TensorBoard, and saves it in the meantime; a full disk does not stop the run."""
-    directory, drawn = run.directory, drawing.draw(evaluation)
+def save_and_draw(evaluation: Results, run: Run, step: int, draws: bool) -> dict[str, Future[bytes]]:
+    """Saves an evaluation and, if `draws`, draws it for TensorBoard; a full disk does not stop the run."""
+    directory, drawn = run.directory, drawing.draw(evaluation) if draws else {}
     try:
         results.save(evaluation, directory.evaluation(step))
     except OSError as error:

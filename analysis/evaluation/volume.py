@@ -131,12 +131,21 @@ class VolumeFields:
             field.close()
 
 
+def open_fitted(path: str, config: Config) -> VolumeFields:
+    """The volume of `evaluation.fitted_on`; UserError if it cannot be used."""
+    try:
+        source = VolumeFields(path, None, config)
+    except UserError as error:
+        raise UserError(f"fitted_on: {error}") from None
+    if source.inputs.cell is None:
+        raise UserError(f"fitted_on: {path} does not state box_size_mpc_h")
+    return source
+
+
 def fit_gas(path: str, config: Config, world: World) -> GasFit:
     """Measures the relations of gas to dark matter in a volume; every rank calls it."""
     with world.raise_together():
-        source = VolumeFields(path, None, config)
-        if source.inputs.cell is None:
-            raise UserError(f"{path} does not state box_size_mpc_h, which evaluation.fitted_on needs")
+        source = open_fitted(path, config)
     slabs = Slabs(source.inputs.shape, world)
     inputs, target = (slabs.reader(field.planes) for field in (source.inputs, source.target))
 

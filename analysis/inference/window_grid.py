@@ -43,7 +43,7 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
     """
     if size < window:
         raise UserError(
-            f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or smaller --window"
+            f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or a smaller window"
         )
     if not 0 <= overlap < window:
         raise UserError(f"overlap {overlap} is not from 0 to {window - 1}; {window // 2} is recommended")

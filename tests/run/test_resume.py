@@ -206,10 +206,15 @@ def parameters(path: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten().double() for tensor in last(path).weights["network"].values()])
 
 
-def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flags: list[str], whole: Path) -> None:
-    """Stopped in the second epoch: the parameters are equal within rounding; with other samples they would not be."""
-    flags = [*data_flags, f"--set=expdir={tmp_path}"]
-    stopped, resumable = directory(tmp_path, 1, "one"), directory(tmp_path, 2, "two")
+def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flags: list[str]) -> None:
+    """Stopped in the second epoch: the parameters are equal within rounding; with other samples they would not be.
+
+    SGD, because Adam may make a large difference of a small one: of a residual or an activation that rounding makes
+    positive with one batch size and negative with another one.
+    """
+    flags = [*data_flags, *CASES["sgd"], f"--set=expdir={tmp_path}"]
+    whole, stopped, resumable = (directory(tmp_path, *name) for name in ((1, "whole"), (1, "one"), (2, "two")))
+    assert run(ALONE, [*flags, "--run_num=whole"])
     assert not run(ALONE, [*flags, "--run_num=one"], 11)
     assert run_ranks(two_ranks_between, 2, flags, str(stopped)) == [[False, True]] * 2
     assert run(ALONE, [*flags, "--run_num=two-one", f"--resume={resumable}"])

@@ -55,7 +55,7 @@ class NeutralKeys(sections.Section):
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
     # Names of LOGGERS in utils/run/loggers. out.log and metrics.jsonl are always written.
     loggers: list[str] = Field(default=["tensorboard"])
-    report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations
+    report_pictures: bool = True  # draw evaluations, and at the end loss curves and slices
 
 
 class Config(NeutralKeys):

@@ -24,7 +24,7 @@ from utils.steps.eager import EagerStep
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
-REMEDY = "omit --resume, or give this run another --run_num"
+REMEDY = "omit --resume to start from scratch; --init_from loads weights alone"
 
 
 class Start:
@@ -140,7 +140,7 @@ def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
         if before.get(key, now[key]) != now[key]:
             raise UserError(
                 f"{saved.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
-                f"other samples; {REMEDY} (--init_from loads weights alone)"
+                f"other samples; {REMEDY}"
             )
     before, now = configs.flatten(before), configs.flatten(now)
     _check_ranges(str(saved.path), before, now)
