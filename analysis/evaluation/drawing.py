@@ -87,12 +87,10 @@ def _serve(connection: Connection) -> None:
     """Answers calls until the caller has ended."""
     with contextlib.suppress(EOFError, OSError):
         while True:
+            function, *arguments = connection.recv()
             try:
-                function, *arguments = connection.recv()
                 answer = function(*arguments)
-            except (EOFError, OSError):
-                raise
-            except Exception as error:
+            except Exception as error:  # also one of a file, such as a style that cannot be read
                 answer = error
             connection.send(answer)
 

@@ -37,12 +37,8 @@ def errors_as_warnings(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = " ".join(str(error).split())
-        reason = (
-            text
-            if isinstance(error, UserError)
-            else getattr(error, "strerror", None) or f"{type(error).__name__}: {text}"
-        )
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        reason = getattr(error, "strerror", None) or kind + " ".join(str(error).split())
         log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
 
 

@@ -116,10 +116,11 @@ class Soap(AdamByWeight):
             self._skipped.copy_(skip)
             mine = [self._matrices(parameter, "statistics", self._rank) for parameter in parameters]
             if gradients[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
-                # For a single product the cast would take longer than it saves.
+                # For a single product the cast would take longer than it saves. Not by the number of this rank's
+                # products: then the statistics would depend on the number of ranks.
                 gradients = [
-                    gradient.bfloat16() if len(matrices) > 1 else gradient
-                    for gradient, matrices in zip(gradients, mine, strict=True)
+                    gradient.bfloat16() if len(of_weight) > 1 else gradient
+                    for gradient, of_weight in zip(gradients, bases, strict=True)
                 ]
             _update_statistics(mine, gradients, 1 - group["betas"][1], skip)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device

@@ -33,6 +33,8 @@ def test_a_process_of_its_own_draws_and_a_rank_never_holds_its_lock() -> None:
     with pytest.raises(AttributeError):
         drawing.submit(drawing.picture, "spectra", replace(results, spectra=None)).result()
     assert drawing.submit(drawing.curves, [], "l1", "").result().startswith(b"\x89PNG")
+    with pytest.raises(FileNotFoundError):
+        drawing.submit(os.stat, "/no_style").result()
     assert process.poll() is None
     process.kill()
     assert drawing.submit(drawing.curves, [], "l1", "").result().startswith(b"\x89PNG")
