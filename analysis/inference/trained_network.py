@@ -70,7 +70,7 @@ class TrainedNetwork:
     network: nn.Module
     config: Config
     record: dict[str, Any]  # epoch, step and final_loss of the checkpoint, and density_factor if it is applied
-    simulation: Simulation  # of the training data
+    known: Mapping[str, Any]  # what the checkpoint states in addition to config and weights
 
     @classmethod
     def load(
@@ -110,7 +110,13 @@ class TrainedNetwork:
             record["density_factor"] = factor
             _shift_first_channel(network, math.log(factor) / volume_channels(config)[1][0].scale)
             log.info("Gas density is multiplied by %.4f, measured on the validation data (--no_calibration: 1)", factor)
-        return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
+        known = {key: value for key, value in content.items() if key not in ("network", "config")}
+        return cls(network.to(device).eval(), config, record, known)
+
+    @property
+    def simulation(self) -> Simulation:
+        """Redshift, cosmology and cell size that all training files state, as far as they agree."""
+        return self.known.get("simulation", {})
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:

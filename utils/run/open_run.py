@@ -172,9 +172,8 @@ class Run:
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
-        self.checkpoint_writer = writer = BackgroundWriter(
-            directory.checkpoints, config, self.volumes.simulation, self.choice.lock
-        )
+        known = {"simulation": dict(self.volumes.simulation)}
+        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:

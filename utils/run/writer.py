@@ -99,13 +99,11 @@ class BackgroundWriter(CheckpointWriter):
 
     WAIT_SECONDS, CLOSE_SECONDS = 60.0, 300.0
 
-    def __init__(
-        self, folder: Path, config: Config, simulation: Mapping[str, Any], lock: io.FileIO | None = None
-    ) -> None:
-        """`simulation` is what the training data state about their origin; predictions compare it with their input."""
+    def __init__(self, folder: Path, config: Config, known: Mapping[str, Any], lock: io.FileIO | None = None) -> None:
+        """`known` is stored with the weights: what a prediction needs to know about the training, by name."""
         self._folder, self._keep_last, self._lock = folder, config.checkpoint.keep_last, lock
         self.seconds_between_saves = 60 * (config.checkpoint.every_minutes or math.inf)
-        self._record = {"config": stored_config(config.model_dump()), "simulation": dict(simulation)}
+        self._record = {"config": stored_config(config.model_dump()), **known}
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._step = 0  # of the most recent requested checkpoint
