@@ -8,12 +8,15 @@ If it is interrupted, run the same command again to resume.
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
-from analysis.inference.layouts import INPUT, OUTPUT, PHYSICAL, choose_layout
+from analysis.inference.layouts import DEVIATION, INPUT, OUTPUT, PHYSICAL, choose_layout
 from analysis.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
 from analysis.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
+from analysis.inference.uncertainty import calibration
 from utils import cli
+from utils.data.symmetry import REFLECTIONS
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
@@ -40,28 +43,39 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
     """Predicts the gas of the input and writes it. Every rank calls it."""
     with world.raise_together():
         check_target(Path(options.output), options.overwrite)
-    weights, content = load_weights(options.checkpoint, world)
+    files = [load_weights(checkpoint, world) for checkpoint in options.checkpoint]
+    weights = [path for path, _ in files]
     with world.raise_together():
-        trained = TrainedNetwork.load(weights, world.device, content, not options.no_calibration)
-        config = trained.config
+        calibrated = not options.no_calibration
+        networks = [TrainedNetwork.load(path, world.device, content, calibrated) for path, content in files]
+        trained, config = networks[0], networks[0].config
+        for path, network in zip(weights, networks, strict=True):
+            if network.channels != trained.channels:
+                raise UserError(f"{path} and {weights[0]} predict different channels; give checkpoints of equal ones")
         source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels)
         file_transform(config.transform, {source.path: source.attributes})
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
-        layout = choose_layout(options.format, options.physical, trained.channels, source)
-        predictor = build_predictor(trained, source, options, world)
+    wanted = options.uncertainty is not None
+    measured = calibration(weights, networks, str(options.uncertainty), options, world) if wanted else None
+    with world.raise_together():
+        layout = choose_layout(options.format, options.physical, trained.channels, source, measured)
+        predictor = build_predictor(trained, source, options, world, networks[1:], spread=wanted)
     with closing(source):
-        PredictionFile(options, source, weights, trained, layout).write(predictor, world, signals)
+        PredictionFile(options, source, weights, networks, layout).write(predictor, world, signals)
 
 
 def build_parser() -> cli.Parser:
     """The parser of the command line."""
     parser = cli.Parser(__doc__)
-    cli.add_checkpoint_option(parser, required=True)
+    cli.add_checkpoint_option(parser, required=True, nargs="+")
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} [C, X, Y, Z]")
     parser.add_argument("--output", required=True, type=cli.hdf5_output, help=f"HDF5 file for {OUTPUT} [5, X, Y, Z]")
     parser.add_argument("--format", choices=FORMATS, default="volume", help="nyx: native_fields/…, in physical units")
     parser.add_argument("--physical", action="store_true", help=f"also write {PHYSICAL}: mean density, km/s, K")
+    text = f"also write {DEVIATION}: standard deviations, calibrated on this volume with targets (that of the training "
+    text += "run's validation); implies --symmetries 8"
+    parser.add_argument("--uncertainty", nargs="?", const="", metavar="VOLUME", help=text)
     text = f"cells per side of the blocks that ranks predict, if they fit into memory ({BLOCK_WINDOWS} windows)"
     parser.add_argument("--block", type=cli.positive, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
@@ -71,7 +85,12 @@ def build_parser() -> cli.Parser:
 
 def parse(argv: Sequence[str] | None = None) -> PredictionOptions:
     """Reads the command line; raises UserError if it is wrong."""
-    return PredictionOptions(**vars(build_parser().parse_args(argv)))
+    options = PredictionOptions(**vars(build_parser().parse_args(argv)))
+    if options.uncertainty is None:
+        return options
+    if options.format != "volume":
+        raise UserError(f"--format {options.format} has no standard deviations; remove --uncertainty")
+    return replace(options, symmetries=max(options.symmetries, REFLECTIONS))
 
 
 if __name__ == "__main__":

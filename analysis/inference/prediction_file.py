@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +41,12 @@ class _Interrupted(Exception):
 class PredictionOptions(InferenceOptions):
     """The command line of predict.py; the flags have the same names."""
 
-    checkpoint: str
+    checkpoint: Sequence[str]
     input: str
     output: str
     format: str = "volume"
     physical: bool = False
+    uncertainty: str | None = None  # the volume of the calibration; "": that of the training run's validation
     block: int | None = None
     overwrite: bool = False
 
@@ -56,8 +57,8 @@ class PredictionFile:
 
     options: PredictionOptions
     source: FieldReader
-    weights: Path
-    trained: TrainedNetwork
+    weights: Sequence[Path]
+    networks: Sequence[TrainedNetwork]  # the prediction is their mean
     layout: Layout
 
     def write(self, predictor: SlidingWindowPredictor, world: World, signals: Signals) -> None:
@@ -67,7 +68,7 @@ class PredictionFile:
             file, per_node = None, 1 + max(world.gather_json(world.local_rank))
             with world.raise_together():
                 if world.is_root:
-                    source, physical = self.source, self.trained.config.allow_physical_values
+                    source, physical = self.source, self.networks[0].config.allow_physical_values
                     check_sample(source.path, source.name, source.values, physical)
                     file = opened.enter_context(closing(self._open(predictor, record, per_node)))
             with world.raise_together():
@@ -98,33 +99,35 @@ class PredictionFile:
         grid, options, layout = predictor.grid, self.options, self.layout
         origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
         box, source = self.source.attributes, Path(self.source.path).resolve()
-        sha256, status = file_digest(self.weights), source.stat()
+        sha256, status = [*map(file_digest, self.weights)], source.stat()
+        records = [network.record for network in self.networks]
+        stated = [key for key in records[0] if all(key in record for record in records)]
         attributes = {
             "made_by": "predict.py: a network's prediction",
             **{key: box[key] for key in box if key.startswith(BOX_ATTRIBUTES)},
-            "checkpoint": str(self.weights),
-            "checkpoint_sha256": sha256,
+            "checkpoint": _list_if_several([*map(str, self.weights)]),
+            "checkpoint_sha256": _list_if_several(sha256),
             "input": str(source),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": options.precision,
             "symmetries": options.symmetries,
             "periodic": self.source.periodic and not options.not_periodic,
-            **self.trained.config.transform.model_dump(exclude_none=True),
-            **{f"checkpoint_{key}": value for key, value in self.trained.record.items()},
-            "config": to_yaml(self.trained.config, "trained"),
+            **self.networks[0].config.transform.model_dump(exclude_none=True),
+            **{f"checkpoint_{key}": _list_if_several([record[key] for record in records]) for key in stated},
+            "config": to_yaml(self.networks[0].config, "trained"),
             "provenance": json.dumps(record),
         }
         file_attributes = {**layout.attributes, "": {**attributes, **layout.attributes.get("", {})}}
         # An unfinished file with other values is not resumed.
         identity = {
-            "weights": sha256,
+            "weights": _list_if_several(sha256),
             "input": str(source),
             "input's size and time": [status.st_size, status.st_mtime_ns],
             "windows": [grid.x.window, *origins],
             "precision": options.precision,
             "symmetries": options.symmetries,
-            "calibration": self.trained.record.get("density_factor"),
+            "calibration": _list_if_several([record.get("density_factor") for record in records]),
             **layout.identity,
         }
         path = Path(options.output)
@@ -170,3 +173,7 @@ class PredictionFile:
             except BaseException:
                 writer.stops = True
                 raise
+
+
+def _list_if_several(values: list[Any]) -> Any:
+    return values if len(values) > 1 else values[0]

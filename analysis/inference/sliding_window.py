@@ -208,15 +208,21 @@ def forward_pass(network: torch.nn.Module, precision: str, device: torch.device)
 
 
 def symmetry_mean(
-    predict: Predict, count: int, channels: tuple[int, int], vectors: tuple[Vectors, Vectors], world: World
+    networks: Sequence[Predict],
+    count: int,
+    channels: tuple[int, int],
+    vectors: tuple[Vectors, Vectors],
+    world: World,
+    spread: bool = False,
 ) -> Predict:
-    """The mean of the predictions under the first `count` symmetries of the cube, mapped back, in float32.
+    """The mean of the networks' predictions under the first `count` symmetries of the cube, mapped back, in float32.
 
-    If these are a group, the mean is equivariant under it, regardless of the network. `channels` and `vectors` are
-    those of inputs and targets.
+    If these are a group, the mean is equivariant under it, regardless of the networks. `channels` and `vectors` are
+    those of inputs and targets. `spread`: the variances of the predictions follow the means, [N, 2 C_out, W, W, W].
     """
-    if count == 1:
-        return predict
+    number = count * len(networks)
+    if number == 1 and not spread:
+        return networks[0]
     before, after = (
         tuple(torch.from_numpy(table).to(world.device) for table in channel_table(number, triples, "full"))
         for number, triples in zip(channels, vectors, strict=True)
@@ -224,11 +230,19 @@ def symmetry_mean(
 
     @torch.inference_mode()
     def mean(windows: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros((), device=windows.device)
-        for index in range(count):
+        total = squares = torch.zeros((), device=windows.device)
+        first = None
+        for index, predict in itertools.product(range(count), networks):
             outputs = predict(apply_on_device(windows, index, *before)).float()
-            total = total + apply_on_device(outputs, inverse(index), *after)
+            outputs = apply_on_device(outputs, inverse(index), *after)
+            total = total + outputs
+            if spread:
+                first = outputs if first is None else first
+                squares = squares + (outputs - first).square()  # of small differences: rounding matters less
             world.pulse.advance()
-        return total / count
+        means = total / number
+        if first is None:
+            return means
+        return torch.cat([means, (squares / number - (means - first).square()).clamp(min=0)], dim=1)
 
     return mean

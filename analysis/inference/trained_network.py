@@ -3,7 +3,7 @@
 import argparse
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,15 +133,22 @@ def _shift_first_channel(network: nn.Module, shift: float) -> None:
 
 
 def build_predictor(
-    trained: TrainedNetwork, volume: FieldReader, options: InferenceOptions, world: World
+    trained: TrainedNetwork,
+    volume: FieldReader,
+    options: InferenceOptions,
+    world: World,
+    others: Sequence[TrainedNetwork] = (),
+    spread: bool = False,
 ) -> SlidingWindowPredictor:
-    """Predicts `volume` window by window.
+    """Predicts `volume` window by window, as the mean of the network and of `others` with the same channels.
 
-    UserError if the windows do not suit the network or the box, or if the volume does not state its conditions.
+    `spread`: the variances of the predictions follow their means, as further channels. UserError if the windows do not
+    suit the networks or the box, or if the volume does not state their conditions.
     """
-    config, network = trained.config, trained.config.network
+    config, network, networks = trained.config, trained.config.network, (trained, *others)
     conditions = conditions_of(network, volume.path, volume.simulation)
-    window, divisor = options.window or config.data_size, config.window_multiple
+    window = options.window or config.data_size
+    divisor = math.lcm(*(model.config.window_multiple for model in networks))
     if world.is_root:
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
         warn_of_untrained_conditions(network, volume.path, conditions)
@@ -153,7 +160,10 @@ def build_predictor(
     grid = build_window_grid(volume.shape, window, options.overlap, periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channel_counts = (config.N_in_channels, config.N_out_channels)
-    predict = with_conditions(forward_pass(trained.network, options.precision, world.device), conditions, world.device)
+    forward = (forward_pass(model.network, options.precision, world.device) for model in networks)
+    scalars = (conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
+    predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
     vectors = config.vector_channels.inputs, config.vector_channels.targets
-    predict = symmetry_mean(predict, options.symmetries, channel_counts, vectors, world)
+    predict = symmetry_mean(predicts, options.symmetries, channel_counts, vectors, world, spread)
+    channel_counts = config.N_in_channels, config.N_out_channels * (1 + spread)
     return SlidingWindowPredictor(predict, volume.box, grid, channel_counts, batch_size, world)

@@ -238,7 +238,7 @@ INPUT_VECTORS, OUTPUT_VECTORS = [(1, 2, 3)], [(2, 3, 1)]  # the target's compone
 
 
 def mean_over(predict_windows: Predict, count: int) -> Predict:
-    return symmetry_mean(predict_windows, count, (4, 5), (INPUT_VECTORS, OUTPUT_VECTORS), ALONE)
+    return symmetry_mean([predict_windows], count, (4, 5), (INPUT_VECTORS, OUTPUT_VECTORS), ALONE)
 
 
 def largest_errors(predict_windows: Predict) -> list[float]:
