@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from analysis.inference.layouts import DEVIATION, INPUT, OUTPUT, PHYSICAL, choose_layout
+from analysis.inference.layouts import DEVIATION, INPUT, OUTPUT, PHYSICAL, choose_layout, with_deviations
 from analysis.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
 from analysis.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from analysis.inference.uncertainty import calibration
@@ -56,11 +56,12 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         file_transform(config.transform, {source.path: source.attributes})
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
-    wanted = options.uncertainty is not None
-    measured = calibration(weights, networks, str(options.uncertainty), options, world) if wanted else None
-    with world.raise_together():
-        layout = choose_layout(options.format, options.physical, trained.channels, source, measured)
+        layout = choose_layout(options.format, options.physical, trained.channels, source)
+        wanted = options.uncertainty is not None
         predictor = build_predictor(trained, source, options, world, networks[1:], spread=wanted)
+    if options.uncertainty is not None:
+        measured = calibration(weights, networks, options.uncertainty, options, world)
+        layout = with_deviations(layout, trained.channels[1], measured)
     with closing(source):
         PredictionFile(options, source, weights, networks, layout).write(predictor, world, signals)
 

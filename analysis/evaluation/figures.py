@@ -14,7 +14,7 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.image import AxesImage, imsave
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from analysis.evaluation.results import Distribution, Results
+from analysis.evaluation.results import DENSITIES, Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux
 from utils.volumes.channels import DARK_MATTER, DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
@@ -354,6 +354,22 @@ def _add_color_bar(figure: Figure, image: AxesImage, axes: Axes, panels: int, la
     bar.set_label(label)
 
 
+def coverage(results: Results) -> Figure:
+    """Shares of errors within the standard deviations, by predicted density."""
+    assert results.coverage is not None
+    figure = new_figure(8, 4.3)
+    axes = figure.subplots()
+    places = np.append(DENSITIES, 3 * DENSITIES[-1])[-(results.coverage.shape[2] - 1) :] / math.sqrt(3)
+    for one, two, channel, color in zip(*results.coverage, results.channels, itertools.cycle(PALETTE), strict=False):
+        axes.plot(places, one[:-1], "o-", markersize=3, color=color, label=channel.name)
+        axes.plot(places, two[:-1], "o--", markersize=3, color=color)
+    for share in (0.6827, 0.95):
+        axes.axhline(share, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
+    axes.set(xscale="log", ylim=(0, 1), xlabel="predicted density / mean", ylabel="share of cells")
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
 PICTURES: dict[str, Callable[[Results], Figure]] = {
     "slices": lambda results: draw_slices(results.input_channels, results.channels, results.slices, results.cell),
     "spectra": spectra,
@@ -362,4 +378,5 @@ PICTURES: dict[str, Callable[[Results], Figure]] = {
     "flux": flux,
     "flux_3d": flux_3d,
     "bispectrum": bispectrum,
+    "coverage": coverage,
 }

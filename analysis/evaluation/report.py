@@ -106,7 +106,10 @@ def _training_curves(evaluation: Results) -> dict[str, bytes]:
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The content of evaluation.json; bispectrum and flux have the names of evaluation.npz."""
-    bispectrum, flux = evaluation.bispectrum, evaluation.flux
+    bispectrum, flux, covered = evaluation.bispectrum, evaluation.flux, dict[str, Any]()
+    if evaluation.coverage is not None:
+        shares = zip(evaluation.channels, *map(_rounded, evaluation.coverage), strict=True)
+        covered = {channel.name: {"68 %": one, "95 %": two} for channel, one, two in shares}
     return {
         "scalars": evaluation.scalars(),
         "spectra": {
@@ -118,6 +121,7 @@ def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, An
             }
             for name, spectrum in evaluation.spectra.items()
         },
+        **({"coverage": covered | {"densities, then all": results.DENSITIES}} if covered else {}),
         **({"bispectrum": _rounded(asdict(bispectrum))} if bispectrum else {}),
         **({"flux": _rounded(asdict(flux))} if flux else {}),
         "metadata": {**evaluation.metadata, "cell": evaluation.cell},

@@ -17,7 +17,9 @@ from utils.volumes.channels import Channel
 
 LOG_DENSITY = "log density"
 LEVELS = (0.9, 0.5)  # of r and T, whose wavenumbers are the effective resolution
-PICTURES = "slices", "spectra", "distributions", "phase_diagram", "flux", "flux_3d", "bispectrum"
+PICTURES = "slices", "spectra", "distributions", "phase_diagram", "flux", "flux_3d", "bispectrum", "coverage"
+COVERED = (1.0, 1.96)  # standard deviations, within which 68 and 95 % of Gaussian errors are
+DENSITIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # / mean, ends of the bins of the coverage
 ARRAY = "stored array"  # key of a JSON object that refers to an array
 
 
@@ -144,6 +146,9 @@ class Results:
     slices: dict[str, np.ndarray]  # the middle plane: "input" [C_in, Y, Z], "target" and "predicted" [C, Y, Z]
     metadata: Mapping[str, Any]  # epoch, step, checkpoint, input, …: plain values
     flux: Flux | None = None  # None if it was not computed
+    # [2, C, bins + 1] shares of cells whose error is within COVERED standard deviations, in bins of predicted density
+    # (one bin if its unit is unknown) and, last, in all; None if the prediction has none
+    coverage: np.ndarray | None = None
 
     @property
     def wavenumber_unit(self) -> str:
@@ -152,7 +157,7 @@ class Results:
     @property
     def pictures(self) -> list[str]:
         """Those of PICTURES for which there are data."""
-        missing = {name for name in ("phase_diagram", "flux", "bispectrum") if getattr(self, name) is None}
+        missing = {name for name in ("phase_diagram", "flux", "bispectrum", "coverage") if getattr(self, name) is None}
         missing |= set() if self.flux and self.flux.p3d_k.size else {"flux_3d"}
         return [name for name in PICTURES if name not in missing]
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from analysis.evaluation.fields import Fields, r2
-from analysis.evaluation.results import Distribution, PhaseDiagram, Results
+from analysis.evaluation.results import COVERED, DENSITIES, Distribution, PhaseDiagram, Results
+from analysis.lyman_alpha.results import quotient
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel, common_channels
 
@@ -165,6 +166,24 @@ def volume_statistics(
         slices={name: plane.cpu().numpy() for name, plane in planes.items()},
         metadata=dict(metadata),
     )
+
+
+@torch.no_grad()
+def coverage(targets: Sequence[Channel], deviation: ReadPlanes, fields: SlabFields, slabs: Slabs) -> np.ndarray:
+    """`Results.coverage` of standard deviations in channel units; every rank calls it."""
+    ends = targets[0].from_physical(np.array(DENSITIES)) if targets[0].unit else np.empty(0)
+    edges = torch.from_numpy(ends).float().to(slabs.world.device)
+    sums = torch.zeros(3, len(targets), len(ends) + 2, dtype=torch.float64, device=slabs.world.device)
+    with slabs.world.raise_together():
+        for piece in slabs.pieces():
+            sigma, predicted, target = (read(slice(None), piece) for read in (deviation, *fields[1:]))
+            ratios, bins = (predicted - target).abs() / sigma, torch.bucketize(predicted[0], edges)
+            for number in range(len(ends) + 1):
+                inside = ratios[:, bins == number]  # [C, cells]
+                sums[:, :, number] += torch.stack([(inside <= limit).sum(1) for limit in (math.inf, *COVERED)])
+    sums[..., -1] = sums.sum(2)
+    cells, *covered = slabs.world.sum(sums).cpu().numpy()
+    return quotient(np.array(covered), cells)
 
 
 def _plane(read: ReadPlanes, channels: int, plane: int, slabs: Slabs) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from analysis.evaluation.results import LOG_DENSITY, Results
-from analysis.evaluation.statistics import volume_statistics
+from analysis.evaluation.statistics import coverage, volume_statistics
+from analysis.inference.layouts import DEVIATION
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from analysis.lyman_alpha.setup import FluxSetup, GasFit
@@ -89,7 +90,11 @@ class VolumeFields:
         self.inputs = FieldReader(path, config.dataset_names[0], config.N_in_channels)
         self.target = FieldReader(path, config.dataset_names[1], outputs)
         self.prediction = FieldReader(prediction, OUTPUT, outputs) if prediction else None
-        self._all = [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
+        self.deviation = None
+        if prediction:
+            with reading(prediction), open_file(prediction) as file:
+                self.deviation = FieldReader(prediction, DEVIATION, outputs) if DEVIATION in file else None
+        self._all = [self.inputs, self.target, *filter(None, (self.prediction, self.deviation))]
         shape = self.inputs.shape
         for output in self._all[1:]:
             if output.shape != shape:
@@ -124,7 +129,11 @@ class VolumeFields:
             with Progress(description, predictor.window_count(), "windows") as bar, world.pulse.using(show=bar.advance):
                 predicted = slabs.stored(predictor.predict_planes(slabs))
         fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
-        return evaluate_fields(self.config, self.inputs, fields, slabs, metadata)
+        results = evaluate_fields(self.config, self.inputs, fields, slabs, metadata)
+        if self.deviation is None:
+            return results
+        deviation = slabs.reader(self.deviation.planes)
+        return replace(results, coverage=coverage(results.channels, deviation, fields, slabs))
 
     def close(self) -> None:
         for field in self._all:

@@ -1,13 +1,11 @@
 """Layouts of the file that predict.py writes: this project's volumes, and Nyx's snapshots (volumes/snapshots.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from analysis.inference.sliding_window import Block
-from analysis.inference.uncertainty import Calibration
 from utils.errors import UserError
 from utils.volumes import snapshots
 from utils.volumes.attributes import UNIVERSE
@@ -34,37 +32,41 @@ class Layout(NamedTuple):
     values: Callable[[Block], dict[str, np.ndarray]]  # a block's cells of each dataset, on the host
 
 
-def volume_layout(
-    channels: Sequence[Channel], shape: tuple[int, int, int], physical: bool, calibration: Calibration | None = None
-) -> Layout:
-    """The layout of the training data: `Hydro`, and physical values next to it if `physical`.
-
-    With a calibration, also the standard deviations, for which blocks hold means and then variances.
-    """
+def volume_layout(channels: Sequence[Channel], shape: tuple[int, int, int], physical: bool) -> Layout:
+    """The layout of the training data: `Hydro`, and physical values next to it if `physical`."""
     names = [channel.name for channel in channels]
     attributes = {OUTPUT: {"channels": names, "transform": [channel.formula() for channel in channels]}}
     if physical:
         attributes[PHYSICAL] = {"channels": names, "units": [str(channel.unit) for channel in channels]}
-    if calibration:
-        attributes[DEVIATION] = {"channels": names, **asdict(calibration)}
-    if calibration and physical:
-        units = ["ln of the value" if channel.is_log else str(channel.unit) for channel in channels]
-        attributes[PHYSICAL_DEVIATION] = {"channels": names, "units": units}
 
     def values(block: Block) -> dict[str, np.ndarray]:
-        predicted, variances = np.split(block.predicted.cpu().numpy(), [len(channels)])
-        written = {OUTPUT: predicted}
-        if physical:
-            parts = [channel.to_physical(part) for channel, part in zip(channels, predicted, strict=True)]
-            written[PHYSICAL] = np.stack(parts)
-        if calibration:
-            written[DEVIATION] = calibration.deviations(variances)
-            scales = np.array([channel.scale for channel in channels], np.float32).reshape(-1, 1, 1, 1)
-            written |= {PHYSICAL_DEVIATION: scales * written[DEVIATION]} if physical else {}
-        return written
+        predicted = block.predicted.cpu().numpy()
+        if not physical:
+            return {OUTPUT: predicted}
+        parts = [channel.to_physical(part) for channel, part in zip(channels, predicted, strict=True)]
+        return {OUTPUT: predicted, PHYSICAL: np.stack(parts)}
 
-    identity = {"physical": physical, "uncertainty": asdict(calibration) if calibration else None}
-    return Layout(identity, dict.fromkeys(attributes, (len(channels), *shape)), attributes, values)
+    return Layout({"physical": physical}, dict.fromkeys(attributes, (len(channels), *shape)), attributes, values)
+
+
+def with_deviations(layout: Layout, channels: Sequence[Channel], calibration: Mapping[str, Any]) -> Layout:
+    """The layout of a volume with standard deviations, for blocks that hold means and then variances."""
+    by_channel = calibration["factors"], calibration["floors"], [channel.scale for channel in channels]
+    factors, floors, scales = (np.reshape(values, (-1, 1, 1, 1)) for values in by_channel)
+    attributes = {DEVIATION: {**layout.attributes[OUTPUT], **calibration}}
+    if PHYSICAL in layout.datasets:  # of a logarithm, the relative one as far as it is small
+        units = ["ln of the value" if channel.is_log else str(channel.unit) for channel in channels]
+        attributes[PHYSICAL_DEVIATION] = {**layout.attributes[PHYSICAL], "units": units}
+    datasets = {**layout.datasets, **dict.fromkeys(attributes, layout.datasets[OUTPUT])}
+
+    def values(block: Block) -> dict[str, np.ndarray]:
+        means, variances = block.predicted.chunk(2)
+        deviations = np.sqrt(factors * variances.cpu().numpy() + floors)
+        written = {DEVIATION: deviations, PHYSICAL_DEVIATION: scales * deviations}
+        return layout.values(block._replace(predicted=means)) | {name: written[name] for name in attributes}
+
+    identity = {**layout.identity, "uncertainty": dict(calibration)}
+    return Layout(identity, datasets, {**layout.attributes, **attributes}, values)
 
 
 def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader) -> Layout:
@@ -89,18 +91,14 @@ def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader
 
 
 def choose_layout(
-    name: str,
-    physical: bool,
-    channels: tuple[Sequence[Channel], Sequence[Channel]],
-    source: FieldReader,
-    calibration: Calibration | None = None,
+    name: str, physical: bool, channels: tuple[Sequence[Channel], Sequence[Channel]], source: FieldReader
 ) -> Layout:
     """The layout of a name of FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
     (dark_matter, *_), gas = channels
     if name == "volume":
         if physical:
             check_physical_units(gas, "do not give --physical, or train with the transform's keys set")
-        return volume_layout(gas, source.shape, physical, calibration)
+        return volume_layout(gas, source.shape, physical)
     if physical:
         raise UserError("--format nyx holds physical values only; remove --physical")
     check_physical_units((dark_matter, *gas), "do not give --format nyx, or train with the transform's keys set")

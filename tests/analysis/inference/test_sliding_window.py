@@ -274,6 +274,22 @@ def test_an_equivariant_network_predicts_the_same_with_any_number_of_symmetries(
     torch.testing.assert_close(mean, expected, rtol=0.02, atol=0.02)
 
 
+def test_the_spread_is_the_variance_over_networks_and_symmetries() -> None:
+    windows, networks = torch.from_numpy(random_field((8, 8, 8)))[None], [small_unet(), equivariant]
+    mean = symmetry_mean(networks, 8, (4, 5), (INPUT_VECTORS, OUTPUT_VECTORS), ALONE, spread=True)
+    single = [
+        symmetry.apply(
+            network(torch.from_numpy(symmetry.apply(windows[0].numpy(), index, INPUT_VECTORS))[None])[0].numpy(),
+            symmetry.inverse(index),
+            OUTPUT_VECTORS,
+        )
+        for index in range(8)
+        for network in networks
+    ]
+    expected = np.concatenate([np.mean(single, axis=0), np.var(single, axis=0)])
+    np.testing.assert_allclose(mean(windows)[0].numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_the_gas_of_a_rotated_box_is_the_rotated_gas(trained_run: Path, tmp_path: Path) -> None:
     """With the vectors of the checkpoint's config, and windows that overlap."""
     vectors, index = [(1, 2, 3)], 30

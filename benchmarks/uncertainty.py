@@ -1,0 +1,132 @@
+"""Standard deviations of predictions: which method describes the errors of the demo's networks at z = 3 best.
+
+python -m benchmarks.uncertainty
+
+Trains the networks of the study `forest` at z = 3, calibrates each method on their validation box, and compares them on
+boxes of other seeds, redshifts and cells, for each network and for the mean of all. The spread is that of `predict.py
+--uncertainty`. A log likelihood is the mean over cells and channels in nats, of Gaussian and of Laplace errors.
+"""
+
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributions import Laplace, Normal
+
+from analysis.evaluation.results import COVERED
+from analysis.evaluation.volume import VolumeFields
+from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
+from analysis.inference.uncertainty import fit
+from benchmarks import common, study
+from benchmarks.boxes import Boxes, spreads
+from utils.volumes.channels import Channel
+
+SEEDS, HELD_OUT, SPREAD = "other seeds", {"grid": 96, "seeds": [21, 22]}, "spread"
+VOLUMES: dict[str, dict[str, Any]] = {SEEDS: {}, "z = 2": {"redshift": 2.0}, "z = 4": {"redshift": 4.0}}
+VOLUMES |= {f"cells of {cell} Mpc/h": {"cell": cell} for cell in (0.1, 0.25)}
+BINS = 20  # of the predicted density, with equal numbers of cells
+ENDS = {"all": (0.0, math.inf), "below 0.3": (0.0, 0.3), "0.3 to 3": (0.3, 3.0), "above 3": (3.0, math.inf)}  # / mean
+QUANTITIES = {"density": slice(1), "velocity": slice(1, 4), "temperature": slice(4, 5)}  # their channels
+LABELS = "68 %", "95 %", "slope"  # shares of errors within σ and 1.96 σ; slope of log rms error over log rms σ
+KEYS = [f"{quantity}, {label}" for label in LABELS for quantity in QUANTITIES]
+
+
+def predicted(networks: Sequence[Path], file: str, runs: Path) -> list[torch.Tensor]:
+    """Means and variances of predictions under 8 reflections, and the target, [C, X, Y, Z]; kept for a later start."""
+    path = runs / "uncertainty" / f"{'_'.join(path.parents[1].name for path in networks)}_{Path(file).stem}.pt"
+    if not path.exists():
+        world, options = common.this_machine(), InferenceOptions(symmetries=8)
+        trained = [TrainedNetwork.load(network, world.device) for network in networks]
+        with common.logged(f"predicting {path.stem}"), closing(VolumeFields(file, None, trained[0].config)) as fields:
+            predictor = build_predictor(trained[0], fields.inputs, options, world, trained[1:], spread=True)
+            x, y, z = (slice(0, cells) for cells in fields.inputs.shape)
+            target = torch.from_numpy(np.array(fields.target.box(x, y, z)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save([*predictor.predict_box((x, y, z)).predicted.cpu().chunk(2), target], path)
+    return torch.load(path, weights_only=True)
+
+
+def deviations(known: Sequence[torch.Tensor], means: torch.Tensor, variances: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The standard deviations of each method, fitted to the errors on one box."""
+    squares, density = (known[0] - known[2]).square(), known[0][0]
+    edges = density.flatten()[::8].quantile(torch.linspace(0, 1, BINS + 1)[1:-1])
+    bins, places = torch.bucketize(density, edges), torch.bucketize(means[0], edges)
+
+    def by_density(values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([values[:, bins == number].mean(dim=1) for number in range(BINS)], dim=1)[:, places]
+
+    factors, floors = (part.float().view(-1, 1, 1, 1) for part in fit(squares.flatten(1), known[1].flatten(1)))
+    spread = factors * variances + floors
+    methods = {"constant": squares.mean(dim=(1, 2, 3), keepdim=True).expand_as(means)}
+    methods |= {"function of the predicted density": by_density(squares), SPREAD: spread}
+    methods["spread and density"] = spread * by_density(squares / (factors * known[1] + floors))
+    return {name: values.sqrt() for name, values in methods.items()}
+
+
+def measures(density: Channel, deviation: torch.Tensor, means: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
+    errors = means - target
+    laplace = Laplace(0.0, deviation / 2**0.5)  # of the same standard deviation
+    values = {"log likelihood": Normal(0.0, deviation).log_prob(errors), "Laplace": laplace.log_prob(errors)}
+    result, physical = {name: float(part.mean()) for name, part in values.items()}, density.to_physical(means[0])
+    for (name, (low, high)), (quantity, channels) in itertools.product(ENDS.items(), QUANTITIES.items()):
+        cells = (physical >= low) & (physical < high)
+        sigma, sizes = deviation[channels, cells].flatten(), errors[channels, cells].abs().flatten()
+        by_sigma = sigma.argsort().tensor_split(BINS)
+        x, y = ([float(part[place].square().mean().log()) for place in by_sigma] for part in (sigma, sizes))
+        shares = [float((sizes <= limit * sigma).float().mean()) for limit in COVERED]
+        measured = *shares, statistics.linear_regression(x, y).slope if x[0] < x[-1] else math.nan
+        result |= {f"{name}: {quantity}, {label}": value for label, value in zip(LABELS, measured, strict=True)}
+    return result
+
+
+def report(result: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The likelihoods of all methods, and the coverage of SPREAD by density."""
+
+    def row(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+        return [common.plus_minus(values[key], ".2f") for key in keys]
+
+    every = [(boxes, *pair) for boxes, methods in result.items() for pair in methods.items()]
+    scores = ["log likelihood", "Laplace", *(f"all: {key}" for key in KEYS)]
+    rows = [[*names, *row(values, scores)] for *names, values in every]
+    covered = [
+        [boxes, name, *row(methods[SPREAD], [f"{name}: {key}" for key in KEYS])]
+        for boxes, methods in result.items()
+        for name in ENDS
+    ]
+    first = common.table(["boxes", "method", *scores[:2], *KEYS], rows, left=2)
+    return f"{first}\n\n{common.table(['boxes', 'density', *KEYS], covered, left=2)}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
+    options.output, runs, forest = options.output.absolute(), options.runs, study.STUDIES["forest"]
+    os.chdir(common.REPOSITORY)
+    condition, keys = forest.conditions[0], forest.simulated(runs).training_keys(forest.conditions[0].boxes)
+    training_runs = [study.Training("forest-0", condition, seed, runs, keys) for seed in range(options.seeds)]
+    if failure := study.run_missing(training_runs):
+        raise failure
+    simulated = Boxes({**forest.simulation, "held_out": HELD_OUT}, VOLUMES, runs)
+    checkpoints = [run.checkpoint for run in training_runs]
+    density = TrainedNetwork.load(checkpoints[0], common.this_machine().device).channels[1][0]
+    values: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for networks in (*([checkpoint] for checkpoint in checkpoints), checkpoints):
+        known = predicted(networks, keys["val_path"], runs)
+        for name in VOLUMES if len(networks) == 1 else [SEEDS]:
+            by_method = values.setdefault(name if len(networks) == 1 else f"{name}, mean of the networks", {})
+            for file in simulated.files(name, "held_out"):
+                means, variances, target = predicted(networks, file, runs)
+                for method, deviation in deviations(known, means, variances).items():
+                    by_method.setdefault(method, []).append(measures(density, deviation, means, target))
+    result = {name: {method: spreads(part) for method, part in parts.items()} for name, parts in values.items()}
+    common.publish("uncertainty", options, {"boxes": result}, report(result))
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,161 @@
+"""Standard deviations of predictions: their calibration, the file, several checkpoints, and their evaluation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from empty_pictures import draw_nothing
+from log_lines import refusal
+from processes import run_ranks
+from reference_samples import ALONE
+from volume_files import write_volume
+
+import evaluate
+import predict
+from analysis.evaluation.results import DENSITIES
+from analysis.evaluation.statistics import coverage
+from analysis.inference.uncertainty import FILE, fit
+from analysis.slabs import SlabFields, Slabs
+from utils.config.sections import TransformConfig
+from utils.distributed.signals import Signals
+from utils.distributed.world import World
+from utils.run.checkpoint import read_weights
+from utils.volumes.channels import target_channels
+
+
+def test_the_fit_finds_how_errors_grow_with_the_spread() -> None:
+    """Without any spread, as that of an equivariant network under symmetries, the errors alone are left."""
+    generator = torch.Generator().manual_seed(0)
+    variances = torch.randn(3, 400_000, generator=generator).mul(1.5).exp() * torch.tensor([[1e-4], [1e-6], [0.0]])
+    expected = torch.tensor([[3.0], [0.5], [1.0]]) * variances + torch.tensor([[1e-5], [1e-6], [4e-4]])
+    factors, floors = fit(expected * torch.randn(expected.shape, generator=generator).square(), variances)
+    np.testing.assert_allclose(factors, [3.0, 0.5, 0.0], rtol=0.05)
+    np.testing.assert_allclose(floors, [1e-5, 1e-6, 4e-4], rtol=0.05)
+
+
+def test_coverage_of_known_errors() -> None:
+    """Errors of the stated size are covered to 68 and 95 %; three times that size, in dense cells, to 26 and 49 %."""
+    generator = np.random.default_rng(0)
+    channels, slabs = target_channels(5, TransformConfig()), Slabs((48, 48, 48), ALONE)
+    sigma = np.exp(generator.normal(-5, 1, (5, *slabs.shape))).astype(np.float32)
+    predicted = generator.normal(0, 0.1, sigma.shape).astype(np.float32)
+    dense = predicted[0] > 0  # above the mean density
+    target = predicted + np.where(dense, 3, 1) * sigma * generator.normal(size=sigma.shape)
+    reads = [slabs.stored(torch.from_numpy(values).float()) for values in (sigma, predicted, target)]
+    shares = coverage(channels, reads[0], SlabFields(reads[1], reads[1], reads[2]), slabs)
+    counts = np.bincount(np.digitize(14 * predicted[0].flatten(), np.log(DENSITIES)), minlength=len(DENSITIES) + 1)
+    for number, count in enumerate(counts):
+        expected = (0.2611, 0.4865) if DENSITIES[number - 1] >= 1 and number else (0.6827, 0.95)
+        np.testing.assert_allclose(shares[:, :, number], np.repeat([expected], 5, 0).T, atol=3 / np.sqrt(count))
+    np.testing.assert_allclose(shares[:, :, -1], (shares[:, :, :-1] * counts).sum(2) / counts.sum(), rtol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def files(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two networks of one training run, whose validation volume is val.h5 there, and a box to predict."""
+    folder, content = tmp_path_factory.mktemp("uncertainty"), read_weights(trained_run)
+    write_volume(folder / "val.h5", seed=5)
+    write_volume(folder / "box.h5", seed=7)
+    config = content["config"] | {"val_path": str(folder / "val.h5")}
+    for name, factor in (("a", 1.0), ("b", 1.1), ("other", 1.0)):
+        network = {key: factor * tensor for key, tensor in content["network"].items()}
+        stated = {"config": config | ({"transform": {"density_log_scale": 10.0}} if name == "other" else {})}
+        (folder / name).mkdir()
+        torch.save(content | stated | {"network": network}, folder / name / "weights.pt")
+    return folder
+
+
+def predicted(files: Path, output: Path, *flags: str, networks: str = "a") -> dict[str, np.ndarray]:
+    predict.main(command_line(files, output, *flags, networks=networks))
+    with h5py.File(output) as file:
+        return {name: file[name][...] for name in file}
+
+
+def command_line(files: Path, output: Path, *flags: str, networks: str = "a") -> list[str]:
+    checkpoints = [str(files / name) for name in networks.split()]
+    return ["--checkpoint", *checkpoints, f"--input={files / 'box.h5'}", f"--output={output}", "--device=cpu", *flags]
+
+
+def predict_on(world: World, flags: list[str]) -> None:
+    predict.predict(predict.parse(flags), world, Signals())
+
+
+def test_the_file_holds_calibrated_deviations_with_the_same_bits_on_any_ranks_and_blocks(
+    files: Path, tmp_path: Path
+) -> None:
+    """The calibration is measured once. Physical deviations of a logarithm are those of ln(value)."""
+    plain = predicted(files, tmp_path / "plain.h5", "--symmetries=8")
+    alone = predicted(files, tmp_path / "alone.h5", "--uncertainty", "--physical")
+    np.testing.assert_array_equal(alone["Hydro"], plain["Hydro"])
+    stored = (files / "a" / FILE).stat().st_mtime_ns
+    run_ranks(predict_on, 2, command_line(files, tmp_path / "two.h5", "--uncertainty", "--physical", "--block=8"))
+    with h5py.File(tmp_path / "two.h5") as file:
+        for name, values in alone.items():
+            np.testing.assert_array_equal(file[name][...], values)
+        stated = {key: file["Hydro_std"].attrs[key] for key in ("factors", "floors", "volume")}
+        channels = target_channels(5, TransformConfig(velocity_scale_km_s=file.attrs["velocity_scale_km_s"]))
+        assert list(file["Hydro_physical_std"].attrs["units"]) == ["ln of the value", *["km/s"] * 3, "ln of the value"]
+    assert stated["volume"] == str(files / "val.h5")
+    assert (files / "a" / FILE).stat().st_mtime_ns == stored
+    for channel, physical, values in zip(channels, alone["Hydro_physical_std"], alone["Hydro_std"], strict=True):
+        np.testing.assert_allclose(physical, channel.scale * values, rtol=1e-5)
+    spread = np.square(alone["Hydro_std"]).reshape(5, -1)
+    assert (spread.min(1) >= np.float32(stated["floors"]) * (1 - 1e-5)).all()
+    assert (spread.max(1) > spread.min(1)).all()
+
+
+def test_several_networks_have_a_mean_and_a_calibration_of_their_own(files: Path, tmp_path: Path) -> None:
+    """Their spread includes that between the networks."""
+    every = predicted(files, tmp_path / "both.h5", "--uncertainty", networks="a b")
+    single = [predicted(files, tmp_path / f"{name}.h5", "--uncertainty", networks=name)["Hydro"] for name in "ab"]
+    np.testing.assert_allclose(every["Hydro"], np.mean(single, axis=0), atol=1e-6)
+    stored = {len(json.loads(key)): value for key, value in json.loads((files / "a" / FILE).read_text()).items()}
+    assert stored.keys() == {6, 7}, "five options, and a digest per network"
+    variances = (np.square(every["Hydro_std"]) - np.reshape(stored[7]["floors"], (5, 1, 1, 1))).mean((1, 2, 3))
+    between = np.square(np.subtract(*single) / 2).mean((1, 2, 3)) * stored[7]["factors"]
+    assert (variances > 0.9 * between).all()
+    with h5py.File(tmp_path / "both.h5") as file:
+        assert [Path(path).parent.name for path in file.attrs["checkpoint"]] == ["a", "b"]
+        assert len(file.attrs["checkpoint_density_factor"]) == len(file.attrs["checkpoint_sha256"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("networks", "flags", "says"),
+    [
+        (
+            "b",
+            "--uncertainty=FILES/no.h5",
+            "FILES/no.h5 does not exist; name a volume with targets: --uncertainty VOLUME.h5",
+        ),
+        ("a", "--uncertainty --format=nyx", "--format nyx has no standard deviations; remove --uncertainty"),
+        ("a other", "", "predict different channels; give checkpoints of equal ones"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(
+    networks: str, flags: str, says: str, files: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """So is a checkpoint without a stored calibration whose validation volume is gone."""
+    given = [flag.replace("FILES", str(files)) for flag in flags.split()]
+    line = refusal(predict.main, command_line(files, tmp_path / "gas.h5", *given, networks=networks), capsys)
+    assert says.replace("FILES", str(files)) in line
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_evaluate_draws_the_coverage_of_a_file_with_deviations(files: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    draw_nothing(monkeypatch)
+    for flags, has in (("--uncertainty", True), ("--symmetries=8", False)):
+        gas = predicted(files, tmp_path / "gas.h5", flags, "--overwrite")
+        arguments = [f"--prediction={tmp_path / 'gas.h5'}", f"--input={files / 'box.h5'}", "--device=cpu"]
+        evaluate.main([*arguments, f"--output={tmp_path / 'report'}", "--overwrite"])
+        summary = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+        assert (tmp_path / "report" / "coverage.png").exists() == ("coverage" in summary) == has
+        if has:
+            with h5py.File(files / "box.h5") as file:
+                inside = np.abs(gas["Hydro"] - file["Hydro"][...]) <= gas["Hydro_std"]
+            assert summary["coverage"].pop("densities, then all") == [*DENSITIES]
+            shares = [part["68 %"][-1] for part in summary["coverage"].values()]
+            np.testing.assert_allclose(shares, inside.mean((1, 2, 3)), rtol=1e-4)
