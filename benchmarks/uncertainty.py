@@ -28,9 +28,10 @@ from benchmarks import common, study
 from benchmarks.boxes import Boxes, spreads
 from utils.volumes.channels import Channel
 
-SEEDS, HELD_OUT, SPREAD = "other seeds", {"grid": 96, "seeds": [21, 22]}, "spread"
-VOLUMES: dict[str, dict[str, Any]] = {SEEDS: {}, "z = 2": {"redshift": 2.0}, "z = 4": {"redshift": 4.0}}
-VOLUMES |= {f"cells of {cell} Mpc/h": {"cell": cell} for cell in (0.1, 0.25)}
+SEEDS, SPREAD, ONE = "other seeds", "spread", {"held_out": {"grid": 96, "seeds": [21]}}
+VOLUMES: dict[str, dict[str, Any]] = {SEEDS: {"held_out": {"grid": 96, "seeds": [21, 22]}}}
+VOLUMES |= {f"z = {redshift:g}": {"redshift": redshift, **ONE} for redshift in (2.0, 4.0)}
+VOLUMES |= {f"cells of {cell} Mpc/h": {"cell": cell, **ONE} for cell in (0.1, 0.25)}
 BINS = 20  # of the predicted density, with equal numbers of cells
 ENDS = {"all": (0.0, math.inf), "below 0.3": (0.0, 0.3), "0.3 to 3": (0.3, 3.0), "above 3": (3.0, math.inf)}  # / mean
 QUANTITIES = {"density": slice(1), "velocity": slice(1, 4), "temperature": slice(4, 5)}  # their channels
@@ -39,7 +40,10 @@ KEYS = [f"{quantity}, {label}" for label in LABELS for quantity in QUANTITIES]
 
 
 def predicted(networks: Sequence[Path], file: str, runs: Path) -> list[torch.Tensor]:
-    """Means and variances of predictions under 8 reflections, and the target, [C, X, Y, Z]; kept for a later start."""
+    """Means and variances of predictions under 8 reflections, and the target, [C, x, y, z]: every second cell per axis.
+
+    They are kept for a later start.
+    """
     path = runs / "uncertainty" / f"{'_'.join(path.parents[1].name for path in networks)}_{Path(file).stem}.pt"
     if not path.exists():
         world, options = common.this_machine(), InferenceOptions(symmetries=8)
@@ -50,13 +54,13 @@ def predicted(networks: Sequence[Path], file: str, runs: Path) -> list[torch.Ten
             target = torch.from_numpy(np.array(fields.target.box(x, y, z)))
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save([*predictor.predict_box((x, y, z)).predicted.cpu().chunk(2), target], path)
-    return torch.load(path, weights_only=True)
+    return [values[:, ::2, ::2, ::2].contiguous() for values in torch.load(path, weights_only=True)]
 
 
 def deviations(known: Sequence[torch.Tensor], means: torch.Tensor, variances: torch.Tensor) -> dict[str, torch.Tensor]:
     """The standard deviations of each method, fitted to the errors on one box."""
     squares, density = (known[0] - known[2]).square(), known[0][0]
-    edges = density.flatten()[::8].quantile(torch.linspace(0, 1, BINS + 1)[1:-1])
+    edges = density.quantile(torch.linspace(0, 1, BINS + 1)[1:-1])
     bins, places = torch.bucketize(density, edges), torch.bucketize(means[0], edges)
 
     def by_density(values: torch.Tensor) -> torch.Tensor:
@@ -81,8 +85,8 @@ def measures(density: Channel, deviation: torch.Tensor, means: torch.Tensor, tar
         by_sigma = sigma.argsort().tensor_split(BINS)
         x, y = ([float(part[place].square().mean().log()) for place in by_sigma] for part in (sigma, sizes))
         shares = [float((sizes <= limit * sigma).float().mean()) for limit in COVERED]
-        measured = *shares, statistics.linear_regression(x, y).slope if x[0] < x[-1] else math.nan
-        result |= {f"{name}: {quantity}, {label}": value for label, value in zip(LABELS, measured, strict=True)}
+        slopes = [statistics.linear_regression(x, y).slope] if x[0] < x[-1] else []
+        result |= {f"{name}: {quantity}, {label}": value for label, value in zip(LABELS, shares + slopes, strict=False)}
     return result
 
 
@@ -90,7 +94,7 @@ def report(result: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """The likelihoods of all methods, and the coverage of SPREAD by density."""
 
     def row(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-        return [common.plus_minus(values[key], ".2f") for key in keys]
+        return [common.plus_minus(values.get(key), ".2f") for key in keys]
 
     every = [(boxes, *pair) for boxes, methods in result.items() for pair in methods.items()]
     scores = ["log likelihood", "Laplace", *(f"all: {key}" for key in KEYS)]
@@ -112,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     training_runs = [study.Training("forest-0", condition, seed, runs, keys) for seed in range(options.seeds)]
     if failure := study.run_missing(training_runs):
         raise failure
-    simulated = Boxes({**forest.simulation, "held_out": HELD_OUT}, VOLUMES, runs)
+    simulated = Boxes(forest.simulation, VOLUMES, runs)
     checkpoints = [run.checkpoint for run in training_runs]
     density = TrainedNetwork.load(checkpoints[0], common.this_machine().device).channels[1][0]
     values: dict[str, dict[str, list[dict[str, float]]]] = {}
