@@ -21,7 +21,7 @@ from trainings import assert_equal, directory
 import train
 from analysis.evaluation import volume
 from analysis.evaluation.baselines import volume_losses
-from analysis.evaluation.results import PICTURES, Results, load
+from analysis.evaluation.results import Results, load
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from networks import build_loss
 from utils.data.loaders.threaded import ThreadedCropLoader
@@ -92,11 +92,11 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path) -> No
     first, second = (results.flux.fields for results in evaluations)
     assert [name for name in first if first[name].scale == second[name].scale] == ["target", "FGPA"]
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
-    assert all(f"Evaluation/{name}".encode() in events for name in PICTURES)
+    assert all(f"Evaluation/{name}".encode() in events for name in results.pictures)
     report = (trained / "report.html").read_text()
     assert "Evaluation: test/1ranks/00, epoch 2, step 16" in report
     assert f"(l1, {next(r['Loss/valid'] for r in records if r['step'] == 16):.5f})" in report
-    assert report.count("data:image/png;base64,") == 1 + len(PICTURES)
+    assert report.count("data:image/png;base64,") == 1 + len(results.pictures)
 
 
 def test_evaluations_change_no_bit_of_the_training(trained: Path, data_flags: list[str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from sample_results import sample_results
 
 from analysis.evaluation import drawing, figures, report, tables
 from analysis.evaluation.loss_curves import loss_curves
-from analysis.evaluation.results import PICTURES, Results, Spectrum, load, reference_shells, save
+from analysis.evaluation.results import DENSITIES, PICTURES, Results, Spectrum, load, reference_shells, save
 from analysis.evaluation.training_pictures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
 from utils.data.loaders import Batch
@@ -53,7 +53,8 @@ def evaluation() -> Results:
 
 @pytest.fixture(scope="module")
 def with_flux() -> Results:
-    return sample_results(16, cell=0.5, flux=True)
+    coverage = np.random.default_rng(0).random((2, 5, len(DENSITIES) + 2))
+    return replace(sample_results(16, cell=0.5, flux=True), coverage=coverage)
 
 
 def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Results) -> None:
@@ -63,7 +64,7 @@ def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Resu
     for outside in ("href", "url(", "@import", "http:", "https:", "<script", "<link", "<iframe", "<img src='"):
         assert outside not in page
     assert "<title>Evaluation: epoch 3</title>" in page
-    assert images_of(page) == [b"PNG"] * 5, "there is no flux"
+    assert images_of(page) == [b"PNG"] * 6, "there is no flux"
     rows, summary = rows_of(page), tables.summary_table(evaluation)
     assert rows[: len(summary)] == summary, "it comes first"
     assert all(row in rows for row in tables.field_table(evaluation))
@@ -133,7 +134,7 @@ def test_tables_have_physical_errors_spectra_and_flux(with_flux: Results) -> Non
     lines = tables.lines(evaluation)[:-1]
     assert max(map(len, lines)) <= 120, "fixed: those of spectra and flux were wider than a terminal"
     page = report.page(evaluation, PNG, {})
-    assert len(images_of(page)) == 7
+    assert len(images_of(page)) == 8
     assert "computed from the dark matter, not smoothed: the cells are too large." in page
     assert all(row in rows_of(page) and any(line.startswith(row[0]) for line in lines) for row in table)
 
