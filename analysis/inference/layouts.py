@@ -52,7 +52,7 @@ def volume_layout(channels: Sequence[Channel], shape: tuple[int, int, int], phys
 def with_deviations(layout: Layout, channels: Sequence[Channel], calibration: Mapping[str, Any]) -> Layout:
     """The layout of a volume with standard deviations, for blocks that hold means and then variances."""
     by_channel = calibration["factors"], calibration["floors"], [channel.scale for channel in channels]
-    factors, floors, scales = (np.reshape(values, (-1, 1, 1, 1)) for values in by_channel)
+    factors, floors, scales = (np.reshape(values, (-1, 1, 1, 1)).astype(np.float32) for values in by_channel)
     attributes = {DEVIATION: {**layout.attributes[OUTPUT], **calibration}}
     if PHYSICAL in layout.datasets:  # of a logarithm, the relative one as far as it is small
         units = ["ln of the value" if channel.is_log else str(channel.unit) for channel in channels]
@@ -62,8 +62,8 @@ def with_deviations(layout: Layout, channels: Sequence[Channel], calibration: Ma
     def values(block: Block) -> dict[str, np.ndarray]:
         means, variances = block.predicted.chunk(2)
         deviations = np.sqrt(factors * variances.cpu().numpy() + floors)
-        written = {DEVIATION: deviations, PHYSICAL_DEVIATION: scales * deviations}
-        return layout.values(block._replace(predicted=means)) | {name: written[name] for name in attributes}
+        written = {name: scale * deviations for name, scale in zip(attributes, (np.float32(1), scales), strict=False)}
+        return layout.values(block._replace(predicted=means)) | written
 
     identity = {**layout.identity, "uncertainty": dict(calibration)}
     return Layout(identity, datasets, {**layout.attributes, **attributes}, values)
