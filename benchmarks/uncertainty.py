@@ -3,15 +3,16 @@
 python -m benchmarks.uncertainty
 
 Trains the networks of the study `forest` at z = 3, calibrates each method on their validation box, and compares them on
-boxes of other seeds, redshifts and cells, for each network and for the mean of all. The spread is that of `predict.py
---uncertainty`. A log likelihood is the mean over cells and channels in nats, of Gaussian and of Laplace errors.
+boxes of other seeds, redshifts and cells, for each network and for the mean of all. `constant` is a standard deviation
+per channel, `density` one per bin of predicted density, `spread` that of `predict.py --uncertainty`. A log likelihood
+is the mean over cells and channels in nats, of Gaussian and of Laplace errors, whose tails are wide.
 """
 
 import itertools
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from analysis.inference.trained_network import InferenceOptions, TrainedNetwork,
 from analysis.inference.uncertainty import fit
 from benchmarks import common, study
 from benchmarks.boxes import Boxes, spreads
-from utils.volumes.channels import Channel
 
 SEEDS, SPREAD, ONE = "other seeds", "spread", {"held_out": {"grid": 96, "seeds": [21]}}
 VOLUMES: dict[str, dict[str, Any]] = {SEEDS: {"held_out": {"grid": 96, "seeds": [21, 22]}}}
@@ -36,7 +36,6 @@ BINS = 20  # of the predicted density, with equal numbers of cells
 ENDS = {"all": (0.0, math.inf), "below 0.3": (0.0, 0.3), "0.3 to 3": (0.3, 3.0), "above 3": (3.0, math.inf)}  # / mean
 QUANTITIES = {"density": slice(1), "velocity": slice(1, 4), "temperature": slice(4, 5)}  # their channels
 LABELS = "68 %", "95 %", "slope"  # shares of errors within σ and 1.96 σ; slope of log rms error over log rms σ
-KEYS = [f"{quantity}, {label}" for label in LABELS for quantity in QUANTITIES]
 
 
 def predicted(networks: Sequence[Path], file: str, runs: Path) -> list[torch.Tensor]:
@@ -69,43 +68,44 @@ def deviations(known: Sequence[torch.Tensor], means: torch.Tensor, variances: to
     factors, floors = (part.float().view(-1, 1, 1, 1) for part in fit(squares.flatten(1), known[1].flatten(1)))
     spread = factors * variances + floors
     methods = {"constant": squares.mean(dim=(1, 2, 3), keepdim=True).expand_as(means)}
-    methods |= {"function of the predicted density": by_density(squares), SPREAD: spread}
+    methods |= {"density": by_density(squares), SPREAD: spread}
     methods["spread and density"] = spread * by_density(squares / (factors * known[1] + floors))
     return {name: values.sqrt() for name, values in methods.items()}
 
 
-def measures(density: Channel, deviation: torch.Tensor, means: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
-    errors = means - target
+def likelihoods(deviation: torch.Tensor, errors: torch.Tensor) -> dict[str, float]:
     laplace = Laplace(0.0, deviation / 2**0.5)  # of the same standard deviation
-    values = {"log likelihood": Normal(0.0, deviation).log_prob(errors), "Laplace": laplace.log_prob(errors)}
-    result, physical = {name: float(part.mean()) for name, part in values.items()}, density.to_physical(means[0])
+    values = {"Gaussian": Normal(0.0, deviation).log_prob(errors), "Laplace": laplace.log_prob(errors)}
+    return {name: float(part.mean()) for name, part in values.items()}
+
+
+def coverages(density: torch.Tensor, deviation: torch.Tensor, errors: torch.Tensor) -> dict[str, float]:
+    """Shares of errors within σ and 1.96 σ, and the slope of log rms error over log rms σ, by density and channel."""
+    result: dict[str, float] = {}
     for (name, (low, high)), (quantity, channels) in itertools.product(ENDS.items(), QUANTITIES.items()):
-        cells = (physical >= low) & (physical < high)
+        cells = (density >= low) & (density < high)
         sigma, sizes = deviation[channels, cells].flatten(), errors[channels, cells].abs().flatten()
         by_sigma = sigma.argsort().tensor_split(BINS)
         x, y = ([float(part[place].square().mean().log()) for place in by_sigma] for part in (sigma, sizes))
         shares = [float((sizes <= limit * sigma).float().mean()) for limit in COVERED]
-        slopes = [statistics.linear_regression(x, y).slope] if x[0] < x[-1] else []
-        result |= {f"{name}: {quantity}, {label}": value for label, value in zip(LABELS, shares + slopes, strict=False)}
+        values = zip(LABELS, (*shares, statistics.linear_regression(x, y).slope), strict=True)
+        result |= {f"{name}, {quantity}, {label}": value for label, value in values}
     return result
 
 
 def report(result: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """The likelihoods of all methods, and the coverage of SPREAD by density."""
 
-    def row(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-        return [common.plus_minus(values.get(key), ".2f") for key in keys]
+    def row(names: Sequence[str], values: Iterable[Mapping[str, Any]]) -> list[str]:
+        return [*names, *(common.plus_minus(value, ".2f") for value in values)]
 
-    every = [(boxes, *pair) for boxes, methods in result.items() for pair in methods.items()]
-    scores = ["log likelihood", "Laplace", *(f"all: {key}" for key in KEYS)]
-    rows = [[*names, *row(values, scores)] for *names, values in every]
-    covered = [
-        [boxes, name, *row(methods[SPREAD], [f"{name}: {key}" for key in KEYS])]
-        for boxes, methods in result.items()
-        for name in ENDS
-    ]
-    first = common.table(["boxes", "method", *scores[:2], *KEYS], rows, left=2)
-    return f"{first}\n\n{common.table(['boxes', 'density', *KEYS], covered, left=2)}"
+    columns = list(itertools.product(("Gaussian", "Laplace"), next(iter(result.values()))))
+    scores = [row([name], (methods[method][score] for score, method in columns)) for name, methods in result.items()]
+    keys = [f"{quantity}, {label}" for label in LABELS for quantity in QUANTITIES]
+    pairs = itertools.product(result, ENDS)
+    covered = [row([name, ends], (result[name][SPREAD][f"{ends}, {key}"] for key in keys)) for name, ends in pairs]
+    first = common.table(["boxes", *map(", ".join, columns)], scores)
+    return f"{first}\n\n{common.table(['boxes', 'predicted density', *keys], covered, left=2)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,8 +126,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             by_method = values.setdefault(name if len(networks) == 1 else f"{name}, mean of the networks", {})
             for file in simulated.files(name, "held_out"):
                 means, variances, target = predicted(networks, file, runs)
+                errors, predicted_density = means - target, density.to_physical(means[0])
                 for method, deviation in deviations(known, means, variances).items():
-                    by_method.setdefault(method, []).append(measures(density, deviation, means, target))
+                    measured = likelihoods(deviation, errors)
+                    measured |= coverages(predicted_density, deviation, errors) if method == SPREAD else {}
+                    by_method.setdefault(method, []).append(measured)
     result = {name: {method: spreads(part) for method, part in parts.items()} for name, parts in values.items()}
     common.publish("uncertainty", options, {"boxes": result}, report(result))
 
