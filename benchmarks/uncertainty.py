@@ -76,7 +76,8 @@ def deviations(known: Sequence[torch.Tensor], means: torch.Tensor, variances: to
 def likelihoods(deviation: torch.Tensor, errors: torch.Tensor) -> dict[str, float]:
     laplace = Laplace(0.0, deviation / 2**0.5)  # of the same standard deviation
     values = {"Gaussian": Normal(0.0, deviation).log_prob(errors), "Laplace": laplace.log_prob(errors)}
-    return {name: float(part.mean()) for name, part in values.items()}
+    parts = {"": slice(None)} | {f", {quantity}": channels for quantity, channels in QUANTITIES.items()}
+    return {f"{name}{part}": float(values[name][parts[part]].mean()) for name, part in itertools.product(values, parts)}
 
 
 def coverages(density: torch.Tensor, deviation: torch.Tensor, errors: torch.Tensor) -> dict[str, float]:
