@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from typing import IO, Any
 
 from utils.launchers import launched_rank
 
@@ -56,15 +57,54 @@ class Stopped(Exception):
     """A signal requested a stop, all ranks have agreed to it, and the state is saved."""
 
 
+class _Shown:
+    """A standard stream whose terminal or reader may go away: text that cannot be shown is lost, and work continues."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Sends the stream, with what is in its buffer, to no place; otherwise the interpreter's exit would fail."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """The one translation of expected errors, at the top of each program.
+    """The one translation of expected errors, at the top of each program, and of its output.
 
     A UserError becomes one line on stderr and its exit code, and so does, with code 2, an OSError of a file; Stopped
     becomes exit code 75.
     All ranks raise the same UserError, because they read the same command line and exchange errors that depend on the
     machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError and OSError.
     """
+    with contextlib.ExitStack() as streams:
+        for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
+            shown = _Shown(stream)
+            streams.enter_context(redirect(shown))
+            streams.callback(shown.flush)
+        with _exit_codes():
+            yield
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turns expected errors into a line and an exit code."""
     try:
         yield
     except (UserError, OSError) as error:
