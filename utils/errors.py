@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ REMEDIES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system has failed; run the command again when it works"),
     errno.EROFS: "choose another directory",
     errno.EACCES: "change its permissions",
+    errno.EFBIG: "choose a file system, or a limit (ulimit -f), that allows files of this size",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), or use fewer files"),
 }
 
@@ -162,7 +164,12 @@ def os_errors_for_users(action: str, remedy: str = "", error_type: type[UserErro
     """Turns an OSError into a UserError in one line: `action` ("cannot read x.h5"), the reason, and the remedy."""
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        if not isinstance(error, OSError):  # h5py raises others for what HDF5 meets while it closes a file
+            number = re.search(r"errno = (\d+)", str(error))
+            if number is None:
+                raise
+            error = OSError(int(number[1]), os.strerror(int(number[1])))
         if not remedy or error.errno != errno.EROFS:  # of which the given remedy says more
             remedy = ", or ".join([*os_remedy(error), *([remedy] if remedy else [])])
         raise error_type("; ".join(filter(None, (f"{action}: {os_reason(error)}", remedy)))) from error

@@ -83,8 +83,9 @@ class PredictionFile:
             except KeyboardInterrupt:
                 done = f"{len(boxes) - len(writer.missing)} of {len(boxes)} blocks are kept in a hidden file"
                 raise KeyboardInterrupt(f"{done}; run the same command again to resume") from None
+            left = len(writer.missing)  # before a rank finishes the file, and removes the record
             received = [name for name in world.gather_json(signals.received) if name is not None]
-            if left := len(writer.missing):
+            if left:
                 done = f"{len(boxes) - left} of {len(boxes)} blocks"
                 log.info("Stopping after %s: %s; run the same command again to resume", done, received[0])
                 raise Stopped
