@@ -21,6 +21,7 @@ GRACE_SECONDS = 10.0
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space and run the command again"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system has failed; run the command again when it works"),
+    errno.EBUSY: "end the program that uses it",
     errno.EROFS: "choose another directory",
     errno.EACCES: "change its permissions",
     errno.EFBIG: "choose a file system, or a limit (ulimit -f), that allows files of this size",

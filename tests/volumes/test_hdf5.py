@@ -91,8 +91,8 @@ def test_what_is_no_volume_of_these_channels_is_refused_in_one_line(tmp_path: Pa
     assert str(path) in str(caught.value)
 
 
-def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: Path) -> None:
-    """Fixed: a file with the size and the time of the copy was taken for equal."""
+def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: Path, monkeypatch: Any) -> None:
+    """Fixed: a file with the size and the time of the copy was taken for equal, then one with equal samples."""
     path, cache = write_volume(tmp_path / "a.h5", seed=1), tmp_path / "node" / "cache"
     stage(str(path), str(cache))
     copy = staged_path(str(path), str(cache))
@@ -104,6 +104,13 @@ def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: P
     write_volume(path, seed=2)  # the same size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     stage(str(path), str(cache))
+    assert copy.read_bytes() == path.read_bytes()
+    # A cell that was corrected in place is not in the samples, but the file is newer.
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.volumes.opened.sample_digest", lambda _: "the same")
+        write_volume(path, seed=4)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        stage(str(path), str(cache))
     assert copy.read_bytes() == path.read_bytes()
     (tmp_path / "other").mkdir()
     namesake = write_volume(tmp_path / "other" / "a.h5", seed=3)

@@ -76,6 +76,11 @@ def _typed(kind: type, value: Any, name: str) -> Any:
 def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> None:
     """Writes the attributes of datasets and groups by name, and of the file under "". Missing groups are created."""
     for name, values in attributes.items():
+        # The bytes of a path may be no UTF-8, which HDF5 requires.
+        texts = {
+            key: value.encode(errors="backslashreplace") for key, value in values.items() if isinstance(value, str)
+        }
+        values = {**values, **{key: text.decode() for key, text in texts.items()}}
         place = name or "/"
         (file[place] if place in file else file.create_group(place)).attrs.update(values)
 

@@ -28,7 +28,7 @@ from utils.config.yaml_files import EXTENDS, dump
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible
+from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible, write_attributes
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
 from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
 from utils.volumes.opened import PATH_KEYS, box_entry, largest_crop, npy_keys
@@ -225,7 +225,7 @@ def write_volumes(sources: Sequence[Source]) -> None:
 
 def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> None:
     for file, planes in parts:
-        file.attrs.update(source.attributes)
+        write_attributes(file, {"": source.attributes})
         if source.cell is not None:
             file.attrs["box_size_mpc_h"] = source.cell * max(len(planes), *source.shape[1:])
         if len(parts) > 1:

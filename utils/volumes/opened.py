@@ -14,7 +14,7 @@ from typing import Any
 from utils.config import Config, validate_section
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import GIB, atomic_write, copy_file, sample_digest
+from utils.files import GIB, atomic_write, copy_file, remove_abandoned, sample_digest
 from utils.log import warn_once
 from utils.volumes.attributes import (
     Simulation,
@@ -322,10 +322,13 @@ def staged_path(path: str, directory: str) -> Path:
 
 
 def stage(path: str, directory: str) -> None:
-    """Copies a file to its `staged_path`, atomically, unless a copy exists whose samples are equal."""
+    """Copies a file to its `staged_path`, atomically, unless a copy exists that is as old and has equal samples."""
     target = staged_path(path, directory)
     with os_errors_for_users(f"cannot stage {path} in use_cache={directory}", "choose another use_cache"):
-        if not target.exists() or sample_digest(target) != sample_digest(path):
+        remove_abandoned(target)
+        modified = os.stat(path).st_mtime_ns  # a cell that is corrected in place is hardly in the samples
+        if not target.exists() or target.stat().st_mtime_ns != modified or sample_digest(target) != sample_digest(path):
             target.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write([target]) as (partial,):
                 copy_file(path, partial, f"staging {os.path.basename(path)} in {directory}")
+                os.utime(partial, ns=(modified, modified))
