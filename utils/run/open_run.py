@@ -144,10 +144,8 @@ class Run:
                     partial.write_text(to_json(asdict(result)), encoding="utf-8")
         if result.best_step == 0:
             last = step_directory(self.directory.checkpoints, result.steps)
-            fault = "; it diverged: lower lr_schedule.start_lr" if result.final_loss > result.initial_loss else ""
-            log.warning(
-                "This run has no best checkpoint: %s; --checkpoint %s uses the last one%s", NO_BEST, last, fault
-            )
+            hint = "; it diverged: lower lr_schedule.start_lr" if result.final_loss > result.initial_loss else ""
+            log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one%s", NO_BEST, last, hint)
 
     def _begin(self, record: dict[str, Any], parts: build.Parts) -> None:
         """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""
