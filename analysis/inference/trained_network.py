@@ -20,6 +20,7 @@ from utils.config import Config
 from utils.data import symmetry
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.lookup import warn_of_other_code
 from utils.run.checkpoint import read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
@@ -100,6 +101,7 @@ class TrainedNetwork:
             "accumulation_steps": 1,
             "local_batch_size": ghost_batch(config.network.norm) or 1,
         }
+        warn_of_other_code(str(path), content)
         network = build.network(config.model_copy(update=plain))
         try:
             load_network(network, content["network"])

@@ -13,6 +13,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, open_locked, recover, remove, to_json
 from utils.log import log_file, once_per_job
+from utils.lookup import own_code
 from utils.run import tags
 from utils.run.checkpoint import NO_BEST, saved_steps, step_directory
 from utils.run.choice import Choice, RunRequest, choose
@@ -157,6 +158,7 @@ class Run:
             _remove_run(directory)
         recover(directory.path)
         directory.remove_evaluations_after(start.state.step)
+        record["code"] = own_code(config.model_dump())
         changes: list[str] = []
         if not start.is_complete:  # otherwise the records of the process that trained it stay
             changes = self._write_records(record)
@@ -173,7 +175,7 @@ class Run:
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
-        known = {"simulation": dict(self.volumes.simulation)}
+        known = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
         self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 

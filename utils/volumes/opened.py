@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from utils.volumes.values import check_all, check_distinct, check_samples, warn_
 
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
+PUBLISHED = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}  # names of the published data set
 CHANNELS_KEYS = {"N_in_channels": "inputs", "N_out_channels": "targets"}  # fields of a Volume
 
 log = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class Volumes:
                     f"them; remove network.conditions, or choose another loader"
                 )
             return volumes
+        volumes = volumes.changed(**_in_data_dir(config))
         attributes = {volume.path: volume.attributes for split in SPLITS for volume in volumes._available(split)}
         volumes = volumes.changed(transform=file_transform(config.transform, attributes))
         volumes = dataclasses.replace(volumes, config=volumes._with_channels())
@@ -304,13 +307,31 @@ class Volumes:
         log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in channels)))
 
 
+def _in_data_dir(config: Config) -> dict[str, Any]:
+    """The keys with files below /data, and their paths in the directory DATA_DIR, if it is set; logs both."""
+    folder, changes = os.environ.get("DATA_DIR"), dict[str, Any]()
+    for key in [*PATH_KEYS.values(), *npy_keys(*PATH_KEYS.values())] if folder else []:
+        paths = config.paths(key)
+        moved = [_find(f"{folder}/{path[6:]}") if path.startswith("/data/") else path for path in paths]
+        if moved != paths:
+            changes[key] = moved if isinstance(getattr(config, key), list) else moved[0]
+    if changes:
+        moves = "; ".join(f"{key} {getattr(config, key)} -> {changes[key]}" for key in changes)
+        log.info("DATA_DIR is %s: %s", folder, moves)
+    return changes
+
+
+def _find(path: str) -> str:
+    """The path of a file that may have the name of the published data set."""
+    published = re.sub(r"(?<=/)(train|val)(?=[._][^/]*$)", lambda match: PUBLISHED[match[0]], path)
+    return published if os.path.exists(published) and not os.path.exists(path) else path
+
+
 def _remedy(path: str) -> str:
     if os.path.basename(path).startswith("demo_"):
         return "run make demo"
-    if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
-        if "SLURM_JOB_ID" in os.environ:
-            return "set DATA_DIR to the directory of the data before sbatch submit_pm.sh"
-        return "to try the program without /data, run make demo (later also --config=demo)"
+    if path.startswith("/data/") and not os.path.exists("/data"):  # the default, on a machine without the data
+        return "set DATA_DIR to the directory of the data, or try the program with make demo and --config=demo"
     return f"simulate one with python -m simulation --output {path}"
 
 
