@@ -34,7 +34,7 @@ SHAPE = (12, 6, 8)
 FIELDS = physical_fields(SHAPE)
 DARK, DARK_VELOCITY = "dark_matter_density", [f"dark_matter_velocity_{axis}" for axis in "xyz"]
 DENSER = 1.2  # the dark matter of Nyx's files, whose mean need not be 1
-ABOUT = ["--box_size=6", "--hubble=0.675", "--omega_m=0.31", "--omega_l=0.69", "--omega_b=0.0487", "--redshift=3"]
+ABOUT = ["--box_size_mpc_h=6", "--hubble=0.675", "--omega_m=0.31", "--omega_l=0.69", "--omega_b=0.0487", "--redshift=3"]
 COSMOLOGY = {"cosmology_H0": 67.5, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69, "cosmology_Ob0": 0.0487}
 
 
@@ -109,7 +109,7 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
     grids[1, 2, 3, 4] = 0
     for key in ("Mcdm", "Mgas", "T"):
         np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", 1e-5 * grids + 1 if key == "T" else grids)
-    run(tmp_path, "--index=1", "--validation_index=2", "--box_size=25")
+    run(tmp_path, "--index=1", "--validation_index=2", "--box_size_mpc_h=25")
     for part, grid in (("train", grids[1]), ("val", grids[2])):
         imported, _ = contents(box.with_name(f"box_{part}.h5"))
         density = np.log(np.maximum(grid / grid.mean(), np.exp(-14))) / 14
@@ -143,25 +143,44 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
 
 
 @pytest.mark.parametrize(
-    ("cells", "gpu", "parent", "crop", "scales"),
-    [(64, True, "base", 64, 0), (64, False, "demo", 32, 0), (63, True, "demo", 32, 0), (13, False, "demo", 8, 2)],
+    ("cells", "found", "machine", "reason", "parent", "crop", "scales"),
+    [
+        (64, "cuda", None, "a GPU was found", "bs64_fast", 64, 0),
+        (64, "qsub", None, "qsub was found", "bs64_fast", 64, 0),
+        (64, "", "gpu", "of --for gpu", "bs64_fast", 64, 0),
+        (64, "cuda", "cpu", "of --for cpu", "demo", 32, 0),
+        (64, "", None, "neither a GPU nor sbatch or qsub was found; --for gpu writes one for a GPU", "demo", 32, 0),
+        (63, "cuda", "gpu", "crops of bs64_fast have 64 cells per side, and a side has 63", "demo", 32, 0),
+        (13, "", "cpu", "of --for cpu", "demo", 8, 2),
+    ],
 )
 def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
-    tmp_path: Path, monkeypatch: Any, cells: int, gpu: bool, parent: str, crop: int, scales: int
+    tmp_path: Path,
+    monkeypatch: Any,
+    cells: int,
+    found: str,
+    machine: Any,
+    reason: str,
+    parent: str,
+    crop: int,
+    scales: int,
 ) -> None:
-    """Fixed: base has 117 million parameters, too many for a laptop. Paths may have a dollar sign."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    """Fixed: base has the tutorial's recipe, and login nodes have no GPU. Paths may have a dollar sign."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found == "cuda")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == found else None)
     folder = tmp_path / "my $HOME"
     folder.mkdir()
     volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
-    lines = import_volume.write_config(folder / "512.yaml", volumes, (4, 5))
-    assert any("extend base" in line for line in lines) == (cells == 64 and not gpu)
+    lines = import_volume.write_config(folder / "512.yaml", volumes, (4, 5), machine)
+    recipe = "global batch 64, learning rate 0.0008" if crop == 64 else "global batch 8, learning rate 0.008"
+    assert lines[0] == f"wrote {folder / '512.yaml'}, a config that extends {parent} ({recipe}), because {reason}"
+    assert f"# {parent} has {recipe}, lr_schedule.scaling " in (folder / "512.yaml").read_text()
     options = cli.parse(shlex.split(lines[-1])[2:])
     shipped = configs.load("config/UNet.yaml", parent)
     config = configs.load(options.yaml_config, options.config)
     expected = {"train_path": str(folder / "a.h5"), "val_path": str(folder / "b.h5")}
     expected |= dict.fromkeys(npy_keys("train_path", "val_path")) | {"box_size": [[[128, cells, 128]], 80]}
-    expected |= {"symmetries": "full", "expdir": "./runs"} if parent == "base" else {}
+    expected |= {"expdir": "./runs"} if crop == 64 else {}
     expected |= {"data_size": crop, "network.scales": scales} if scales else {}
     assert configs.differences(config, shipped) == expected
     assert any(line.startswith("warning: crops have") for line in lines) == bool(scales)
