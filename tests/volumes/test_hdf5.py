@@ -198,7 +198,7 @@ def test_the_preflight_names_a_channel_with_cells_of_no_value_and_one_of_their_p
     check_all(gaps)
     (message,) = caplog.messages
     assert message.startswith(line)
-    assert "the farthest at [31, 5, 9], but networks learn channels of about 1; correct" in message
+    assert "the farthest at [31, 5, 9]; networks learn channels of about 1: correct" in message
 
 
 def test_files_with_few_cells_get_the_remedy_that_fits_all_of_them(tmp_path: Path) -> None:

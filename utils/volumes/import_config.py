@@ -18,11 +18,10 @@ from utils.volumes.opened import PATH_KEYS, box_entry, largest_crop, npy_keys
 
 FAST, SMALL = "bs64_fast", "demo"  # the configs to extend, for a GPU and for a CPU: 117 and 1.6 million parameters
 CROPS = {FAST: 64, SMALL: 32}  # their data_size
-SCHEDULERS = ("sbatch", "qsub")  # their nodes have GPUs, even if this login node has none
 HEADER = """\
 # Trains on imported volumes: {command}
 # The config begins with all keys of `{parent}`; to begin with those of another config, change the line `extends` in it.
-# {parent} has {recipe}, lr_schedule.scaling {scaling}.
+# {parent} has {recipe}, which belong together.
 """
 
 
@@ -42,11 +41,9 @@ def write_config(
     keys, crop = {EXTENDS: parent, **_keys(volumes, counts)}, min(CROPS[parent], largest_crop(smallest)[0])
     if crop < CROPS[parent]:
         keys |= {"data_size": crop, "network": {"scales": largest_crop(smallest)[1]}}
-    shipped = load(str(SHIPPED / "UNet.yaml"), parent)
-    schedule, recipe = shipped.lr_schedule, f"global batch {shipped.global_batch_size}"
-    recipe += f", learning rate {schedule.start_lr:g}"
-    text = HEADER.format(command=command, parent=parent, recipe=recipe, scaling=schedule.scaling)
-    text += dump({EXTENDS: "UNet.yaml", path.stem: keys})
+    config = load(str(SHIPPED / "UNet.yaml"), parent)
+    recipe = f"global batch {config.global_batch_size}, learning rate {config.lr_schedule.start_lr:g}"
+    text = HEADER.format(command=command, parent=parent, recipe=recipe) + dump({EXTENDS: "UNet.yaml", path.stem: keys})
     with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
     lines = [f"wrote {path}, a config that extends {parent} ({recipe}), because {reason}"]
@@ -74,10 +71,12 @@ def _keys(volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> dict[
 
 def _parent(smallest: int, machine: str | None) -> tuple[str, str]:
     """The config to extend for volumes whose smallest side has so many cells, and the reason."""
-    found = "a GPU" if torch.cuda.is_available() else next(filter(shutil.which, SCHEDULERS), None)
-    if machine == "cpu" or not (machine or found):
-        none = f"neither a GPU nor {' or '.join(SCHEDULERS)} was found; --for gpu writes one for a GPU"
-        return SMALL, "of --for cpu" if machine else none
+    # A login node may have no GPU.
+    found = "a GPU" if torch.cuda.is_available() else next(filter(shutil.which, ("sbatch", "qsub")), None)
+    if machine == "cpu":
+        return SMALL, "of --for cpu"
+    if not (machine or found):
+        return SMALL, "neither a GPU nor sbatch or qsub was found; --for gpu writes one for a GPU"
     if smallest < CROPS[FAST]:
         return SMALL, f"crops of {FAST} have {CROPS[FAST]} cells per side, and a side has {smallest}"
     return FAST, "of --for gpu" if machine else f"{found} was found"

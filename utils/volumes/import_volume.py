@@ -131,10 +131,10 @@ def stated_means(snapshot: Snapshot, options: Options, is_part: bool) -> dict[st
     densities = {name: field for name, field in snapshot.fields.items() if field.quantity == "density"}
     is_needed = is_part and any(field.unit != "mean" for field in densities.values())
     means = options.mean_density or ([] if is_needed else [None] * len(densities))
-    if len(means) != len(densities):
+    if len(means) != len(densities) or 0.0 in means:
         raise UserError(
-            f"{snapshot.path}: give a number per density, --mean_density {' '.join(densities).upper()}: the mean of "
-            f"the whole box, not of a part, in the unit of the field (1 for a field in units of the mean)"
+            f"{snapshot.path}: give a number above 0 per density, --mean_density {' '.join(densities).upper()}: the "
+            f"mean of the whole box, not of a part, in the unit of the field (1 for a field in units of the mean)"
         )
     return dict(zip(densities, means, strict=True))
 
@@ -323,7 +323,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--index", type=int, help="box of .npy files with several, [N, X, Y, Z]; the first is 0")
     parser.add_argument("--velocity_units", choices=UNITS["velocity"], help="(as the file states)")
     text = "mean density of the whole box in the unit of each field, dark matter first (the mean of the input)"
-    parser.add_argument("--mean_density", type=_above_zero, nargs="+", metavar="MEAN", help=text)
+    parser.add_argument("--mean_density", type=float, nargs="+", metavar="MEAN", help=text)
     parser.add_argument("--not_periodic", action="store_true", help="the input is a part that was cut out of a box")
     text = "longest side in comoving Mpc/h, unless the file states it"
     parser.add_argument("--box_size_mpc_h", type=float, help=text)
@@ -354,12 +354,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 def _shape(text: str) -> Shape:
     x, y, z = map(positive, text.split(","))
     return x, y, z
-
-
-def _above_zero(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise ValueError
-    return value
 
 
 def main(argv: Sequence[str] | None = None) -> None:

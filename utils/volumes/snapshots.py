@@ -57,7 +57,8 @@ class Component:
         self._vectors, self._axis = vectors, axis
 
     def __getitem__(self, key: Any) -> np.ndarray:
-        return self._vectors[(*key, slice(None))][..., self._axis]
+        cells = (*key, slice(None))
+        return self._vectors[cells][..., self._axis]
 
 
 @dataclass(frozen=True)

@@ -69,16 +69,16 @@ def check_all(volume: Volume, allow_physical: bool = False) -> None:
             x, y, z = (int(axis) for axis in np.unravel_index(index, values.shape))
             ranges[number][channel].setdefault(float(values[x, y, z]), [start + x, y, z])
     for name, channels in zip(volume.names, ranges, strict=True):
-        if len(values := {*itertools.chain(*channels)}) == 1:
-            raise _constant(volume.path, name, values.pop())
+        if len(distinct := {*itertools.chain(*channels)}) == 1:
+            raise _constant(volume.path, name, distinct.pop())
         for number, extremes in enumerate(channels):
             if len(extremes) == 1:
                 warn_once(str(_constant(volume.path, f"{name}[{number}]", *extremes)))
-            low, high, far = min(extremes), max(extremes), max(extremes, key=abs)
-            if abs(far) > PHYSICAL and not allow_physical:
+            farthest = max(extremes, key=abs)
+            if abs(farthest) > PHYSICAL and not allow_physical:
                 warn_once(
-                    f"{volume.path}: {name}[{number}] has values from {low:g} to {high:g}, the farthest at "
-                    f"{extremes[far]}, but networks learn channels of about 1; correct or remove such values"
+                    f"{volume.path}: {name}[{number}] has values from {min(extremes):g} to {max(extremes):g}, "
+                    f"the farthest at {extremes[farthest]}; networks learn channels of about 1: correct or remove them"
                 )
 
 
@@ -102,15 +102,15 @@ def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
     """Warnings about volumes of training that are also used for validation, or a snapshot of the same simulation is."""
     lines = []
     for first, second in itertools.product(volumes["train"], volumes["valid"]):
-        if first.inputs.shape == second.inputs.shape and first.targets.shape == second.targets.shape:
-            dark, gas = (
-                [sample(volume.path, field) for volume, field in ((first, training), (second, validation))]
+        if [field.shape for field in first.fields] == [field.shape for field in second.fields]:
+            samples = [
+                (sample(first.path, training), sample(second.path, validation))
                 for training, validation in zip(first.fields, second.fields, strict=True)
-            )
-            is_same = np.array_equal(*dark) and np.array_equal(*gas)
+            ]
+            is_same = all(np.array_equal(*pair) for pair in samples)
             with np.errstate(all="ignore"):  # of constant channels
-                alike = np.mean([np.corrcoef(*map(np.ravel, pair))[0, 1] for pair in zip(*dark, strict=True)])
-            if is_same or alike > (SAME_DENSITY if len(dark[0]) == 1 else SAME_STRUCTURES):
+                alike = np.mean([np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(*samples[0], strict=True)])
+            if is_same or alike > (SAME_DENSITY if first.inputs.shape[0] == 1 else SAME_STRUCTURES):
                 use = "use the same volume" if is_same else "have the same structures, like snapshots of one simulation"
                 paths = " and ".join(dict.fromkeys((first.path, second.path)))
                 lines.append(f"{paths}: training and validation {use}; results look better than they are")
