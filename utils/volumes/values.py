@@ -20,8 +20,8 @@ PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
 # Plausible medians of a sample: half of a volume's cells may be empty, and none has such a density in half of them.
 # Ionized gas that seems to be colder has internal energies in (km/s)² in place of temperatures.
 MEDIANS = {**PLAUSIBLE, DENSITY_UNIT: (0.0, 100.0), TEMPERATURE_UNIT: (1000.0, 1e9)}
-# Mean correlation of the channels of two inputs: of a seed's boxes at z = 2 and 4 above 0.8 (of the density alone 0.56
-# in 64³ cells of 0.08 Mpc/h), of two seeds at most 0.26 (0.12), of the members of a pair negative.
+# Mean correlation of the channels of two inputs: above 0.8 for one seed at z = 2 and 4 (of the density alone 0.40 in
+# 128³ cells of 0.16 Mpc/h), at most 0.39 (0.20) for two seeds, and negative for the members of a pair.
 SAME_STRUCTURES, SAME_DENSITY = 0.65, 0.3
 
 # The sample of a channel: rows along z, spread over the volume. Fewer rows would miss its structure.
