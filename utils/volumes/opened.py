@@ -299,7 +299,7 @@ class Volumes:
         slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"
         for split in SPLITS:
             for volume in self.split(split):
-                check_all(volume)
+                check_all(volume, self.config.allow_physical_values)
                 access = "mapped" if volume.mapped else slow
                 size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
                 log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
