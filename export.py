@@ -22,10 +22,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.inference.export import ExportedNetwork
+from analysis.inference.export import ExportedNetwork, describe_training
 from analysis.inference.trained_network import NO_CALIBRATION, TrainedNetwork
 from utils import cli
-from utils import config as configs
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -51,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = provenance(World(Launch("export"), cpu))
     metadata = {
         **exported.describe(target.name),
-        "checkpoint": trained.record,
-        "config": configs.to_yaml(trained.config, "trained"),
+        **describe_training(trained),
         **{key: record[key] for key in ("git_commit", "date", "versions")},
         "weights_sha256": file_digest(weights),
     }

@@ -14,7 +14,7 @@ from log_lines import refusal
 from torch import nn
 
 import export
-from analysis.inference.export import METADATA, ExportedNetwork
+from analysis.inference.export import METADATA, ExportedNetwork, without_directories
 from analysis.inference.trained_network import TrainedNetwork
 from networks import strided
 from networks.physical import PhysicalNetwork
@@ -224,7 +224,27 @@ def test_metadata_says_how_to_use_the_file(files: Path) -> None:
         assert [channel["unit"] for channel in result[side]["channels"]] == channels
     assert result["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
     assert result["weights_sha256"] == checkpoint.file_digest(checkpoint.weights_file(files / "run"))
-    assert configs.validate(configs.parse_value(result["config"])["trained"], "trained") == config_of()
+    values = configs.parse_value(result["config"])["trained"]
+    assert values == without_directories(configs.validate(values, "trained").model_dump())
+    assert values == without_directories(config_of().model_dump())
+
+
+def test_a_file_names_no_directory_of_its_author(tmp_path: Path) -> None:
+    """Neither of the code, in stack traces, nor of data and runs. What the checkpoint knows of the data is copied."""
+    paths = {"train_path": [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")], "expdir": f"{Path.home()}/runs/"}
+    known = {"simulation": {"redshift": 3.0, "cell size (Mpc/h)": 0.16, "cosmology_H0": 67.7}}
+    known |= {"input_statistics": {"power (km/s)": torch.tensor([0.5, 2.0])}, "code": {"mine/net.py": "ab12"}}
+    save(tmp_path / "run", config_of(**paths), data={"train_path[0]": "digest"}, **known)
+    target = exported(tmp_path)
+    content, here = target.read_bytes(), Path(export.__file__).parent
+    for name in (str(here), paths["expdir"], str(tmp_path), tmp_path.parents[1].name, "physical.py", "unet.py"):
+        assert name.encode() not in content
+    described = metadata(target)
+    values = configs.parse_value(described["config"])["trained"]
+    assert (values["train_path"], values["expdir"]) == (["a.h5", "b.h5"], "runs")
+    assert described["input_statistics"] == {"power (km/s)": [0.5, 2.0]}
+    assert {**known, **described}.items() >= {key: known[key] for key in ("simulation", "code")}.items()
+    assert "data" not in described
 
 
 def test_what_cannot_be_exported_is_one_line(files: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
