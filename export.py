@@ -22,9 +22,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.inference.export import ExportedNetwork, describe_training
+from analysis.inference.export import KNOWN, ExportedNetwork, without_directories
 from analysis.inference.trained_network import NO_CALIBRATION, TrainedNetwork
 from utils import cli
+from utils import config as configs
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = provenance(World(Launch("export"), cpu))
     metadata = {
         **exported.describe(target.name),
-        **describe_training(trained),
+        "checkpoint": trained.record,
+        "config": configs.dump({"trained": without_directories(trained.config.model_dump())}),
+        **{key: trained.known[key] for key in KNOWN if key in trained.known},
         **{key: record[key] for key in ("git_commit", "date", "versions")},
         "weights_sha256": file_digest(weights),
     }

@@ -233,7 +233,7 @@ def test_a_file_names_no_directory_of_its_author(tmp_path: Path) -> None:
     """Neither of the code, in stack traces, nor of data and runs. What the checkpoint knows of the data is copied."""
     paths = {"train_path": [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")], "expdir": f"{Path.home()}/runs/"}
     known = {"simulation": {"redshift": 3.0, "cell size (Mpc/h)": 0.16, "cosmology_H0": 67.7}}
-    known |= {"input_statistics": {"power (km/s)": torch.tensor([0.5, 2.0])}, "code": {"mine/net.py": "ab12"}}
+    known |= {"input_statistics": {"power (km/s)": [0.5, 2.0]}, "code": {"mine/net.py": "ab12"}}
     save(tmp_path / "run", config_of(**paths), data={"train_path[0]": "digest"}, **known)
     target = exported(tmp_path)
     content, here = target.read_bytes(), Path(export.__file__).parent
@@ -242,8 +242,7 @@ def test_a_file_names_no_directory_of_its_author(tmp_path: Path) -> None:
     described = metadata(target)
     values = configs.parse_value(described["config"])["trained"]
     assert (values["train_path"], values["expdir"]) == (["a.h5", "b.h5"], "runs")
-    assert described["input_statistics"] == {"power (km/s)": [0.5, 2.0]}
-    assert {**known, **described}.items() >= {key: known[key] for key in ("simulation", "code")}.items()
+    assert {key: described[key] for key in known} == known
     assert "data" not in described
 
 

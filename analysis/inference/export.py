@@ -1,7 +1,6 @@
 """Packs a trained network into one file that needs PyTorch and nothing of this project, and checks the file."""
 
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,6 @@ from torch.fx import GraphModule
 
 from analysis.inference.trained_network import TrainedNetwork
 from networks.physical import PhysicalNetwork
-from utils.config import dump
-from utils.config.sections import FOR_A_FILE
 from utils.errors import UserError
 from utils.files import atomic_write, to_json
 from utils.steps import convolutions
@@ -161,16 +158,8 @@ class ExportedNetwork:
             return float(((exported - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
 
 
-def describe_training(trained: TrainedNetwork) -> dict[str, Any]:
-    """The checkpoint, the config, whose files are named without their directories, and KNOWN, as JSON values."""
-    known = {key: trained.known[key] for key in KNOWN if key in trained.known}
-    values = without_directories(trained.config.model_dump(mode=FOR_A_FILE))
-    described = {"checkpoint": trained.record, "config": dump({"trained": values}), **known}
-    return json.loads(json.dumps(described, default=torch.Tensor.tolist))
-
-
 def without_directories(value: Any) -> Any:
-    """The value with the last part of each path: directories name the author and the machine."""
+    """The value with paths reduced to their last part: directories name the author and the machine."""
     if isinstance(value, dict):
         return {key: without_directories(part) for key, part in value.items()}
     if isinstance(value, list):
