@@ -112,9 +112,9 @@ def png_output(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
+def add_checkpoint_option(parser: argparse._ActionsContainer, **options: Any) -> None:
     text = "run directory (loads its best checkpoint), checkpoint directory, or weights.pt file"
-    parser.add_argument("--checkpoint", required=required, help=text)
+    parser.add_argument("--checkpoint", help=text, **options)
 
 
 SWITCHES = {

@@ -106,6 +106,7 @@ class PredictionFile:
             "checkpoint": str(self.weights),
             "checkpoint_sha256": sha256,
             "input": str(source),
+            "input_use": self.trained.use_of(self.source.path),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": options.precision,

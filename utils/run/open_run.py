@@ -20,7 +20,7 @@ from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
-from utils.run.provenance import data_changes, provenance, seconds_until
+from utils.run.provenance import DIGEST, data_changes, provenance, seconds_until
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
@@ -175,7 +175,8 @@ class Run:
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
-        known = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
+        known: dict[str, Any] = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
+        known["data"] = {name: file[DIGEST] for name, file in self.request.data.items()}
         self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
