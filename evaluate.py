@@ -2,20 +2,26 @@
 
 python evaluate.py --checkpoint runs/demo/2ranks/00 --input data/demo_val.h5 --output evaluation
 torchrun --nproc-per-node=2 evaluate.py --checkpoint runs/demo/2ranks/00 --input data/demo_val.h5 --output evaluation
+python evaluate.py --checkpoint runs/study/1ranks/0? --input data/held_out_?.h5 --output evaluation
 python evaluate.py --prediction gas.h5 --input data/demo_val.h5 --output evaluation
 
 The output directory holds report.html, its pictures, evaluation.json (scalars, spectra and provenance) and
-evaluation.npz (all results as arrays). The Lyman-alpha flux needs a file that states redshift, cosmology and box size.
+evaluation.npz (all results as arrays). Several checkpoints or inputs: each pair has such a directory in it, and
+report.html and summary.json hold means and standard deviations over the boxes and over the networks. The Lyman-alpha
+flux needs a file that states redshift, cosmology and box size.
 """
 
+import itertools
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.evaluation import report
+from analysis.evaluation import report, tables
 from analysis.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, open_fitted
+from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from analysis.lyman_alpha.setup import add_flux_options, take_flux_options
 from utils import cli
@@ -27,15 +33,18 @@ from utils.errors import UserError, one_line_errors
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.run.provenance import provenance
+from utils.volumes.channels import volume_channels
+
+Opened = tuple[VolumeFields, SlidingWindowPredictor | None, dict[str, Any]]  # the latter is the report's metadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(InferenceOptions):
     """The command line; the flags have the same names."""
 
-    input: str
+    input: list[str]
     output: str
-    checkpoint: str | None = None
+    checkpoint: list[str] | None = None
     prediction: str | None = None
     overwrite: bool = False
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # of the flux
@@ -51,37 +60,72 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def evaluate(options: Options, world: World) -> None:
-    """Evaluates a checkpoint's network or a predicted file, and writes the report. Every rank calls it."""
+    """Evaluates each network, or a predicted file, on each box, and writes the reports. Every rank calls it."""
+    output, record, checkpoints = Path(options.output), provenance(world), options.checkpoint or [""]
+    folders = (Path(*names) for names in itertools.product(_names(checkpoints), _names(options.input)))
+    pairs = dict(zip(itertools.product(checkpoints, options.input), folders, strict=True))
     with world.raise_together():
-        report.check_directory(Path(options.output), options.overwrite)
-    weights, content = load_weights(options.checkpoint, world) if options.checkpoint else (None, None)
+        outputs = dict.fromkeys([output, *(output / folder for folder in pairs.values())])
+        report.check_directories([*outputs], options.overwrite)
+    weights, channels, evaluations = dict[str, str](), dict[Any, str](), list[dict[str, Any]]()
+    for predicts in (False, True) if len(pairs) > 1 else (True,):  # all pairs are checked before the first prediction
+        for (checkpoint, path), folder in pairs.items():
+            # A training run that is still running moves its best checkpoint.
+            fields, predictor, metadata = _open(weights.get(checkpoint, checkpoint), path, options, world)
+            with closing(fields):
+                weights[checkpoint] = metadata.get("checkpoint", "")
+                channels[volume_channels(fields.config)[1]] = f"{checkpoint} on {path}"
+                if len(channels) > 1:
+                    places = " and ".join(channels.values())
+                    raise UserError(f"the channels or transforms of {places} differ; evaluate them one by one")
+                if not predicts:
+                    continue
+                results = fields.evaluate(predictor, "predicting", metadata, world)
+            report.write_report(output / folder, results, record, world)
+            known = {"checkpoint": checkpoint, "input": path, "report": str(folder / report.PAGE)}
+            evaluations.append({**known, "notes": tables.notes(metadata), "scalars": results.scalars()})
+    if len(pairs) > 1:
+        report.write_summary(output, evaluations, record, world)
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Names of directories for several paths, from what differs between them; empty for a single one."""
+    places = [Path(os.path.abspath(path.removesuffix(".h5"))) for path in paths]
+    common = os.path.commonpath([place.parent for place in places])
+    return ["-".join(place.relative_to(common).parts) if len(paths) > 1 else "" for place in places]
+
+
+def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
+    """Opens a box, and a network or else the predicted file; UserError if they do not fit. Every rank calls it."""
+    weights, content = load_weights(checkpoint, world) if checkpoint else (None, None)
     with world.raise_together():
         calibrated = not options.no_calibration
         trained = TrainedNetwork.load(weights, world.device, content, calibrated) if weights else None
-        config = trained.config if trained else config_of_files(options.input, str(options.prediction))
+        config = trained.config if trained else config_of_files(path, str(options.prediction))
         config = config.model_copy(update={"evaluation": options.evaluation})
-        fields = VolumeFields(options.input, options.prediction, config)
+        fields = VolumeFields(path, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
         if options.evaluation.fitted_on:
             open_fitted(options.evaluation.fitted_on, config).close()
-    source: dict[str, Any] = {"prediction": options.prediction}
-    if trained and predictor:
-        source = {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
-        source |= {"symmetries": options.symmetries, "loss": config.loss}
+        source: dict[str, Any] = {"prediction": options.prediction}
+        if trained and predictor:
+            source = {"density_factor": None, **trained.record, "checkpoint": str(weights)}
+            source |= {"input_use": trained.use_of(path), "windows": predictor.grid.describe()}
+            source |= {"symmetries": options.symmetries, "loss": config.loss}
+        elif fields.prediction and "checkpoint" in fields.prediction.attributes:  # predict.py has written it
+            stated = fields.prediction.attributes.get
+            source |= {"density_factor": stated("checkpoint_density_factor"), "input_use": stated("input_use")}
     note = {} if fields.periodic and not options.not_periodic else {"note": NOT_PERIODIC}
-    metadata = {"input": options.input, **note, **source}
-    with closing(fields):
-        results = fields.evaluate(predictor, "predicting", metadata, world)
-    report.write_report(Path(options.output), results, provenance(world), world)
+    return fields, predictor, {"input": path, **note, **source}
 
 
 def build_parser() -> cli.Parser:
     """The parser of the command line."""
     parser = cli.Parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    cli.add_checkpoint_option(source, required=False)
+    cli.add_checkpoint_option(source, nargs="+")
     source.add_argument("--prediction", help=f"HDF5 file with the predicted {OUTPUT}, as predict.py writes it")
-    parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} and the true {OUTPUT}")
+    parser.add_argument("--input", required=True, nargs="+", help=f"HDF5 files with {INPUT} and the true {OUTPUT}")
     parser.add_argument("--output", required=True, help="directory of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace the report in that directory")
     add_inference_options(parser)
@@ -94,6 +138,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     arguments = vars(build_parser().parse_args(argv))
     options = Options(evaluation=take_flux_options(arguments), **arguments)
     of_network = "window", "overlap", "batch_size", "precision", "symmetries", "no_calibration"
+    if options.prediction and len(options.input) > 1:
+        raise UserError("--prediction is that of one box; give one --input")
     for name in of_network if options.prediction else ():
         if getattr(options, name) != getattr(InferenceOptions, name):
             raise UserError(f"--{name} has no effect on a stored prediction; remove it, or give --checkpoint")

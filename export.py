@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.inference.export import ExportedNetwork
+from analysis.inference.export import KNOWN, ExportedNetwork, without_directories
 from analysis.inference.trained_network import NO_CALIBRATION, TrainedNetwork
 from utils import cli
 from utils import config as configs
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     metadata = {
         **exported.describe(target.name),
         "checkpoint": trained.record,
-        "config": configs.to_yaml(trained.config, "trained"),
+        "config": configs.dump({"trained": without_directories(trained.config.model_dump())}),
+        **{key: trained.known[key] for key in KNOWN if key in trained.known},
         **{key: record[key] for key in ("git_commit", "date", "versions")},
         "weights_sha256": file_digest(weights),
     }

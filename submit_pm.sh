@@ -46,8 +46,8 @@ set -u
 # Settings. The environment at submission overrides these defaults.
 TRAIN_SCRIPT=${TRAIN_SCRIPT:-train.py} # or train_graph.py
 PYTHON=${PYTHON:-python}
-DATA_DIR=${DATA_DIR:-} # directory with the data; /data in the configs
-# directory of the runs and profiles; /logs in the configs. LOGS_DIR= (empty) leaves the config's
+DATA_DIR=${DATA_DIR:-} # directory with the data: the program reads it in place of /data in the config's paths
+# directory of the runs and profiles, in place of the config's expdir. LOGS_DIR= (empty) leaves the latter
 if [ -d "${SCRATCH:-}" ]; then LOGS_DIR=${LOGS_DIR-$SCRATCH/nbody-unet/logs}; fi
 LOGS_DIR=${LOGS_DIR:-}
 CONTAINER_IMAGE=${CONTAINER_IMAGE:-}
@@ -114,21 +114,20 @@ pyxis) gpus='' special='[:,"$`\\[:space:]]' ;;
 *) fail "CONTAINER_RUNTIME must be shifter, podman-hpc, apptainer, pyxis or none, not $CONTAINER_RUNTIME" ;;
 esac
 
+data=$DATA_DIR logs=$LOGS_DIR # paths that the ranks see
 mounts=()
 add_mount() { # source, destination
   [[ $1 != *$special* ]] || fail "$CONTAINER_RUNTIME cannot mount $1: the path contains one of $special"
   mounts+=("$1:$2")
 }
-data=$DATA_DIR logs=$LOGS_DIR # paths that the ranks see
 if [ "$CONTAINER_RUNTIME" != none ]; then
   if [ "$CONTAINER_RUNTIME" != shifter ]; then
     job_image=''
     add_mount "$PWD" "$PWD"
   fi
   [ -n "$CONTAINER_IMAGE$job_image" ] || fail "$CONTAINER_RUNTIME needs CONTAINER_IMAGE=..."
-  data=/data logs=/logs
-  if [ -n "$DATA_DIR" ]; then add_mount "$DATA_DIR" /data; fi
-  if [ -n "$LOGS_DIR" ]; then add_mount "$LOGS_DIR" /logs; fi
+  if [ -n "$DATA_DIR" ]; then add_mount "$DATA_DIR" /data && data=/data; fi
+  if [ -n "$LOGS_DIR" ]; then add_mount "$LOGS_DIR" /logs && logs=/logs; fi
   read -r -a options <<<"${CONTAINER_OPTIONS-$gpus}"
 fi
 
@@ -144,7 +143,7 @@ podman-hpc)
   # The container gets only the directories and variables named here; --env-host would also pass LD_LIBRARY_PATH.
   container=(podman-hpc run --rm --net host --ipc host "${options[@]}" "${mounts[@]/#/--volume=}" --workdir="$PWD")
   for name in 'SLURM_*' 'MASTER_*' 'NCCL_*' 'OFI_NCCL_*' 'FI_*' 'TORCH*' 'PYTORCH_*' 'OMP_*' 'BENCHY_*' 'WANDB_*' \
-    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE HDF5_USE_FILE_LOCKING TRAIN_EXIT_FILE; do
+    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE HDF5_USE_FILE_LOCKING TRAIN_EXIT_FILE DATA_DIR LOGS_DIR; do
     container+=(--env "$name")
   done
   container+=("$CONTAINER_IMAGE")
@@ -174,56 +173,29 @@ if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
   command=(nsys profile '--trace=cuda,cublas,nvtx' --kill none -c cudaProfilerApi -f true -o "$output" "${command[@]}")
 fi
 
-# Adds --set KEY="PATH", in which YAML and the program read PATH unchanged: \ and " are escaped, and $$ is a dollar sign.
-add_path() { # key, path
-  local path=${2//\\/\\\\}
-  path=${path//\"/\\\"} path=${path//$'\n'/\\n} path=${path//\$/\$\$}
-  command+=(--set "$1=\"$path\"")
-}
-
-# The files in DATA_DIR have the names of config/UNet.yaml, or those of the published data set. A container has the
-# directory on /data, where the configs look for the former.
-add_data_flags() {
-  local part suffix key name published
-  for part in train:downsamp_2048crop_train val:downsamp_1024crop_valid; do
-    for suffix in .h5 _data.npy _label.npy; do
-      key=${part%:*}_path
-      if [ "$suffix" != .h5 ]; then key+=_npy${suffix%.npy}; fi
-      name=${part%:*}$suffix published=${part#*:}$suffix
-      if [ ! -e "$DATA_DIR/$name" ] && [ -e "$DATA_DIR/$published" ]; then
-        name=$published
-      elif [ "$CONTAINER_RUNTIME" != none ]; then
-        continue
-      fi
-      add_path "$key" "$data/$name"
-    done
-  done
-}
-
-# Only the training scripts have these flags. The user's arguments follow and win.
+# Only the training scripts have these flags. The user's arguments follow and win, the last one of a kind.
 if [[ ${TRAIN_SCRIPT##*/} == train*.py ]]; then
-  if [ -n "$LOGS_DIR" ] && [ "$CONTAINER_RUNTIME" = none ]; then add_path expdir "$LOGS_DIR"; fi
-  if [ -n "$DATA_DIR" ]; then add_data_flags; fi
-  # The tasks of an array have the same arguments, but need run directories of their own. The last --run_num wins.
-  if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-    run_num=00 previous=''
-    for argument in "$@"; do
-      if [ "$previous" = --run_num ]; then run_num=$argument; fi
-      if [[ $argument == --run_num=* ]]; then run_num=${argument#*=}; fi
-      previous=$argument
-    done
-    set -- "$@" --run_num="$run_num-$SLURM_ARRAY_TASK_ID"
+  expdir='' run_num=00 previous=''
+  if [ -n "$LOGS_DIR" ]; then
+    # shellcheck disable=SC2016 # the program expands it: YAML reads some names of directories as something else
+    command+=(--set 'expdir=$LOGS_DIR')
+    expdir="$LOGS_DIR in place of the config's expdir${mounts:+, in the container /logs}"
   fi
+  for argument in "$@"; do
+    if [[ $argument =~ ^(--set=)?\ *expdir\ *=\ *(.*) ]]; then expdir=${BASH_REMATCH[2]}; fi
+    if [[ $previous$argument =~ ^--run_num=?(.*) ]]; then run_num=${BASH_REMATCH[1]}; fi
+    previous=''
+    if [ "$argument" = --run_num ]; then previous=$argument; fi
+  done
+  if [ -n "$expdir" ]; then echo "submit_pm.sh: log directory $expdir"; fi
+  # The tasks of an array have the same arguments, but need run directories of their own.
+  if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then set -- "$@" --run_num="$run_num-$SLURM_ARRAY_TASK_ID"; fi
 fi
 
 # srun reports the highest exit code of all ranks, often that of a rank that -K1 ended. So the first rank that fails
 # leaves its own code here, as the target of a link. All nodes and containers see this directory.
 exit_link=${LOGS_DIR:-.}/.exit-$job-${SLURM_RESTART_COUNT:-0}-$$
-export TRAIN_EXIT_FILE=$exit_link
-if [ -n "$LOGS_DIR" ]; then
-  TRAIN_EXIT_FILE=$logs/${exit_link##*/}
-  echo "submit_pm.sh: log directory $LOGS_DIR${mounts:+, in the container /logs}"
-fi
+export TRAIN_EXIT_FILE=${logs:-.}/${exit_link##*/} DATA_DIR=$data LOGS_DIR=$logs
 
 # --- job step and signals ---
 

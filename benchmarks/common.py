@@ -80,7 +80,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 def launcher(ranks: int) -> list[str]:
     """The words before the script's name in a command that starts `ranks` ranks on this machine."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     return [sys.executable, *(torchrun if ranks > 1 else [])]
 
 

@@ -45,7 +45,7 @@ MEMORY = 150  # bytes per cell
 LARGEST_CELL = 0.25  # Mpc/h; in larger cells, which gas is hot depends on the mesh and not on the physics
 FEWEST_STEPS = 20  # fewer are for tests
 START_REDSHIFT = 49.0  # of the initial conditions
-SMALLEST_GRID = 8
+GRIDS = 8, 1290  # cells per side; those of larger grids have numbers beyond int32
 CORES = len(usable_cpus())
 
 
@@ -67,8 +67,8 @@ class SimulationOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.grid < SMALLEST_GRID:
-            raise UserError(f"grid is {self.grid}; give at least {SMALLEST_GRID}")
+        if not GRIDS[0] <= self.grid <= GRIDS[1]:
+            raise UserError(f"grid is {self.grid}; give {GRIDS[0]} to {GRIDS[1]} cells per side")
         low, high = (limit * self.grid for limit in CELLS)
         if not low <= self.box_length <= high:
             raise UserError(

@@ -80,6 +80,7 @@ def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values(config_of
     [
         (cli.parse, "--set num_epochs", "--set num_epochs: expected key=value"),
         (cli.parse, "--set num_epochs=[", r"cannot read --set num_epochs=\["),
+        (cli.parse, "--set train_path=caf\udce9/a.h5", "not UTF-8; rename the file, or give the path of a link to it"),
         (cli.parse, "--set 'expdir=/x/run #1'", "YAML takes # for the start of a comment; quote the value"),
         (cli.parse, "--num_epoch 3", "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
         (cli.parse, "--network.width 3", "did you mean --set network.width=VALUE?"),

@@ -1,9 +1,11 @@
 """evaluate.py: its report agrees with the predicted file, and bad input ends with one line."""
 
 import errno
+import html
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from unittest.mock import Mock
 import h5py
 import numpy as np
 import pytest
+import torch
 from empty_pictures import PNG, draw_nothing
 from log_lines import refusal
 from reference_samples import ALONE
@@ -21,11 +24,14 @@ import evaluate
 import predict
 from analysis.evaluation import report, results
 from analysis.evaluation.volume import VolumeFields, fit_gas
+from analysis.inference.trained_network import TrainedNetwork
 from simulation import channels
 from simulation.simulate import main as simulate
 from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.errors import UserError
+from utils.run.checkpoint import read_weights
+from utils.run.checkpoint import write as write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +153,79 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert line.endswith(f"gas.h5 is a prediction of another box than {box}: seed 99 instead of 0")
 
 
+@pytest.fixture(scope="module")
+def seen(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Copies of the training box and of the validation box of the run."""
+    config, folder = read_weights(trained_run)["config"], tmp_path_factory.mktemp("seen")
+    return [Path(shutil.copy(config[f"{name}_path"], folder / f"{name}.h5")) for name in ("train", "val")]
+
+
+def test_several_networks_and_boxes(
+    trained_run: Path, box: Path, seen: list[Path], tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Means and deviations are those of the single reports, which name the boxes that the networks have seen."""
+    without_page(monkeypatch)
+    networks, boxes = sorted((trained_run / "checkpoints").glob("step_*")), [box, *seen]
+    output = tmp_path / "all"
+    evaluate.main(["--checkpoint", *map(str, networks), "--input", *map(str, boxes), f"--output={output}"])
+    lines, summary = capsys.readouterr().err, json.loads((output / "summary.json").read_text())
+    parts = summary["evaluations"]
+    assert [(part["checkpoint"], part["input"]) for part in parts] == [
+        (str(network), str(path)) for network in networks for path in boxes
+    ]
+    reports = [results.load((output / part["report"]).with_name("evaluation.npz")) for part in parts]
+    l1 = np.array([report.l1.mean() for report in reports]).reshape(2, 3)
+    assert len({*l1.flat}) == 6
+    measured = summary["measures"]["Evaluation L1/all channels"]
+    assert measured == {
+        "mean": pytest.approx(l1.mean()),
+        "stdev over boxes": pytest.approx(l1.mean(0).std(ddof=1)),
+        "stdev over networks": pytest.approx(l1.mean(1).std(ddof=1)),
+        "values": l1.tolist(),
+    }
+    page = (output / "report.html").read_text()
+    for place, part in enumerate(parts):
+        notes = " ".join(part["notes"])
+        assert ("training data" in notes, "validation data" in notes) == (place % 3 == 1, place % 3 == 2)
+        assert ("mean density, to which the calibration was fitted" in notes) == (place % 3 == 2)
+        assert "(same content)" in notes or place % 3 == 0
+        assert html.escape(notes) in page
+        assert notes in lines
+        assert f'<a href="{part["report"]}">' in page
+    assert f"<td>{measured['mean']:.4g}</td><td>{measured['stdev over boxes']:.4g}</td>" in page
+
+
+def test_files_of_old_checkpoints_are_recognized_by_their_path(trained_run: Path, seen: list[Path]) -> None:
+    trained = TrainedNetwork.load(trained_run, torch.device("cpu"))
+    old = replace(trained, known={})
+    for name, copy in zip(("training", "validation"), seen, strict=True):
+        path = trained.config.paths({"training": "train_path", "validation": "val_path"}[name])[0]
+        assert trained.use_of(str(copy)) == trained.use_of(path) == f"{name} data of the network (same content)"
+        assert old.use_of(os.path.relpath(path)) == f"{name} data of the network (same path)"
+        assert old.use_of(str(copy)) == ""
+
+
+def test_a_predicted_file_states_its_calibration_and_the_use_of_its_box(
+    trained_run: Path, box: Path, seen: list[Path], tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    draw_nothing(monkeypatch)
+    factor, output = read_weights(trained_run)["density_factor"], tmp_path / "report"
+    for path, label, use, *flags in (
+        (seen[1], f"mean gas density / target's, calibrated by {factor:.4f}", "validation data"),
+        (box, "mean gas density / target's, not calibrated", "", "--no_calibration"),
+    ):
+        given = [f"--input={path}", "--overwrite"]
+        predict.main([f"--checkpoint={trained_run}", *given, f"--output={tmp_path / 'gas.h5'}", *flags])
+        capsys.readouterr()
+        evaluate.main([f"--prediction={tmp_path / 'gas.h5'}", *given, f"--output={output}"])
+        page, lines = html.unescape((output / "report.html").read_text()), capsys.readouterr().err
+        metadata = json.loads((output / "evaluation.json").read_text())["metadata"]
+        assert metadata["density_factor"] == (None if flags else factor)
+        for text in (page, lines):
+            assert label in text
+            assert f"the box is {use}" in text if use else "the box is" not in text
+
+
 def test_bad_input_is_a_one_line_error_and_nothing_is_written(
     trained_run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -159,7 +238,13 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             file["Nbody"], file["Hydro"] = nbody, values
     checkpoint, given = f"--checkpoint={trained_run}", f"--input={box}"
-    zero, physical = tmp_path / "zero.h5", tmp_path / "physical.h5"
+    zero, physical, every = tmp_path / "zero.h5", tmp_path / "physical.h5", written.parent / "all"
+    (every / "zero").mkdir(parents=True)
+    (every / "zero" / "report.html").touch()
+    content = read_weights(trained_run)
+    content["config"]["transform"]["temperature_log10_center"] = 4.0
+    write_checkpoint(every / "other", content, {})
+    other = "--checkpoint", str(trained_run), str(every / "other")
     for message, *arguments in (
         (f"{written} has a report; give --overwrite", checkpoint, given, f"--output={written}"),
         ("is a file; give the name of a directory", checkpoint, given, f"--output={box}"),
@@ -168,6 +253,10 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
         ("--symmetries has no effect on a", f"--prediction={larger}", given, new, "--symmetries=8"),
         # Once these ended with "R² nan" and exit code 0. Training refuses them as well.
         ("zero.h5: Hydro is 0 everywhere; write", checkpoint, f"--input={zero}", new),
+        ("zero.h5: Hydro is 0 everywhere; write", checkpoint, "--input", str(box), str(zero), new),
+        ("channels or transforms of ", *other, given, new),
+        ("all/zero has a report; give --overwrite", checkpoint, "--input", str(zero), str(larger), f"--output={every}"),
+        ("--prediction is that of one box; give one", f"--prediction={larger}", "--input", str(box), str(zero), new),
         ("zero.h5: Hydro is 0 everywhere; write", f"--prediction={zero}", given, new),
         ("physical.h5: Hydro[0] holds physical values", checkpoint, f"--input={physical}", new),
     ):

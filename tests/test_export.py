@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from log_lines import refusal
+from processes import TOP
 from torch import nn
 
 import export
-from analysis.inference.export import METADATA, ExportedNetwork
+from analysis.inference.export import METADATA, ExportedNetwork, without_directories
 from analysis.inference.trained_network import TrainedNetwork
 from networks import strided
 from networks.physical import PhysicalNetwork
@@ -27,6 +29,7 @@ from utils.steps import build
 from utils.volumes.attributes import DENSITY_FLOOR, file_transform, simulation_of
 from utils.volumes.channels import input_channels, target_channels, volume_channels
 
+PAGE = TOP / "docs" / "inference.md"
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].
 SIZES = [(1, 4, 4, 4), (2, 4, 8, 12), (3, 16, 4, 4), (1, 12, 12, 12)]
 FLOOR = 1e-6  # of the training files; imported volumes have another one than simulated ones
@@ -224,7 +227,47 @@ def test_metadata_says_how_to_use_the_file(files: Path) -> None:
         assert [channel["unit"] for channel in result[side]["channels"]] == channels
     assert result["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
     assert result["weights_sha256"] == checkpoint.file_digest(checkpoint.weights_file(files / "run"))
-    assert configs.validate(configs.parse_value(result["config"])["trained"], "trained") == config_of()
+    values = configs.parse_value(result["config"])["trained"]
+    assert values == without_directories(configs.validate(values, "trained").model_dump())
+    assert values == without_directories(config_of().model_dump())
+
+
+def test_a_file_names_no_directory_of_its_author(tmp_path: Path) -> None:
+    """Neither of the code, in stack traces, nor of data and runs. What the checkpoint knows of the data is copied."""
+    paths = {"train_path": [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")], "expdir": f"{Path.home()}/runs/"}
+    known = {"simulation": {"redshift": 3.0, "cell size (Mpc/h)": 0.16, "cosmology_H0": 67.7}}
+    known |= {"input_statistics": {"power (km/s)": [0.5, 2.0]}, "code": {"mine/net.py": "ab12"}}
+    save(tmp_path / "run", config_of(**paths), data={"train_path[0]": "digest"}, **known)
+    target = exported(tmp_path)
+    content, here = target.read_bytes(), Path(export.__file__).parent
+    for name in (str(here), paths["expdir"], str(tmp_path), tmp_path.parents[1].name, "physical.py", "unet.py"):
+        assert name.encode() not in content
+    described = metadata(target)
+    values = configs.parse_value(described["config"])["trained"]
+    assert (values["train_path"], values["expdir"]) == (["a.h5", "b.h5"], "runs")
+    assert {key: described[key] for key in known} == known
+    assert "data" not in described
+
+
+def test_windows_of_the_page_are_blended_to_a_periodic_box() -> None:
+    """A network that is wrong at the faces of its input; the sides are no multiples of half a window."""
+    (shown,) = re.findall(r"```python\n([^`]*def predict_box.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    faces = torch.ones(8, 8, 8)
+    faces[1:-1, 1:-1, 1:-1] = 0
+
+    def predict(fields: torch.Tensor) -> torch.Tensor:
+        assert fields.shape == (1, 4, 8, 8, 8)
+        return torch.cat([fields, fields[:, :1]], dim=1) + wrong * faces
+
+    names: dict[str, Any] = {"torch": torch, "predict": predict}
+    exec(shown, names)
+    wrong, box = 0.0, torch.randn(4, 8, 14, 17, generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([box, box[:1]])
+    torch.testing.assert_close(names["predict_box"](box, window=8), expected)
+    wrong = 1.0
+    errors = names["predict_box"](box, window=8) - expected
+    assert 0 < errors.max() < 0.25
+    torch.testing.assert_close(errors[:, :4], errors[:, 4:])  # the faces of the box have no larger errors
 
 
 def test_what_cannot_be_exported_is_one_line(files: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

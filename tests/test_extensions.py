@@ -4,6 +4,8 @@ It also says that a step releases its graphs before the process group ends.
 """
 
 import contextlib
+import hashlib
+import json
 import re
 import sys
 import weakref
@@ -16,7 +18,7 @@ import h5py
 import pytest
 import torch
 from reference_samples import digest, rank_batches, read_fields, reference
-from trainings import ALONE, TOP, YAML, directory, metrics
+from trainings import ALONE, TOP, YAML, directory, last, metrics
 
 import export
 import predict
@@ -102,6 +104,61 @@ def test_the_documented_network_trains_predicts_and_is_exported(
     with h5py.File(tmp_path / "gas.h5") as gas:
         assert gas["Hydro"].shape == (5, 16, 16, 16)
     sys.modules.pop(file.stem)
+
+
+def test_own_code_belongs_to_a_checkpoint(
+    data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Fixed: an edited network predicted something else without a word. Old checkpoints do not state their code."""
+    source, _, name = section("How to add a network")
+    network, run, packages = tmp_path / name, directory(tmp_path), tmp_path / ".venv/lib/site-packages"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(packages)
+    imports = [
+        "import torch, json, helpers, installed, utils.files",
+        "from mine import layers",
+        "from .top import anything",
+    ]
+    files = {
+        name: "\n    ".join([source + "\n\ndef unused():", *imports]),
+        "mine/__init__.py": "if False:\n    from .sub import deep",
+        "mine/sub/deep.py": "def unused():\n    from ..above import anything",
+        "mine/layers.py": "no syntax",
+    }
+    own = {*files, "helpers.py", "mine/above.py", "top.py"}
+    for path in (*own, "json.py", "utils/files.py", "mine/idle.py", packages / "installed.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(files.get(str(path), ""))
+
+    def warned(main: Callable[..., None], *arguments: str) -> list[str]:
+        """The files in the warnings of a program."""
+        sys.modules.pop(network.stem, None)
+        main([*arguments])
+        text = "".join(capfd.readouterr())
+        return re.findall(r" was trained with other code: (.*); restore it, or expect other results", text)
+
+    flags = ["--set=network.name=my_networks.Pyramid", "--set=network.options={depth: 2, width: 8}", *data_flags]
+    flags += [f"--yaml_config={YAML}", "--config=test", f"--set=expdir={tmp_path}", "--set=report_baselines=false"]
+    exported = ["--overwrite", "--units=channel", f"--output={tmp_path / 'gas.pt2'}"]
+    output = [f"--checkpoint={run}", "--overwrite", f"--output={tmp_path / 'gas.h5'}"]
+    predicts = [predict.main, *output, data_flags[1].replace("--set=val_path", "--input"), "--device=cpu"]
+    assert warned(train.main, *flags) == warned(*predicts) == []
+    code = json.loads((run / "provenance.json").read_text())["code"]
+    assert ({*code}, code["top.py"]) == (own, hashlib.sha256().hexdigest())
+    (tmp_path / "mine/layers.py").write_text("padding = 'circular'")
+    assert warned(*predicts) == ["mine/layers.py (changed)"]
+    network.write_text(network.read_text().replace("helpers", "mine.idle"))
+    changed = ["helpers.py (missing), mine/idle.py (new), mine/layers.py (changed), my_networks.py (changed)"]
+    assert warned(export.main, f"--checkpoint={run}", *exported) == changed
+    assert warned(train.main, *flags, f"--init_from={last(run).path}", "--preflight") == changed
+    assert warned(train.main, *flags, "--resume", "--num_epochs=3") == changed
+    saved = last(run).weights
+    assert saved["code"].keys() == own - {"helpers.py"} | {"mine/idle.py"}
+    del saved["code"]
+    torch.save(saved, tmp_path / "old.pt")
+    network.write_text(source)
+    assert warned(export.main, f"--checkpoint={tmp_path / 'old.pt'}", *exported) == []
+    sys.modules.pop(network.stem)
 
 
 def test_the_documented_optimizer_trains(data_flags: list[str], tmp_path: Path, monkeypatch: Any) -> None:

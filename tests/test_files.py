@@ -12,7 +12,7 @@ import pytest
 
 from utils import progress
 from utils.errors import UserError, one_line_errors, os_errors_for_users
-from utils.files import atomic_directory, atomic_write, check_target, make_output_directory, recover, to_json
+from utils.files import atomic_directory, atomic_write, check_target, make_output_directory, recover, remove, to_json
 from utils.progress import Progress
 
 
@@ -29,6 +29,30 @@ def write(kind: str, path: Path, text: str, error: BaseException | None = None) 
             file.write_text(text)
             if error is not None:
                 raise error
+
+
+def test_a_file_that_cannot_be_removed_is_named_with_its_path(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """As a checkpoint on NFS that another program reads: "weights.pt: Device or resource busy"."""
+    busy = tmp_path / "checkpoints" / "step_00000008" / "weights.pt"
+    busy.parent.mkdir(parents=True)
+    busy.touch()
+
+    def unlink(name: str, **_: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), name)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(SystemExit, match="2"), one_line_errors():
+        remove(tmp_path / "checkpoints")
+    assert capsys.readouterr().err == f"error: {busy}: Device or resource busy; end the program that uses it\n"
+
+
+def test_the_file_of_a_writer_that_was_killed_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    target, abandoned, recent = tmp_path / "box[1].h5", ".box[1].h5.0.partial", ".box[1].h5.1.partial"
+    for name in (abandoned, recent):
+        (tmp_path / name).touch()
+    os.utime(tmp_path / abandoned, (0, 0))
+    write("file", target, "text")
+    assert {*os.listdir(tmp_path)} == {target.name, recent}
 
 
 def read(path: Path) -> set[str]:

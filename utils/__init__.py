@@ -1,5 +1,6 @@
 """How networks are trained. Predictions and evaluations are in `analysis`, the simulator in `simulation`."""
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -29,9 +30,16 @@ sys.excepthook = lambda kind, *rest: (
     sys.stderr.write("interrupted\n") if kind is KeyboardInterrupt else sys.__excepthook__(kind, *rest)
 )
 
-# libgomp reads this when PyTorch is imported, which entry scripts do after this package. By default a thread that waits
-# for the others of an operation spins for 300,000 rounds, which take milliseconds. If another program uses one of the
-# cores, that happens at every operation.
+# libgomp reads these when PyTorch is imported, which entry scripts do after this package. It would bind the main thread
+# to one core, and so all threads that it starts. torchrun is bound already: its ranks get the cores of its parent back.
+_bound = [name for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY") if os.environ.pop(name, "")]
+if _bound and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    with contextlib.suppress(OSError):
+        _parent = Path(f"/proc/{os.getppid()}/status").read_text().split("PPid:")[1].split()[0]
+        os.sched_setaffinity(0, os.sched_getaffinity(int(_parent)))
+
+# By default a thread that waits for the others of an operation spins for 300,000 rounds, which take milliseconds. If
+# another program uses one of the cores, that happens at every operation.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -46,9 +54,17 @@ def version_line() -> str:
 
 def git_commit() -> str:
     """The checkout's commit, with '-dirty' if files differ; outside a checkout GIT_COMMIT, or 'unknown'."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    root = Path(__file__).resolve().parents[1]
+    describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    # Hooks set GIT_DIR and others, and a directory above an unpacked archive may be another project's checkout.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        top, commit = (
+            subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True, env=env
+            ).stdout.strip()
+            for words in (["rev-parse", "--show-toplevel"], describe)
+        )
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT") or "unknown"
-    return result.stdout.strip()
+        top = commit = ""
+    return commit if top and root.samefile(top) else os.environ.get("GIT_COMMIT") or "unknown"

@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
+from typing import IO, Any
 
 from utils.launchers import launched_rank
 
@@ -19,8 +21,10 @@ GRACE_SECONDS = 10.0
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space and run the command again"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "the file system has failed; run the command again when it works"),
+    errno.EBUSY: "end the program that uses it",
     errno.EROFS: "choose another directory",
     errno.EACCES: "change its permissions",
+    errno.EFBIG: "choose a file system, or a limit (ulimit -f), that allows files of this size",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), or use fewer files"),
 }
 
@@ -56,15 +60,54 @@ class Stopped(Exception):
     """A signal requested a stop, all ranks have agreed to it, and the state is saved."""
 
 
+class _Shown:
+    """A standard stream whose terminal or reader may go away: text that cannot be shown is lost, and work continues."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Sends the stream, with what is in its buffer, to no place; otherwise the interpreter's exit would fail."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """The one translation of expected errors, at the top of each program.
+    """The one translation of expected errors, at the top of each program, and of its output.
 
     A UserError becomes one line on stderr and its exit code, and so does, with code 2, an OSError of a file; Stopped
     becomes exit code 75.
     All ranks raise the same UserError, because they read the same command line and exchange errors that depend on the
     machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError and OSError.
     """
+    with contextlib.ExitStack() as streams:
+        for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
+            shown = _Shown(stream)
+            streams.enter_context(redirect(shown))
+            streams.callback(shown.flush)
+        with _exit_codes():
+            yield
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turns expected errors into a line and an exit code."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -122,7 +165,12 @@ def os_errors_for_users(action: str, remedy: str = "", error_type: type[UserErro
     """Turns an OSError into a UserError in one line: `action` ("cannot read x.h5"), the reason, and the remedy."""
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        if not isinstance(error, OSError):  # h5py raises others for what HDF5 meets while it closes a file
+            number = re.search(r"errno = (\d+)", str(error))
+            if number is None:
+                raise
+            error = OSError(int(number[1]), os.strerror(int(number[1])))
         if not remedy or error.errno != errno.EROFS:  # of which the given remedy says more
             remedy = ", or ".join([*os_remedy(error), *([remedy] if remedy else [])])
         raise error_type("; ".join(filter(None, (f"{action}: {os_reason(error)}", remedy)))) from error

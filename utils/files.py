@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from utils.errors import UserError, os_errors_for_users, os_reason
 from utils.progress import Progress
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MIB, GIB = 2**20, 2**30
 HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times
-POLL_SECONDS = 0.5
+POLL_SECONDS, ABANDONED_SECONDS = 0.5, 3600.0
 IN_USE = (BlockingIOError, PermissionError)  # the errors of a lock that is held; the latter on SMB
 
 
@@ -35,6 +36,8 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
     An OSError names the first target.
     """
     partials = [_partial(target) for target in targets]
+    for target in targets:
+        remove_abandoned(target)
     try:
         yield partials
         for partial in partials:
@@ -90,6 +93,14 @@ def recover(directory: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+def remove_abandoned(target: Path) -> None:
+    """Removes temporary files that nobody has changed for an hour: a process was killed while it wrote the target."""
+    for partial in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - partial.stat().st_mtime > ABANDONED_SECONDS:
+                partial.unlink()
+
+
 def _partial(target: Path) -> Path:
     """A new temporary name in the target's directory, which another process may write to at the same time."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
@@ -98,9 +109,16 @@ def _partial(target: Path) -> Path:
 def remove(path: Path, ignore_errors: bool = False) -> None:
     """Removes a file, a link, or a directory with all that is in it; `ignore_errors` counts for directories."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=ignore_errors)
+        shutil.rmtree(path, ignore_errors=ignore_errors, onerror=_raise_with_path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _raise_with_path(function: object, path: str, info: Any) -> NoReturn:
+    """An error of shutil.rmtree, which names a file without its directory."""
+    error: OSError = info[1]
+    error.filename = path
+    raise error
 
 
 def _flush(path: Path) -> None:

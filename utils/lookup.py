@@ -1,10 +1,11 @@
 """What a config names: entries of tables such as LOADERS, and classes of users such as my_module.MyNetwork."""
 
+import ast
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import inspect
-import logging
 import os
 import sys
 import traceback
@@ -16,10 +17,12 @@ import torch
 
 from utils.config import did_you_mean
 from utils.errors import UserError
+from utils.log import once_per_job
 
-log = logging.getLogger(__name__)
+log = once_per_job(__name__)
 
 Entry = TypeVar("Entry")
+NOT_OWN = {"", "torch", "networks", "utils", "analysis", "simulation", *sys.stdlib_module_names}
 LIBRARIES = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")  # not the places of a user's error
 
 
@@ -87,6 +90,52 @@ def _working_directory_first() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+def own_code(config: Mapping[str, Any]) -> dict[str, str]:
+    """The SHA-256 of the files of a config's own network, loss and optimizer, and of what they import, by path.
+
+    Of what they import, also in functions, only files below the working directory. The path is the module's, such as
+    mine/layers.py. Executes nothing.
+    """
+    classes = config["network"]["name"], config["loss"], config["optimizer"]["name"]
+    names, digests = [name.rpartition(".")[0] for name in classes], dict[str, str]()
+    named = {name.partition(".")[0] for name in names}
+    with _working_directory_first():
+        places = [place for place in sys.path if not {"site-packages", "dist-packages"} & {*Path(place).parts}]
+        for name in names:  # which grow
+            top, package, base = name.partition(".")[0], name.split("."), name.replace(".", "/")
+            files = ((place, path) for place in places for path in (f"{base}/__init__.py", f"{base}.py"))
+            place, path = next((file for file in files if os.path.isfile(os.path.join(*file))), ("", ""))
+            if path and top not in NOT_OWN and (top in named or Path(place).is_relative_to(os.getcwd())):
+                content = Path(place, path).read_bytes()
+                digests[path] = hashlib.sha256(content).hexdigest()
+                with contextlib.suppress(SyntaxError, ValueError):  # this command may not import it
+                    found = _imports(ast.parse(content), package if path.endswith("/__init__.py") else package[:-1])
+                    names += [module for module in found if module not in names]
+            names += {".".join(package[:-1])} - {*names}
+    return digests
+
+
+def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
+    """The names that a module of `package` imports: modules, and what is in them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            level, module = getattr(node, "level", 0), getattr(node, "module", None)
+            above = package[: len(package) + 1 - level] if level else []
+            yield from (".".join(filter(None, [*above, module, alias.name])) for alias in node.names)
+
+
+def warn_of_other_code(source: str, weights: Mapping[str, Any]) -> None:
+    """Warns if own code has changed since the run that wrote `weights`, the content of a weights.pt."""
+    if (before := weights.get("code")) is None:
+        return  # an old checkpoint
+    now = own_code(weights["config"])
+    kinds = dict.fromkeys(now, "new") | {file: "changed" if file in now else "missing" for file in before}
+    files = [f"{file} ({kinds[file]})" for file in sorted(kinds) if before.get(file) != now.get(file)]
+    if files:
+        listed = ", ".join(files)
+        log.warning("%s was trained with other code: %s; restore it, or expect other results", source, listed)
 
 
 @contextlib.contextmanager

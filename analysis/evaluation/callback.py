@@ -48,7 +48,8 @@ class VolumeEvaluation(Evaluation):
         self._config, self._volume, self._run, self._world = config, volume, run, run.world
         self._known = KnownFlux()
         self.drawn: dict[str, Future[bytes]] = {}  # the pictures of the last evaluation, on rank 0
-        self._metadata = {"input": volume.path, "run": str(run.directory), "loss": config.loss}
+        self._metadata = {"input": volume.path, "input_use": "validation data of the run", "run": str(run.directory)}
+        self._metadata["loss"] = config.loss
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
 

@@ -3,7 +3,7 @@
 import base64
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,8 +21,10 @@ from utils.progress import Progress
 from utils.run import tags
 from utils.run.directory import RunDirectory
 
-PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
-TEMPLATE = Path(__file__).with_name("report.html.j2")
+PAGE, SUMMARY, ARRAYS, MEANS = "report.html", "evaluation.json", "evaluation.npz", "summary.json"
+PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+)
 TRAINING = "loss_curves"  # a picture of the page
 ORIGIN = ["run", "checkpoint", "prediction", "epoch", "step", "input", "windows"]  # shown in this order
 ORIGIN += ["date", "git_commit", "device", "goodput"]
@@ -34,13 +36,14 @@ log = logging.getLogger(__name__)
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def check_directory(output: Path, overwrite: bool) -> None:
-    """UserError if a report must not or cannot be written there."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output {output} is a file; give the name of a directory")
-    if (output / PAGE).exists() and not overwrite:
-        raise UserError(f"output {output} has a report; give --overwrite to replace it, or another --output")
-    make_output_directory(output.absolute().parent, SPACE)
+def check_directories(outputs: Sequence[Path], overwrite: bool) -> None:
+    """UserError if a report must not or cannot be written to one of them; they are in the first one."""
+    for output in outputs:
+        if output.exists() and not output.is_dir():
+            raise UserError(f"output {output} is a file; give the name of a directory")
+        if (output / PAGE).exists() and not overwrite:
+            raise UserError(f"output {output} has a report; give --overwrite to replace it, or another --output")
+    make_output_directory(outputs[0].absolute().parent, SPACE * len(outputs))
 
 
 def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any], world: World) -> None:
@@ -48,8 +51,8 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
     with world.raise_together():
         if not world.is_root:
             return
-        if "note" in evaluation.metadata:
-            log.warning("Note: %s", evaluation.metadata["note"])
+        for note in tables.notes(evaluation.metadata):
+            log.warning("Note: %s", note)
         for line in tables.lines(evaluation):
             log.info(line)
         log.info("drawing pictures in %s", output)
@@ -62,7 +65,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = to_json(_summary(evaluation, provenance)).encode()
         contents[PAGE] = page(evaluation, pictures | _training_curves(evaluation), provenance).encode()
-        output.mkdir(exist_ok=True)
+        output.mkdir(exist_ok=True, parents=True)
         results.save(evaluation, output / ARRAYS)
         with atomic_write([output / name for name in contents]) as partials:
             for partial, content in zip(partials, contents.values(), strict=True):
@@ -70,6 +73,22 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         for name in {*results.PICTURES} - {*pictures}:  # of an earlier report
             (output / f"{name}.png").unlink(missing_ok=True)
         log.info("report: %s", output / PAGE)
+
+
+def write_summary(output: Path, evaluations: Sequence[dict[str, Any]], record: dict[str, Any], world: World) -> None:
+    """Writes and logs means and standard deviations of the scalars of several evaluations, on rank 0."""
+    with world.raise_together():
+        if not world.is_root:
+            return
+        measures, template = tables.spreads(evaluations), PAGES.get_template("summary.html.j2")
+        columns = [*next(iter(measures.values()))][:-1]  # without the values
+        rows = [[tag.partition(" ")[2], *(f"{measures[tag][key]:.4g}" for key in columns)] for tag in measures]
+        for line in tables.aligned([["measure", *columns], *rows]):
+            log.info(line)
+        with atomic_write([output / MEANS, output / PAGE]) as (values, page):
+            values.write_text(to_json({"measures": measures, "evaluations": evaluations, "provenance": record}))
+            page.write_text(template.render(evaluations=evaluations, columns=columns, rows=rows), encoding="utf-8")
+        log.info("summary: %s", output / PAGE)
 
 
 def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[str, Future[bytes]]) -> Path | None:
@@ -144,10 +163,10 @@ def _rounded(value: Any) -> Any:
 def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping[str, Any]) -> str:
     """One self-contained HTML file, without scripts or links; `pictures` are PNG files by name."""
     flux, metadata = evaluation.flux, {**evaluation.metadata, "cell (Mpc/h)": evaluation.cell, **provenance}
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return PAGES.get_template("report.html.j2").render(
         title=": ".join(filter(None, ("Evaluation", evaluation.title))),
         conclusion=tables.conclusion(evaluation),
+        notes=tables.notes(evaluation.metadata),
         summary=tables.summary_table(evaluation),
         validation_loss=[evaluation.metadata.get(key) for key in ("loss", "final_loss")],
         fields=tables.field_table(evaluation),

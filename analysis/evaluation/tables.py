@@ -1,6 +1,8 @@
 """The main results of an evaluation as tables, for the log and for the report."""
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,19 @@ def lines(evaluation: Results) -> list[str]:
     """All tables as lines of a log, and the conclusion."""
     tables = [channel_table(evaluation), field_table(evaluation)]
     tables += [flux_table(evaluation.flux)] if evaluation.flux else []
-    return [*(line for table in tables for line in _aligned(table)), conclusion(evaluation)]
+    return [*(line for table in tables for line in aligned(table)), conclusion(evaluation)]
+
+
+def notes(metadata: Mapping[str, Any]) -> list[str]:
+    """Sentences about the box that a reader of the results must know."""
+    sentences, use = [metadata["note"]] if "note" in metadata else [], metadata.get("input_use") or ""
+    if use:
+        fitted = ", and its mean density, to which the calibration was fitted, is right by construction"
+        fitted *= bool(metadata.get("density_factor"))
+        chosen = f"the checkpoint was chosen on it{fitted}"
+        reason = "errors on other boxes may be larger" if use.startswith("training") else chosen
+        sentences.append(f"the box is {use}: {reason}; evaluate on a box of another seed")
+    return sentences
 
 
 def conclusion(evaluation: Results) -> str:
@@ -112,7 +126,10 @@ def channel_table(evaluation: Results) -> Table:
     if math.isfinite(evaluation.divergence_r2):
         rows.append(["velocity divergence", "", "", _number(evaluation.divergence_r2, 4), ""])
     if math.isfinite(evaluation.mass_ratio):
-        rows.append(["mean gas density / target's", "", "", "", _number(evaluation.mass_ratio, 4)])
+        factor = evaluation.metadata.get("density_factor", 0)  # 0: unknown; a list: of several networks
+        text = ", ".join(f"{value:.4f}" for value in np.atleast_1d(factor or 0))
+        state = ", not calibrated" if factor is None else f", calibrated by {text}" if factor else ""
+        rows.append([f"mean gas density / target's{state}", "", "", "", _number(evaluation.mass_ratio, 4)])
     return rows
 
 
@@ -150,12 +167,28 @@ def flux_table(flux: Flux) -> Table:
     return rows
 
 
+def spreads(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mean, standard deviations and values [networks, boxes] of each scalar that all evaluations have, by its tag.
+
+    The deviation over boxes is that of the means over the networks, and vice versa; over a single one there is none.
+    """
+    first, *others = (evaluation["scalars"] for evaluation in evaluations)
+    boxes, measures = len({evaluation["input"] for evaluation in evaluations}), {}
+    for name in (name for name in first if all(name in scalars for scalars in others)):
+        values = np.array([scalars[name] for scalars in (first, *others)]).reshape(-1, boxes)
+        means = {"boxes": values.mean(0), "networks": values.mean(1)}
+        deviations = {f"stdev over {over}": float(mean.std(ddof=1)) for over, mean in means.items() if mean.size > 1}
+        measures[name] = {"mean": float(values.mean()), **deviations, "values": values.tolist()}
+    return measures
+
+
 def residual_unit(channel: Channel) -> str:
     """Unit of a difference of physical values, or of their decimal logarithms."""
     return "dex" if channel.is_log else channel.unit or "channel value"
 
 
-def _aligned(table: Table) -> list[str]:
+def aligned(table: Table) -> list[str]:
+    """The lines of a table for a log."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 

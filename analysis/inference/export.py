@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.fx import GraphModule
 
 from analysis.inference.trained_network import TrainedNetwork
 from networks.physical import PhysicalNetwork
@@ -20,6 +21,7 @@ from utils.volumes.channels import Channel, check_physical_units
 
 METADATA = "metadata.json"
 FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong
+KNOWN = ("simulation", "input_statistics", "code")  # what a file takes over from TrainedNetwork.known, if it is there
 # Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
 LARGEST_DIFFERENCE = 1e-5
 
@@ -124,6 +126,10 @@ class ExportedNetwork:
         for node in list(program.graph.nodes):
             if node.target in assumptions:
                 program.graph.erase_node(node)
+        for part in program.graph_module.modules():  # also branches, such as those of torch.cond in one's own network
+            for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+                # Not the stack traces, which name the author's directories.
+                node.meta = {key: node.meta[key] for key in node.meta.keys() & {"val"}}
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
         program.example_inputs = None  # it would also be written
@@ -150,6 +156,15 @@ class ExportedNetwork:
             axes = (0, 2, 3, 4)
             # torch's max, unlike Python's, propagates NaN.
             return float(((exported - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
+
+
+def without_directories(value: Any) -> Any:
+    """The value with paths reduced to their last part: directories name the author and the machine."""
+    if isinstance(value, dict):
+        return {key: without_directories(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_directories(part) for part in value]
+    return Path(value).name if isinstance(value, str) and "/" in value else value
 
 
 def _shape(channels: Sequence[Channel]) -> str:

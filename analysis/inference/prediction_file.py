@@ -84,8 +84,9 @@ class PredictionFile:
             except KeyboardInterrupt:
                 done = f"{len(boxes) - len(writer.missing)} of {len(boxes)} blocks are kept in a hidden file"
                 raise KeyboardInterrupt(f"{done}; run the same command again to resume") from None
+            left = len(writer.missing)  # before a rank finishes the file, and removes the record
             received = [name for name in world.gather_json(signals.received) if name is not None]
-            if left := len(writer.missing):
+            if left:
                 done = f"{len(boxes) - left} of {len(boxes)} blocks"
                 log.info("Stopping after %s: %s; run the same command again to resume", done, received[0])
                 raise Stopped
@@ -101,6 +102,7 @@ class PredictionFile:
         box, source = self.source.attributes, Path(self.source.path).resolve()
         sha256, status = [*map(file_digest, self.weights)], source.stat()
         records = [network.record for network in self.networks]
+        uses = filter(None, (network.use_of(self.source.path) for network in self.networks))
         stated = [key for key in records[0] if all(key in record for record in records)]
         attributes = {
             "made_by": "predict.py: a network's prediction",
@@ -108,6 +110,7 @@ class PredictionFile:
             "checkpoint": _list_if_several([*map(str, self.weights)]),
             "checkpoint_sha256": _list_if_several(sha256),
             "input": str(source),
+            "input_use": next(uses, ""),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": options.precision,

@@ -20,6 +20,8 @@ from utils.config import Config
 from utils.data import symmetry
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.files import sample_digest
+from utils.lookup import warn_of_other_code
 from utils.run.checkpoint import read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
@@ -100,6 +102,7 @@ class TrainedNetwork:
             "accumulation_steps": 1,
             "local_batch_size": ghost_batch(config.network.norm) or 1,
         }
+        warn_of_other_code(str(path), content)
         network = build.network(config.model_copy(update=plain))
         try:
             load_network(network, content["network"])
@@ -122,6 +125,16 @@ class TrainedNetwork:
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
         """Input and target channels."""
         return volume_channels(self.config)
+
+    def use_of(self, path: str) -> str:
+        """The use of a file in the training run, by content or path (attributes may have been added); else empty."""
+        known, digest, place = self.known.get("data", {}), sample_digest(path), Path(path).resolve()
+        for use, key in (("training", "train_path"), ("validation", "val_path")):
+            if any(value == digest and name.startswith(key) for name, value in known.items()):
+                return f"{use} data of the network (same content)"
+            if place in [Path(file).resolve() for file in self.config.paths(key)]:
+                return f"{use} data of the network (same path)"
+        return ""
 
 
 def _shift_first_channel(network: nn.Module, shift: float) -> None:

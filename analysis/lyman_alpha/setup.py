@@ -13,6 +13,7 @@ from analysis.lyman_alpha.results import FGPA, REAL_FGPA
 from utils.config import Config, parse_value, validate_section
 from utils.config.sections import EvaluationConfig
 from utils.errors import UserError
+from utils.volumes.attributes import implausible
 from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
 from utils.volumes.hdf5 import FieldReader, Volume
 
@@ -90,9 +91,11 @@ class FluxSetup:
             raise UserError("the gas lacks density, velocity or temperature in physical units")
         if min(volume.shape) < SMALLEST_SIDE:
             raise UserError(f"the volume has a side of fewer than {SMALLEST_SIDE} cells")
-        universe = Universe.of(volume.simulation)
+        universe, faults = Universe.of(volume.simulation), implausible(volume.simulation)
         if universe.omega_b <= 0:
-            raise UserError(f"{volume.path} states a universe without baryons")
+            faults.append("cosmology_Ob0 is 0, so there are no baryons")
+        if faults:
+            raise UserError(f"{volume.path}: {faults[0]}; correct its attributes")
         mean_flux = options.mean_flux or published_mean_flux(universe.redshift)
         has_velocity = [channel.unit for channel in inputs[1:]] == VELOCITY_UNITS
         dark = inputs[: 4 if has_velocity else 1] if inputs[0].unit == DENSITY_UNIT else ()

@@ -22,6 +22,7 @@ from benchmarks import (
     loaders,
     published_logs,
     symmetries,
+    whole_box,
 )
 from benchmarks.last_layers import SubPixelConv3d
 from utils import config as configs
@@ -79,6 +80,13 @@ def test_symmetries_are_compared_on_each_volume(trained_run: Path, volume_file: 
     assert (alone["n"], alone["ratio"]["values"]) == (2, [1, 1])
     pairs = zip(alone["values"], many["values"], strict=True)
     assert many["ratio"]["values"] == pytest.approx([b / a for a, b in pairs])
+
+
+def test_an_exported_network_is_compared_on_whole_boxes(trained_run: Path, volume_file: Any, tmp_path: Path) -> None:
+    file = volume_file(tmp_path / "box.h5", box=32)
+    whole_box.main([f"--checkpoint={trained_run}", f"--input={file}", f"--output={tmp_path}"])
+    errors = check(tmp_path, "whole_box", 1)["errors"]
+    assert len({error["mean"] for error in errors.values()}) == 4
 
 
 def run(*words: str) -> None:

@@ -90,3 +90,14 @@ def test_nccl_is_used_only_to_exchange_gradients_between_gpus(monkeypatch, wante
     monkeypatch.setattr(dist, "init_process_group", init)
     with pytest.raises(Stopped), connect(nccl=wanted):
         pass
+
+
+def test_the_debug_level_detail_is_lowered_before_it_ends_ranks_by_a_signal(monkeypatch: Any, caplog: Any) -> None:
+    """PyTorch recommends it against hangs, and its DistributedDataParallel crashed with gloo."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    before = dist.get_debug_level()
+    dist.set_debug_level_from_env()
+    worlds._lower_debug_level()
+    assert dist.get_debug_level() == dist.DebugLevel.INFO
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in caplog.text
+    dist.set_debug_level(before)

@@ -281,6 +281,17 @@ def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> Non
     assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
 
 
+def test_a_run_resumes_with_records_of_another_form(command: Any, finished: Path) -> None:
+    """Valid JSON that the program does not write, as after an edit by hand, was a traceback at each restart."""
+    for epochs, record in enumerate(("[]", '{"run_num": "00"}', '{"earlier": [3]}'), start=3):
+        (finished / "provenance.json").write_text(record)
+        with (finished / "metrics.jsonl").open("a") as file:
+            file.write('5\n[]\n{"loss": 1}\n{"step": "x"}\n')
+        code, stderr = command("--resume", f"--num_epochs={epochs}")
+        assert code == 0, stderr
+        assert json.loads((finished / "summary.json").read_text())["steps"] == 8 * epochs
+
+
 def test_a_new_run_that_ends_before_it_begins_resumes_no_other(command: Any, finished: Path, monkeypatch: Any) -> None:
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / "checkpoints")

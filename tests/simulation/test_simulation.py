@@ -284,12 +284,14 @@ def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(t
 def test_bad_options_are_reported_in_one_line_with_exit_code_2(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("the simulation ran"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(simulate, "memory_limit", lambda: 10**9)
     (tmp_path / "file").write_text("precious")
     for arguments, words in (
-        ("--grid 4", "grid is 4; give at least 8"),
+        ("--grid 4", "grid is 4; give 8 to 1290 cells per side"),
+        ("--grid 1291", "grid is 1291; give 8 to 1290 cells per side"),
         ("--box_size nan", "box_size is nan; for 8 cells per side give 0.08 to 160 Mpc/h"),
         ("--seed -1", "seed is -1; give a number from 0"),
-        ("--grid 30000", "GB; give a smaller --grid"),
+        ("--grid 1290", "GB; give a smaller --grid"),
         ("--redshift 60", "redshift is 60.0; give one from 0 to less than 49"),
         ("--device cuda", "finds no GPU; give --device cpu"),
         (f"--output {tmp_path / 'file'}", "give --overwrite"),

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import TOP
@@ -12,22 +13,26 @@ from trainings import YAML
 
 from utils import cli
 from utils import config as configs
+from utils.data.loaders import open_volumes
+from utils.volumes.opened import PATH_KEYS, npy_keys
 
 TASK = ["bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_"]
 TRAIN = [*TASK, "python", "train.py"]
+IN_LOGS = [*TRAIN, "--set", "expdir=$LOGS_DIR"]
 IMAGE = {"CONTAINER_IMAGE": "some/image:1"}
+FILE_KEYS = [key for split in PATH_KEYS.values() for key in (split, *npy_keys(split))]
 ARRAY = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "12"}
 RECORD = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; {{}}'; exit {{}}"
 
 
 class Submission:
     """submit_pm.sh in a batch job, with an srun that executes SRUN_THEN and a scontrol that refuses to requeue;
-    both record their arguments."""
+    both record their arguments, srun also the environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.written = folder, folder / "srun.log"
         commands = {
-            "srun": 'printf "%s\\0" "$@" >"$0.log"; eval "${SRUN_THEN:-}"',
+            "srun": 'printf "%s\\0" "$@" >"$0.log"; env -0 >"$0.env"; eval "${SRUN_THEN:-}"',
             "scontrol": 'echo "$@" >>"$0.log"; echo " JobState=RUNNING "; [ "$1" != requeue ]',
         }
         for name, script in commands.items():
@@ -43,7 +48,7 @@ class Submission:
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
         """The arguments of srun after its own options."""
-        done = self.run(*arguments, **variables)
+        self.done = done = self.run(*arguments, **variables)
         assert done.returncode == 0, done.stderr
         given = self.written.read_text().split("\0")[:-1]
         assert given[:4] == ["-u", "-K1", "-X", "--cpu-bind=cores"]
@@ -53,6 +58,11 @@ class Submission:
         """What train.py reads in its arguments."""
         command = self.command(*arguments, **variables)
         return cli.parse(command[command.index("train.py") + 1 :])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of the ranks."""
+        return dict(entry.split("=", 1) for entry in (self.folder / "srun.env").read_text().split("\0")[:-1])
 
 
 @pytest.fixture
@@ -71,50 +81,59 @@ def test_arguments_and_settings_reach_the_command(submission: Submission, tmp_pa
     assert predict == [*TASK, "python", "predict.py", "--input=a.h5"]
 
 
-def test_data_and_log_directories_become_settings_without_a_container(submission: Submission, tmp_path: Path) -> None:
-    """Every path of config base is replaced, and the user's arguments come last, so that they win.
+@pytest.mark.parametrize("runtime", ["none", "shifter", "podman-hpc", "apptainer"])
+def test_the_same_files_are_read_and_written_with_and_without_a_container(
+    submission: Submission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, runtime: str
+) -> None:
+    """DATA_DIR stands for /data, under either name of a file; LOGS_DIR replaces expdir. Other paths stay.
 
-    Directories may have any name: without quotes, YAML reads '/x/run #1' as /x/run.
+    Fixed: without a container, DATA_DIR/train.h5 replaced the train_path of an imported config; in a container, its
+    expdir was used in place of the announced directory. Directories may have any name that can be mounted.
     """
-    base = {key: str(value) for key, value in configs.load(YAML, "base").model_dump().items()}
-    paths = [key for key, value in base.items() if value.startswith("/data/")]
-    assert len(paths) == 6
-    for script in ("export_DDP_vars.sh", "train.py"):
-        (tmp_path / script).touch()
-    for name in ("plain", "run #1: 'a' \"$HOME\" `id` $(id) 50%d back\\slash ü\nb\n\n", "-x", "*"):
-        (tmp_path / name).mkdir()
-        options = submission.options("--config=base", where=str(tmp_path), DATA_DIR=name, LOGS_DIR=f"{name}/logs")
-        config = configs.load(YAML, "base", options.overrides).model_dump()
-        assert options.overrides.keys() == {"expdir", *paths}
-        assert config["expdir"] == f"{tmp_path}/{name}/logs"
-        assert all(config[path] == f"{tmp_path}/{name}/{base[path][6:]}" for path in paths)
-    assert submission.options("--set=expdir=mine", LOGS_DIR=str(tmp_path / "logs")).overrides == {"expdir": "mine"}
+    folder = tmp_path / "run #1 'a' $HOME `id` $(id) 50%d"
+    data, logs, file = folder / "data", folder / "logs", tmp_path / "own.yaml"
+    data.mkdir(parents=True)
+    train, valid = "downsamp_2048crop_train", "downsamp_1024crop_valid"
+    for name in (f"{train}.h5", f"{train}_label.npy", f"{valid}.h5", "val.h5"):
+        (data / name).touch()
+    file.write_text("own: {train_path: /other/train.h5, val_path: [/data/a/b.h5, /database/val.h5], expdir: ./runs}")
+    seen = r"/data(?=/)|/logs$" if runtime != "none" else "(?!)"  # what is mounted in a container
 
+    def on_host(path: Any) -> str:
+        return re.sub(f"^({seen})", lambda match: str(folder) + match[0], str(path))
 
-def test_files_with_the_names_of_the_published_data_set_are_found(submission: Submission, tmp_path: Path) -> None:
-    """A config that names files in /data, under either name, still reads them in a container."""
-    published = {}
-    for part, name in (("train", "downsamp_2048crop_train"), ("val", "downsamp_1024crop_valid")):
-        for key, ending in (("", ".h5"), ("_npy_data", "_data.npy"), ("_npy_label", "_label.npy")):
-            published[f"{part}_path{key}"] = name + ending
-            (tmp_path / (name + ending)).touch()
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: exists(on_host(path)))
+    caplog.set_level("INFO")
 
-    def keys(**variables: str) -> dict[str, object]:
-        return submission.options(DATA_DIR=str(tmp_path), **variables).overrides
+    def used(*arguments: str) -> tuple[dict[str, Any], str]:
+        """The paths on the host that a job uses, by config key, and the log directory that it prints."""
+        variables = {**IMAGE, "CONTAINER_RUNTIME": runtime, "DATA_DIR": str(data), "LOGS_DIR": str(logs)}
+        options = submission.options(*arguments, **variables)
+        for name in ("DATA_DIR", "LOGS_DIR"):
+            monkeypatch.setenv(name, submission.environment[name])
+        config = configs.load(options.yaml_config, options.config, options.overrides)
+        config = open_volumes(config.for_world(1)).config
+        paths = {key: [on_host(path) for path in config.paths(key)] for key in (*FILE_KEYS, "expdir")}
+        return paths, submission.done.stdout.removeprefix("submit_pm.sh: log directory ").partition(" in place of")[0]
 
-    assert keys() == {name: f"{tmp_path}/{file}" for name, file in published.items()}
-    assert keys(**IMAGE) == {name: f"/data/{file}" for name, file in published.items()}
-    (tmp_path / "val.h5").touch()
-    assert keys()["val_path"] == f"{tmp_path}/val.h5"
-    assert "val_path" not in keys(**IMAGE)
+    names = [f"{train}.h5", "train_data.npy", f"{train}_label.npy", "val.h5", "val_data.npy", "val_label.npy"]
+    wanted = {key: [f"{data}/{name}"] for key, name in zip(FILE_KEYS, names, strict=True)}
+    assert used(f"--yaml_config={YAML}", "--config=base") == ({**wanted, "expdir": [str(logs)]}, str(logs))
+    assert f": train_path /data/train.h5 -> {os.environ['DATA_DIR']}/{train}.h5" in caplog.text
+    own, announced = used(f"--yaml_config={file}")
+    assert (own["train_path"], own["val_path"]) == (["/other/train.h5"], [f"{data}/a/b.h5", "/database/val.h5"])
+    assert (own["expdir"], announced) == ([str(logs)], str(logs))
+    mine, announced = used(f"--yaml_config={file}", "--set=train_path=/my.h5", "--set", "expdir=mine")
+    assert (mine["train_path"], mine["expdir"], announced) == (["/my.h5"], ["mine"], "mine\n")
+    assert len(caplog.records) == (3 if runtime == "none" else 1), "one line if a path is replaced"
 
 
 def test_logs_go_to_the_scratch_file_system_if_there_is_one(submission: Submission, tmp_path: Path) -> None:
     logs = f"{tmp_path}/nbody-unet/logs"
-    assert f"log directory {logs}\n" in submission.run(SCRATCH=str(tmp_path)).stdout
-    assert submission.options(SCRATCH=str(tmp_path)).overrides == {"expdir": logs}
+    assert f"log directory {logs} in place of the config's expdir\n" in submission.run(SCRATCH=str(tmp_path)).stdout
     shifter = submission.command(SCRATCH=str(tmp_path), **IMAGE)
-    assert (f"--volume={logs}:/logs" in shifter, shifter[-1]) == (True, "train.py")
+    assert (f"--volume={logs}:/logs" in shifter, shifter[-1]) == (True, "expdir=$LOGS_DIR")
     for variables in ({"SCRATCH": str(tmp_path), "LOGS_DIR": ""}, {"SCRATCH": "/no/such/place"}):
         assert submission.command(**variables) == TRAIN
 
@@ -154,18 +173,27 @@ def test_each_runtime_gets_gpus_code_data_and_logs(submission: Submission, tmp_p
     code, mounts = f"{TOP}:{TOP}", [f"{tmp_path}:/data", f"{logs}:/logs"]
     shifter = submission.command(**variables)
     volumes = [f"--volume={mount}" for mount in mounts]
-    assert shifter == ["shifter", f"--image={image}", "--module=gpu,nccl-cu13-plugin", *volumes, *TRAIN]
+    assert shifter == ["shifter", f"--image={image}", "--module=gpu,nccl-cu13-plugin", *volumes, *IN_LOGS]
     podman = submission.command(**variables, CONTAINER_RUNTIME="podman-hpc")
     head = ["podman-hpc", "run", "--rm", "--net", "host", "--ipc", "host", "--gpu", "--nccl-cu13", f"--volume={code}"]
     assert podman[: len(head) + 3] == [*head, *volumes, f"--workdir={TOP}"]
-    assert podman[-len(TRAIN) - 1 :] == [image, *TRAIN]
-    assert {"SLURM_*", "MASTER_*", "NCCL_*", "NVIDIA_TF32_OVERRIDE", "BENCHY_*", "TRAIN_EXIT_FILE"} <= set(podman)
+    assert podman[-len(IN_LOGS) - 1 :] == [image, *IN_LOGS]
+    assert {
+        "SLURM_*",
+        "MASTER_*",
+        "NCCL_*",
+        "NVIDIA_TF32_OVERRIDE",
+        "BENCHY_*",
+        "TRAIN_EXIT_FILE",
+        "DATA_DIR",
+        "LOGS_DIR",
+    } <= set(podman)
     binds = [f"--bind={mount}" for mount in (code, *mounts)]
-    apptainer = ["apptainer", "exec", "--nv", *binds, f"--pwd={TOP}", image, *TRAIN]
+    apptainer = ["apptainer", "exec", "--nv", *binds, f"--pwd={TOP}", image, *IN_LOGS]
     assert submission.command(**variables, CONTAINER_RUNTIME="apptainer") == apptainer
     pyxis = [f"--container-image={image}", f"--container-workdir={TOP}"]
     pyxis += [f"--container-mounts={','.join((code, *mounts))}"]
-    assert submission.command(**variables, CONTAINER_RUNTIME="pyxis") == [*pyxis, *TRAIN]
+    assert submission.command(**variables, CONTAINER_RUNTIME="pyxis") == [*pyxis, *IN_LOGS]
 
 
 def test_image_cuda_version_and_options_become_options_of_the_runtime(submission: Submission) -> None:

@@ -49,7 +49,7 @@ def test_inputs_are_compared_with_the_targets_of_the_same_quantity(inputs: int, 
 def test_the_documentation_writes_files_whose_channels_are_those_of_the_defaults(tmp_path: Path) -> None:
     """docs/data.md, Your own files."""
     page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    _, source = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     namespace: dict[str, Any] = {}
     exec(compile(source, "docs/data.md", "exec", dont_inherit=True), namespace)
     rng, shape = np.random.default_rng(1), (16, 16, 16)

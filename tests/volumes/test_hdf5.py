@@ -91,8 +91,8 @@ def test_what_is_no_volume_of_these_channels_is_refused_in_one_line(tmp_path: Pa
     assert str(path) in str(caught.value)
 
 
-def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: Path) -> None:
-    """Fixed: a file with the size and the time of the copy was taken for equal."""
+def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: Path, monkeypatch: Any) -> None:
+    """Fixed: a file with the size and the time of the copy was taken for equal, then one with equal samples."""
     path, cache = write_volume(tmp_path / "a.h5", seed=1), tmp_path / "node" / "cache"
     stage(str(path), str(cache))
     copy = staged_path(str(path), str(cache))
@@ -104,6 +104,13 @@ def test_staging_copies_a_file_once_and_again_if_its_content_changes(tmp_path: P
     write_volume(path, seed=2)  # the same size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     stage(str(path), str(cache))
+    assert copy.read_bytes() == path.read_bytes()
+    # A cell that was corrected in place is not in the samples, but the file is newer.
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.volumes.opened.sample_digest", lambda _: "the same")
+        write_volume(path, seed=4)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        stage(str(path), str(cache))
     assert copy.read_bytes() == path.read_bytes()
     (tmp_path / "other").mkdir()
     namesake = write_volume(tmp_path / "other" / "a.h5", seed=3)
@@ -161,15 +168,20 @@ def test_constant_channels_and_physical_ones_that_are_not_allowed_are_refused() 
 
 
 def test_a_volume_for_training_and_validation_gets_a_warning(tmp_path: Path) -> None:
-    """A copy under another name, too; a volume that differs only in its last channel is another one."""
+    """A copy under another name, too. Fixed: not a volume with other gas, or a snapshot of one run at other times."""
     train = open_volume(write_volume(tmp_path / "a.h5", seed=1))
     copy = open_volume(write_volume(tmp_path / "b.h5", seed=1, chunks=(1, 8, 8, 8)))
     with h5py.File(write_volume(tmp_path / "c.h5", seed=1), "r+") as file:
         file["Hydro"][4] *= 0.9
     changed = open_volume(tmp_path / "c.h5")
-    (line,) = check_distinct({"train": [changed, train], "valid": [copy]})
-    assert line.startswith(f"{train.path} and {copy.path}: training and validation use the same volume")
-    assert check_distinct({"train": [train], "valid": [changed]}) == []
+    lines = check_distinct({"train": [changed, train], "valid": [copy]})
+    assert lines[0].startswith(f"{changed.path} and {copy.path}: training and validation have the same structures, ")
+    assert lines[1].startswith(f"{train.path} and {copy.path}: training and validation use the same volume")
+    for inputs, count in ((0.8 * train.inputs + 0.03, 1), (-train.inputs, 0)):  # later; the other member of a pair
+        other = Volume("other.h5", inputs, copy.targets[...])
+        assert len(check_distinct({"train": [train], "valid": [other]})) == count
+    other = open_volume(write_volume(tmp_path / "d.h5", seed=2))
+    assert check_distinct({"train": [train], "valid": [other]}) == []
 
 
 def test_the_preflight_and_the_start_of_a_run_name_a_constant_channel_among_others(caplog: Any) -> None:
@@ -181,6 +193,19 @@ def test_the_preflight_and_the_start_of_a_run_name_a_constant_channel_among_othe
         check()
     line = "a.h5: Hydro[3] is 0.25 everywhere; write its values, or choose another file or dataset"
     assert [record.getMessage() for record in caplog.records] == [line] * 2
+
+
+def test_the_preflight_names_a_channel_with_cells_of_no_value_and_one_of_their_places(caplog: Any) -> None:
+    """Fixed: -9999 in fewer cells than a tenth passed all checks, and the network ended worse than untrained."""
+    gaps, line = volume(3), "3.h5: Hydro[2] has values from -9999 to "
+    gaps.targets[2, 31, 5:7, 9] = -9999
+    check_all(gaps, allow_physical=True)
+    check_samples([gaps], False)
+    assert caplog.messages == []
+    check_all(gaps)
+    (message,) = caplog.messages
+    assert message.startswith(line)
+    assert "the farthest at [31, 5, 9]; networks learn channels of about 1: correct" in message
 
 
 def test_files_with_few_cells_get_the_remedy_that_fits_all_of_them(tmp_path: Path) -> None:
@@ -205,6 +230,6 @@ def test_values_that_cannot_be_are_a_warning_that_names_them(tmp_path: Path, cap
     open_volumes(configs.load("config/UNet.yaml", "test", keys)).check(ALONE)
     _, redshift, cell, *channels = [record.getMessage().removeprefix(f"{path}: ") for record in caplog.records]
     assert redshift == "redshift is -1, expected 0 to 10000; correct its attributes"
-    assert cell == "cell size (Mpc/h) is 1250, expected 1e-05 to 50; correct its attributes"
+    assert cell == "cell size (Mpc/h) is 1250, expected 1e-05 to 4; correct its attributes"
     assert [line[:8] for line in channels] == [f"Nbody[{n}]" for n in range(4)] + [f"Hydro[{n}]" for n in range(5)]
     assert re.search(r"temperature, would be [\d.]+e\+1[12] K in half of the cells; correct", channels[-1])

@@ -34,7 +34,7 @@ SHAPE = (12, 6, 8)
 FIELDS = physical_fields(SHAPE)
 DARK, DARK_VELOCITY = "dark_matter_density", [f"dark_matter_velocity_{axis}" for axis in "xyz"]
 DENSER = 1.2  # the dark matter of Nyx's files, whose mean need not be 1
-ABOUT = ["--box_size=6", "--hubble=0.675", "--omega_m=0.31", "--omega_l=0.69", "--omega_b=0.0487", "--redshift=3"]
+ABOUT = ["--box_size_mpc_h=6", "--hubble=0.675", "--omega_m=0.31", "--omega_l=0.69", "--omega_b=0.0487", "--redshift=3"]
 COSMOLOGY = {"cosmology_H0": 67.5, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69, "cosmology_Ob0": 0.0487}
 
 
@@ -109,7 +109,7 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
     grids[1, 2, 3, 4] = 0
     for key in ("Mcdm", "Mgas", "T"):
         np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", 1e-5 * grids + 1 if key == "T" else grids)
-    run(tmp_path, "--index=1", "--validation_index=2", "--box_size=25")
+    run(tmp_path, "--index=1", "--validation_index=2", "--box_size_mpc_h=25")
     for part, grid in (("train", grids[1]), ("val", grids[2])):
         imported, _ = contents(box.with_name(f"box_{part}.h5"))
         density = np.log(np.maximum(grid / grid.mean(), np.exp(-14))) / 14
@@ -143,25 +143,44 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
 
 
 @pytest.mark.parametrize(
-    ("cells", "gpu", "parent", "crop", "scales"),
-    [(64, True, "base", 64, 0), (64, False, "demo", 32, 0), (63, True, "demo", 32, 0), (13, False, "demo", 8, 2)],
+    ("cells", "found", "machine", "reason", "parent", "crop", "scales"),
+    [
+        (64, "cuda", None, "a GPU was found", "bs64_fast", 64, 0),
+        (64, "qsub", None, "qsub was found", "bs64_fast", 64, 0),
+        (64, "", "gpu", "of --for gpu", "bs64_fast", 64, 0),
+        (64, "cuda", "cpu", "of --for cpu", "demo", 32, 0),
+        (64, "", None, "neither a GPU nor sbatch or qsub was found; --for gpu writes one for a GPU", "demo", 32, 0),
+        (63, "cuda", "gpu", "crops of bs64_fast have 64 cells per side, and a side has 63", "demo", 32, 0),
+        (13, "", "cpu", "of --for cpu", "demo", 8, 2),
+    ],
 )
 def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
-    tmp_path: Path, monkeypatch: Any, cells: int, gpu: bool, parent: str, crop: int, scales: int
+    tmp_path: Path,
+    monkeypatch: Any,
+    cells: int,
+    found: str,
+    machine: Any,
+    reason: str,
+    parent: str,
+    crop: int,
+    scales: int,
 ) -> None:
-    """Fixed: base has 117 million parameters, too many for a laptop. Paths may have a dollar sign."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    """Fixed: base has the tutorial's recipe, and login nodes have no GPU. Paths may have a dollar sign."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found == "cuda")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == found else None)
     folder = tmp_path / "my $HOME"
     folder.mkdir()
     volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
-    lines = import_volume.write_config(folder / "512.yaml", volumes, (4, 5))
-    assert any("extend base" in line for line in lines) == (cells == 64 and not gpu)
+    lines = import_volume.write_config(folder / "512.yaml", volumes, (4, 5), machine)
+    recipe = "global batch 64, learning rate 0.0008" if crop == 64 else "global batch 8, learning rate 0.008"
+    assert lines[0] == f"wrote {folder / '512.yaml'}, a config that extends {parent} ({recipe}), because {reason}"
+    assert f"# {parent} has {recipe}, which belong together" in (folder / "512.yaml").read_text()
     options = cli.parse(shlex.split(lines[-1])[2:])
     shipped = configs.load("config/UNet.yaml", parent)
     config = configs.load(options.yaml_config, options.config)
     expected = {"train_path": str(folder / "a.h5"), "val_path": str(folder / "b.h5")}
     expected |= dict.fromkeys(npy_keys("train_path", "val_path")) | {"box_size": [[[128, cells, 128]], 80]}
-    expected |= {"symmetries": "full", "expdir": "./runs"} if parent == "base" else {}
+    expected |= {"expdir": "./runs"} if crop == 64 else {}
     expected |= {"data_size": crop, "network.scales": scales} if scales else {}
     assert configs.differences(config, shipped) == expected
     assert any(line.startswith("warning: crops have") for line in lines) == bool(scales)
@@ -188,13 +207,16 @@ def nyx(place: str = "/", key: Any = "unused", value: Any = 0, **fields: Any) ->
     return write
 
 
-def files(ending: str, dtype: str = "f4") -> Any:
-    """Writes a directory with a file per field."""
+def files(ending: str, dtype: str = "f4", **fields: Any) -> Any:
+    """Writes a directory with a file per field, with other fields or without them (None)."""
 
     def write(folder: Path) -> Path:
-        for key in (DARK, *GAS):
-            path, values = folder / f"{key}.{ending}", FIELDS[key].astype(dtype)
-            np.save(path, values) if ending == "npy" else values.tofile(path)
+        folder.mkdir(exist_ok=True)
+        for key, values in {**FIELDS, **fields}.items():
+            if values is not None and ending == "npy":
+                np.save(folder / f"{key}.npy", values.astype(dtype))
+            elif values is not None:
+                values.astype(dtype).tofile(folder / f"{key}.{ending}")
         return folder
 
     return write
@@ -250,6 +272,13 @@ TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
         (files("f32"), ["--velocity_units=cm/s"], "give --shape X,Y,Z"),
         (files("f32"), ["--shape=12,6,8"], "velocity_x.f32 is in an unknown unit; give --velocity_units"),
         (files("f32"), ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
+        (nyx(baryon_density=FIELDS[DARK] - 1), [], "impossible for a density; if it holds contrasts ρ/ρ̄ - 1, add 1"),
+        (nyx(temperature=FIELDS["temperature"] / 500), [], "K is implausible; write temperatures in K, no"),
+        (nyx(baryon_density=4 * FIELDS[DARK]), [], "or give --not_periodic if it is a part of a box"),
+        (files("npy"), ["--mean_density", "1", "0"], "give a number above 0 per density, --mean_density DARK_MATTER_D"),
+        (files("npy"), ["--not_periodic"], "MATTER_DENSITY BARYON_DENSITY: the mean of the whole box, not of a part"),
+        (nyx(velocity=np.ones((*SHAPE, 3))), [], "has velocity and velocity_x; leave one of them"),
+        (nyx(velocity=np.ones(SHAPE)), [], "native_fields/velocity is (12, 6, 8), expected (X, Y, Z, 3)"),
         (files("npy"), ["--index=1"], "is (12, 6, 8); choose a box of (N, X, Y, Z)"),
         (files("npy", dtype="c8"), [], "holds complex64, expected real numbers"),  # fixed: imaginary parts were dropped
     ],
@@ -284,6 +313,76 @@ def test_a_file_of_yt_is_imported_as_its_refusal_says(
     assert "warning: validation uses the training volume" in run(linked, f"--validation={linked}")
     velocities = contents(box.with_name("box_val.h5"))[0]["Hydro"][1:4] * 900
     np.testing.assert_allclose(velocities, [FIELDS[name] for name in GAS[1:4]], rtol=1e-5)
+
+
+def test_a_cut_out_of_an_overdense_part_has_the_channels_that_it_has_in_the_box(
+    run: Any, box: Path, tmp_path: Path
+) -> None:
+    """Fixed: a density was divided by the mean of its own region, 31 % wrong, and the region was said to be periodic.
+
+    Fixed: one in units of the mean was refused. The units of dark matter and gas differ here.
+    """
+    fields, zoom = physical_fields((12, 6, 40)), np.s_[:, :, 32:]
+    for name in (DARK, GAS[0]):
+        fields[name][zoom] *= 4
+        fields[name] /= fields[name].mean(dtype="f8")
+    run(files("npy", **fields)(tmp_path / "whole"), "--velocity_units=km/s")
+    expected, _ = contents(box)
+    part = {name: values[zoom] for name, values in fields.items()}
+    units = {DARK: 3e10 * part[DARK], GAS[0]: 7e-31 * part[GAS[0]].astype("f8")}
+    given = ["--not_periodic", "--mean_density", "3e10", "7e-31", "--velocity_units=km/s"]
+    for source, flags in (
+        (files("npy", "f8", **{**part, **units})(tmp_path / "part"), given),
+        (write_nyx(tmp_path / "part.h5", part), ["--not_periodic"]),
+    ):
+        run(source, *flags, "--overwrite")
+        imported, attributes = contents(box)
+        assert not attributes["periodic"]
+        for name, values in imported.items():
+            np.testing.assert_allclose(values, expected[name][(slice(None), *zoom)], atol=1e-6)
+
+
+@pytest.mark.parametrize("ending", ["npy", "f32", "h5"])
+def test_vectors_of_three_components_are_velocities(run: Any, box: Path, tmp_path: Path, ending: str) -> None:
+    """Fixed: they had to be split into files."""
+    velocity = np.stack([FIELDS[name] for name in GAS[1:4]], -1)
+    fields = {**dict.fromkeys(GAS[1:4]), "dark_matter_velocity": velocity, "velocity": -velocity}
+    present = {name: values for name, values in {**FIELDS, **fields}.items() if values is not None}
+    if ending == "h5":
+        run(write_nyx(tmp_path / "in.h5", present, chunks=True))
+    else:
+        run(files(ending, **fields)(tmp_path / "in"), "--velocity_units=km/s", "--shape=12,6,8")
+    imported, _ = contents(box)
+    for name, sign in (("Nbody", 900), ("Hydro", -900)):
+        np.testing.assert_allclose(sign * imported[name][1:4], np.moveaxis(velocity, -1, 0), rtol=1e-5)
+
+
+def test_the_recipe_for_gadget_arepo_and_tng_ends_in_an_import_without_warnings(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """docs/data.md. The file has peculiar velocities, lengths in Mpc/h and temperatures."""
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    blocks = page.split("### Gadget, AREPO and TNG\n")[1].replace("\\\n", "").split("```")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(blocks[1].removeprefix("python"), "docs/data.md", "exec", dont_inherit=True), names)
+    main(shlex.split(blocks[3])[4:])
+    output, volume = capsys.readouterr(), open_volume(tmp_path / "tng.h5")
+    assert (output.out.splitlines()[0], output.err) == ("--box_size_mpc_h 8 --redshift 3", "")
+    assert (volume.cell, volume.simulation["redshift"]) == (0.25, 3.0)
+    np.testing.assert_allclose(900 * volume.inputs[1:], names["waves"], rtol=1e-5)
+    # T = 2/3 u mu m_p / k_B, u in (m/s)²
+    temperature = 2 / 3 * 1e6 * names["energy"] * 0.5877 * 1.67262e-27 / 1.38065e-23
+    np.testing.assert_allclose(np.exp(8 * (volume.targets[4] + 1.5)), temperature, rtol=1e-3)
+
+
+def test_internal_energies_and_lengths_in_kpc_get_a_warning(box: Path, tmp_path: Path, capsys: Any) -> None:
+    """Fixed: a mean of 249 "K", and a box of 4,000 "Mpc/h", passed without a word."""
+    source = files("npy", temperature=FIELDS["temperature"] / 50)(tmp_path / "in")
+    main([f"--input={source}", f"--output={box}", "--velocity_units=km/s", "--box_size_mpc_h=200"])
+    length, energy = capsys.readouterr().err.splitlines()
+    assert re.search(r"cell size \(Mpc/h\) is 16\.6667, .* are these in kpc/h\?$", length)
+    assert re.search(r"a geometric mean of \d+ K is low .* no internal energies", energy)
 
 
 def test_parts_of_a_box_do_not_touch_even_across_faces(run: Any, box: Path, tmp_path: Any, monkeypatch: Any) -> None:

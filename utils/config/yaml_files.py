@@ -79,6 +79,8 @@ def _parse(text: str, name: str) -> Any:
         raise UserError(f"cannot read {name}: {place}{error.problem}{context}{hint}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a wrong tag, such as !!int word
         reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+        if any("\udc80" <= letter <= "\udcff" for letter in text):  # bytes of the command line that are no UTF-8
+            reason = "it is not UTF-8; rename the file, or give the path of a link to it"
         raise UserError(f"cannot read {name}: {reason}") from None
 
 

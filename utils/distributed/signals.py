@@ -50,8 +50,11 @@ class StopSignals(Signals):
 
     A thread waits for the signals, because the main thread may be blocked in a library, where Python runs no handlers.
     SIGINT still raises KeyboardInterrupt. If that happens right after a lock was acquired that the exit needs, too, the
-    thread ends the process.
+    thread ends the process. A program that calls `main` in a thread of its own keeps its signals: Python lets only the
+    main thread handle them.
     """
+
+    _thread: threading.Thread | None = None
 
     def __init__(self, name: str = "SIGUSR1") -> None:
         self._numbers = {signal.SIGTERM, signal.Signals[name]}
@@ -59,6 +62,9 @@ class StopSignals(Signals):
         self._first: dict[int, float] = {}
 
     def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("Not in the main thread: signals end this process without saving; checkpoints are kept")
+            return self
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         # The C-level handler writes the signal's number to the pipe at once, in whichever thread it runs.
@@ -74,6 +80,8 @@ class StopSignals(Signals):
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._thread is None:
+            return
         is_complete = in_script.is_set() and error[0] is None
         for number, handler in self._previous.items():
             # A signal while the process exits must not change the exit code.

@@ -26,6 +26,8 @@ from utils.distributed.pulse import Pulse
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError, as_local_error
+from utils.launchers import launched_rank
+from utils.log import warn_once
 
 BROADCAST_BYTES = 2**26
 
@@ -187,6 +189,8 @@ def connect(
         os.environ.setdefault(ENTRIES, "2000")  # in older versions of PyTorch the flight recorder is off by default
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        if not nccl:
+            _lower_debug_level()
         # Gloo's own limit is that of a collective.
         heartbeat.diagnoser.hang_seconds = min(timeouts.hang or timeouts.rendezvous, timeouts.rendezvous)
         dist.init_process_group(
@@ -201,6 +205,15 @@ def connect(
         heartbeat.diagnoser.hang_seconds = timeouts.hang
         with _leaving_group():
             yield world
+
+
+def _lower_debug_level() -> None:
+    """PyTorch's DistributedDataParallel ends ranks by SIGSEGV if gloo carries its tensors at the level DETAIL."""
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if launched_rank() == 0:
+            warn_once("TORCH_DISTRIBUTED_DEBUG=DETAIL ends ranks by SIGSEGV in DistributedDataParallel: using INFO")
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+        dist.set_debug_level_from_env()
 
 
 @contextlib.contextmanager

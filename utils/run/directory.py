@@ -65,14 +65,19 @@ class RunDirectory:
         records = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
             with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):  # another was edited by hand
+                    records.append(record)
         return records
 
     def read_provenance(self) -> dict[str, Any]:
         """The content of provenance.json; empty if there is no file, and with a warning if it is damaged."""
         try:
-            return read_json(self.provenance) if self.provenance.exists() else {}
-        except ValueError:
+            record = read_json(self.provenance) if self.provenance.exists() else {}
+            if all(isinstance(part, dict) for part in (record, *record.get("earlier", ()))):
+                return dict(record)
+            raise ValueError("edited by hand")
+        except (ValueError, AttributeError):
             warn_once(f"{self.provenance} is ignored: it is damaged")
             return {}
 

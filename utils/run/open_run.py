@@ -13,13 +13,14 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, open_locked, recover, remove, to_json
 from utils.log import log_file, once_per_job
+from utils.lookup import own_code
 from utils.run import tags
 from utils.run.checkpoint import NO_BEST, saved_steps, step_directory
 from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
-from utils.run.provenance import data_changes, provenance, seconds_until
+from utils.run.provenance import DIGEST, data_changes, provenance, seconds_until
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
@@ -144,7 +145,8 @@ class Run:
                     partial.write_text(to_json(asdict(result)), encoding="utf-8")
         if result.best_step == 0:
             last = step_directory(self.directory.checkpoints, result.steps)
-            log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
+            hint = "; it diverged: lower lr_schedule.start_lr" if result.final_loss > result.initial_loss else ""
+            log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one%s", NO_BEST, last, hint)
 
     def _begin(self, record: dict[str, Any], parts: build.Parts) -> None:
         """Checks the free space, removes what is replaced, writes the records, and opens out.log and the loggers."""
@@ -156,6 +158,7 @@ class Run:
             _remove_run(directory)
         recover(directory.path)
         directory.remove_evaluations_after(start.state.step)
+        record["code"] = own_code(config.model_dump())
         changes: list[str] = []
         if not start.is_complete:  # otherwise the records of the process that trained it stay
             changes = self._write_records(record)
@@ -172,7 +175,8 @@ class Run:
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
-        known = {"simulation": dict(self.volumes.simulation)}
+        known: dict[str, Any] = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
+        known["data"] = {name: file[DIGEST] for name, file in self.request.data.items()}
         self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 

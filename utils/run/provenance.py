@@ -47,7 +47,9 @@ def command() -> list[str]:
 
 
 def seconds_until(log: Path, record: Mapping[str, Any]) -> float:
-    """The time from the start of the process of a record to the last change of its log file; 0 without one."""
+    """The time from the start of the process of a record to the last change of its log file; 0 if one is unknown."""
+    if "date" not in record:
+        return 0.0
     started = datetime.strptime(record["date"], DATE).timestamp()
     return max(0.0, log.stat().st_mtime - started) if log.exists() else 0.0
 

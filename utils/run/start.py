@@ -15,6 +15,7 @@ from utils import config as configs
 from utils.distributed.devices import random_state
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.lookup import warn_of_other_code
 from utils.run import checkpoint
 from utils.run.checkpoint import WEIGHTS, Checkpoint, load_weights, stored_config, verify
 from utils.run.directory import RunDirectory
@@ -60,11 +61,13 @@ class Start:
         """
         saved, self._checkpoint = self._checkpoint, None
         if saved is not None:
+            warn_of_other_code(str(saved.path), saved.weights)
             with _must_fit(str(saved.path), REMEDY):
                 step.load_state({"network": saved.weights["network"], **saved.training})
             _restore_random(saved, world)
         elif self._init_from is not None:
             _, weights = load_weights(self._init_from, world)
+            warn_of_other_code(self._init_from, weights)
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
                 _check_ranges(self._init_from, configs.flatten(weights.get("config", {})), self._config)
                 step.load_weights(weights["network"])

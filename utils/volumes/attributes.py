@@ -23,6 +23,8 @@ SMALLEST_BOX, LARGEST_BOX = 1e-6, 1e6  # Mpc/h
 # Plausible values; others are in other units.
 LIMITS = {"cosmology_H0": (10.0, 200.0), "redshift": (0.0, 1e4), CELL: (1e-5, 50.0)}
 LIMITS |= {"cosmology_Om0": (0.0, 2.0), "cosmology_Ode0": (-2.0, 2.0), "cosmology_Ob0": (0.0, 1.0)}
+LIKELY = LIMITS | {CELL: (1e-5, 4.0)}  # Mpc/h; larger numbers are more often in kpc/h
+CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
 FLOOR = "density_floor_of_mean"  # smaller densities were raised to it: the logarithm of an empty cell is infinite
 DENSITY_FLOOR = 1e-3  # in units of the mean; of the simulation, and of files that do not state it
 # Attributes of the group `universe` of Nyx's files: the attribute of this project's files, and its factor.
@@ -40,7 +42,7 @@ Simulation = dict[str, float | str]
 # Keys of a Simulation by the name of the condition.
 CONDITIONS = {name: key for name, (key, _) in UNIVERSE.items()}
 CONDITIONS |= {"cell": CELL, "sigma8": "cosmology_sigma8", "n_s": "cosmology_ns"}
-TYPES: dict[str, type] = {"periodic": bool, "box_size_mpc_h": float, FLOOR: float}  # of attributes of a file
+TYPES: dict[str, type] = {"periodic": bool, FLOOR: float}  # of attributes of a file
 TYPES |= dict.fromkeys([*TransformConfig.model_fields, *CONDITIONS.values()], float)
 CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc"}  # the others have none
 
@@ -76,17 +78,26 @@ def _typed(kind: type, value: Any, name: str) -> Any:
 def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> None:
     """Writes the attributes of datasets and groups by name, and of the file under "". Missing groups are created."""
     for name, values in attributes.items():
+        # The bytes of a path may be no UTF-8, which HDF5 requires.
+        texts = {
+            key: value.encode(errors="backslashreplace") for key, value in values.items() if isinstance(value, str)
+        }
+        values = {**values, **{key: text.decode() for key, text in texts.items()}}
         place = name or "/"
         (file[place] if place in file else file.create_group(place)).attrs.update(values)
 
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
     """The attributes of a volume's file. Nyx's groups `universe` and `domain`, see snapshots.py, stand in for them."""
-    attributes: dict[str, Any] = {**universe_of(file)}
-    lengths = domain_of(file)
-    if lengths and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):
-        attributes["box_size_mpc_h"] = max(lengths)
-    return {**attributes, **plain_attributes(file, TYPES)}
+    attributes: dict[str, Any] = {**universe_of(file), **plain_attributes(file, TYPES)}
+    length, lengths = attributes.get("box_size_mpc_h"), domain_of(file)
+    if length is None and lengths and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):
+        length = lengths
+    if isinstance(length, list) and length:
+        length = max(cells) * cubic_cell(file.filename, length, cells)
+    if length is not None:
+        attributes["box_size_mpc_h"] = _typed(float, length, f"{file.filename}: attribute box_size_mpc_h")
+    return attributes
 
 
 def universe_of(file: h5py.File) -> dict[str, float]:
@@ -99,6 +110,15 @@ def domain_of(file: h5py.File) -> list[float]:
     """The lengths of the group `domain` in comoving Mpc/h, three or that of a cube; empty if the file states none."""
     size: Any = np.ravel(file["domain"].attrs.get("size", [])) if "domain" in file else []
     return [_typed(float, _plain(length), f"{file.filename}: attribute domain size") for length in size]
+
+
+def cubic_cell(path: str, lengths: Sequence[Any], shape: Sequence[int]) -> float:
+    """Side of the cells of a box with these lengths along its axes; raises UserError if they are not cubes."""
+    cells = np.array([_typed(float, length, f"{path}: attribute box_size_mpc_h") for length in lengths]) / shape
+    if max(cells) > min(cells) * (1 + CELL_TOLERANCE):
+        sides = " × ".join(f"{cell:.6g}" for cell in cells)
+        raise UserError(f"{path}: cells of {sides} Mpc/h (lengths over cells of the axes) are not cubes; resample them")
+    return float(cells[0])
 
 
 def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:
@@ -157,11 +177,11 @@ def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
     }
 
 
-def implausible(simulation: Mapping[str, Any]) -> list[str]:
-    """The values beyond LIMITS, as in "redshift is -0.5, expected 0 to 10000"."""
+def implausible(simulation: Mapping[str, Any], limits: Mapping[str, tuple[float, float]] = LIKELY) -> list[str]:
+    """The values beyond the limits, as in "redshift is -0.5, expected 0 to 10000"."""
     return [
         f"{key} is {simulation[key]:g}, expected {low:g} to {high:g}"
-        for key, (low, high) in LIMITS.items()
+        for key, (low, high) in limits.items()
         if not low <= simulation.get(key, low) <= high
     ]
 

@@ -9,8 +9,8 @@ in Nyx's layout, or a directory of raw or NumPy files. docs/data.md, "Your own f
 
 import argparse
 import itertools
+import logging
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,37 +19,34 @@ from typing import Any
 
 import h5py
 import numpy as np
-import torch
 
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
-from utils.config.yaml_files import EXTENDS, dump
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
+from utils.log import configure_logging
 from utils.progress import Progress
-from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible
+from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, implausible, write_attributes
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
 from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
-from utils.volumes.opened import PATH_KEYS, box_entry, largest_crop, npy_keys
+from utils.volumes.import_config import write_config
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, UNITS, GridField, Shape, Snapshot, open_snapshot
+from utils.volumes.values import MEDIANS
 
 SMALLEST_CROP = 2
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
+IN_A_PART = (0.01, 1000.0)  # plausible mean densities of a part of a box, such as a void or a cluster
 REMEDIES = {  # for values that do not fit the unit
-    "density": "correct its attribute units",
+    "density": "correct its attribute units or --mean_density, or give --not_periodic if it is a part of a box",
     "velocity": "correct its attribute units or, without one, give another --velocity_units",
-    "temperature": "write temperatures in K, no logarithms",
+    "temperature": "write temperatures in K, no logarithms and no internal energies (docs/data.md)",
 }
-CROPS = {"base": 64, "demo": 32}  # data_size of the configs to extend
-HEADER = """\
-# Trains on imported volumes: {command}
-# The config begins with all keys of `{parent}`; to begin with those of another config, change the line `extends` in it.
-"""
 
 Options = argparse.Namespace  # the command line; the attributes have the names of the flags
 
+log = logging.getLogger(__name__)
 
 # A field, the channel computed from it, and the factor from the field's unit to the channel's.
 FieldChannel = tuple[GridField, Channel, float]
@@ -65,6 +62,7 @@ class Source:
     parts: Mapping[Path, range]  # the files to write, and their planes of the box along x
     attributes: Mapping[str, Any]
     cell: float | None  # side of a cell in comoving Mpc/h
+    is_part: bool  # the input is not periodic
 
     @property
     def channel_names(self) -> dict[str, list[str]]:
@@ -96,7 +94,7 @@ def import_volume(options: Options) -> list[str]:
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
     if options.split is None and len({(Path(source.input).resolve(), source.index) for source in inputs}) == 1:
         lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
-    return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts)]
+    return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts, options.machine)]
 
 
 def list_inputs(options: Options) -> list[Options]:
@@ -113,21 +111,35 @@ def plan_source(options: Options) -> Source:
     """The channels, attributes and files to write for one input."""
     path = Path(options.input)
     snapshot = open_snapshot(path, options.shape, options.index)
+    is_part = options.not_periodic or not snapshot.periodic
     parts, simulation = plan_parts(snapshot.shape[0], options), describe(snapshot, options)
-    datasets, cell = plan_channels(snapshot, options), simulation.pop(CELL, None)
+    means, cell = stated_means(snapshot, options, is_part), simulation.pop(CELL, None)
     attributes = {
         "made_by": "utils.volumes.import_volume",
         "input": str(path.resolve()),
-        "periodic": snapshot.periodic and options.split is None,
+        "periodic": options.split is None and not is_part,
         **simulation,
         **options.transform.model_dump(),
         # Smaller densities are raised to this one, whose channel is -1.
         FLOOR: math.exp(-options.transform.density_log_scale),
     }
-    return Source(snapshot.shape, datasets, parts, attributes, cell)
+    return Source(snapshot.shape, plan_channels(snapshot, options, means), parts, attributes, cell, is_part)
 
 
-def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
+def stated_means(snapshot: Snapshot, options: Options, is_part: bool) -> dict[str, float | None]:
+    """The values of --mean_density by the names of the fields; raises UserError if some are missing."""
+    densities = {name: field for name, field in snapshot.fields.items() if field.quantity == "density"}
+    is_needed = is_part and any(field.unit != "mean" for field in densities.values())
+    means = options.mean_density or ([] if is_needed else [None] * len(densities))
+    if len(means) != len(densities) or 0.0 in means:
+        raise UserError(
+            f"{snapshot.path}: give a number above 0 per density, --mean_density {' '.join(densities).upper()}: the "
+            f"mean of the whole box, not of a part, in the unit of the field (1 for a field in units of the mean)"
+        )
+    return dict(zip(densities, means, strict=True))
+
+
+def plan_channels(snapshot: Snapshot, options: Options, means: Mapping[str, float | None]) -> Datasets:
     dark = tuple(name for name in snapshot.fields if name.startswith("dark_matter"))
     gas = tuple(name for name in snapshot.fields if name not in dark)
     quantities = [tuple(dict.fromkeys(snapshot.fields[name].quantity for name in names)) for names in (dark, gas)]
@@ -139,18 +151,19 @@ def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
     datasets = {}
     for dataset, names, channels in zip(DATASETS, (dark, gas), (input_channels, target_channels), strict=True):
         known = channels(len(names), options.transform, vectors_of(len(names)))
-        fields = [snapshot.fields[name] for name in names]
+        fields = [(name, snapshot.fields[name]) for name in names]
         datasets[dataset] = [
-            (field, channel, _factor(field, options)) for field, channel in zip(fields, known, strict=True)
+            (field, channel, _factor(field, options, means.get(name)))
+            for (name, field), channel in zip(fields, known, strict=True)
         ]
     return {dataset: channels for dataset, channels in datasets.items() if channels}
 
 
-def _factor(field: GridField, options: Options) -> float:
+def _factor(field: GridField, options: Options, mean: float | None) -> float:
     """The factor from a field's unit to that of its channel: one over the mean for densities in unknown units."""
     units, unit, remedy = UNITS[field.quantity], field.unit, "write temperatures in K"
-    if field.quantity == "density" and unit != "mean":
-        return 1 / _mean(field)
+    if field.quantity == "density" and (mean or unit != "mean"):
+        return 1 / (mean or _mean(field))
     if field.quantity == "temperature":
         unit = unit or "K"
     if field.quantity == "velocity":
@@ -165,7 +178,8 @@ def _factor(field: GridField, options: Options) -> float:
 def _mean(field: GridField) -> float:
     total = 0.0
     with Progress(f"mean of {field.name}", field.stored.shape[0], "planes") as progress:
-        for _, values in stored_slabs(field.stored, field.name):
+        for slab, values in stored_slabs(field.stored, field.name):
+            _check_values(field, slab, values)
             total += float(values.sum(dtype=np.float64))
             progress.advance(len(values))
     if not total:
@@ -177,7 +191,7 @@ def describe(snapshot: Snapshot, options: Options) -> dict[str, float]:
     """Attributes of redshift and cosmology, and the size of a cell, from the files and the options."""
     stated = dict(snapshot.simulation)
     flags = {key: (name, factor) for name, (key, factor) in UNIVERSE.items()}
-    flags[CELL] = ("box_size", 1 / max(snapshot.shape))
+    flags[CELL] = ("box_size_mpc_h", 1 / max(snapshot.shape))
     for key, (flag, factor) in flags.items():
         value = getattr(options, flag)
         if value is None:
@@ -185,11 +199,13 @@ def describe(snapshot: Snapshot, options: Options) -> dict[str, float]:
         known = stated.setdefault(key, factor * value) / factor
         if not math.isclose(known, value, rel_tol=STATED_TOLERANCE, abs_tol=STATED_TOLERANCE):
             raise UserError(f"{snapshot.path} states {flag} {known:.6g}, not {value:.6g}; remove --{flag}")
-    for fault in implausible(stated):
+    for fault in implausible(stated, LIMITS):
         raise UserError(
             f"{snapshot.path}: {fault}; correct it: lengths are in comoving Mpc/h, that is h times those in Mpc, and "
             f"--hubble is h = H0 / (100 km/s/Mpc)"
         )
+    for fault in implausible(stated):
+        log.warning(f"{snapshot.path}: {fault}: lengths are in comoving Mpc/h; are these in kpc/h?")
     return stated
 
 
@@ -225,7 +241,7 @@ def write_volumes(sources: Sequence[Source]) -> None:
 
 def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> None:
     for file, planes in parts:
-        file.attrs.update(source.attributes)
+        write_attributes(file, {"": source.attributes})
         if source.cell is not None:
             file.attrs["box_size_mpc_h"] = source.cell * max(len(planes), *source.shape[1:])
         if len(parts) > 1:
@@ -239,24 +255,25 @@ def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> N
         for name, channels in source.datasets.items():
             datasets = [(file[name], planes) for file, planes in parts]
             for number, channel in enumerate(channels):
-                _write_channel(channel, number, datasets, source.attributes[FLOOR], progress)
+                means = _write_channel(channel, number, datasets, source.attributes[FLOOR], progress)
+                _check_units(channel, means, source.is_part)
 
 
 def _write_channel(
     source: FieldChannel, number: int, parts: Sequence[tuple[h5py.Dataset, range]], floor: float, progress: Progress
-) -> None:
-    """Converts a field to channel `number` of the dataset of each part."""
-    (field, channel, factor), total, squares, low, high = source, 0.0, 0.0, math.inf, -math.inf
+) -> np.ndarray:
+    """Converts a field to channel `number` of the dataset of each part; returns the means that `_check_units` takes."""
+    (field, channel, factor), sums, low, high = source, np.zeros(3), math.inf, -math.inf
     for slab, read in stored_slabs(field.stored, field.name):
         values = np.array(read)  # changed below
         _check_values(field, slab, values)
         low, high = min(low, values.min()), max(high, values.max())
-        total += float(values.sum(dtype=np.float64))
-        squares += float(np.dot(values.reshape(-1), values.reshape(-1)))
+        sums[:2] += values.sum(dtype=np.float64), np.dot(values.reshape(-1), values.reshape(-1))
         values *= np.float32(factor)
         if field.quantity == "density":
             np.maximum(values, floor, out=values)
         values = channel.from_physical(values)
+        sums[2] += values.sum(dtype=np.float64)
         for dataset, planes in parts:
             first, end = max(slab.start, planes.start), min(slab.stop, planes.stop)
             if first < end:
@@ -265,8 +282,7 @@ def _write_channel(
         progress.advance(len(values))
     if low == high:
         raise UserError(f"{field.name} is {low:g} everywhere; give another file, or one without this field")
-    cells = math.prod(field.stored.shape)
-    _check_units(source, total / cells, math.sqrt(squares / cells))
+    return sums / math.prod(field.stored.shape)
 
 
 def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
@@ -276,57 +292,26 @@ def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
     if len(wrong):
         x, y, z = wrong[0].tolist()
         value = f"{field.name}[{slab.start + x}, {y}, {z}] is {values[x, y, z]:g}"
-        raise UserError(f"{value}, which is impossible for a {field.quantity}; correct the file")
+        is_contrast = field.quantity == "density" and -1.001 < values.min() < -0.1 and abs(values.mean()) < 0.5
+        remedy = "if it holds contrasts ρ/ρ̄ - 1, add 1" if is_contrast else "correct the file"
+        raise UserError(f"{value}, which is impossible for a {field.quantity}; {remedy}")
 
 
-def _check_units(source: FieldChannel, mean: float, root_mean_square: float) -> None:
-    """Raises UserError if the field's mean, of a velocity its root mean square, does not fit its unit."""
-    field, channel, factor = source
-    name, value = ("root mean square", root_mean_square) if field.quantity == "velocity" else ("mean", mean)
-    unit = str(channel.unit)
-    typical, (low, high) = factor * value, PLAUSIBLE[unit]
-    if not low <= typical <= high:
-        remedy = REMEDIES[field.quantity]
-        raise UserError(f"{field.name}: a {name} of {typical:.3g} {unit} is implausible; {remedy}")
+def _check_units(source: FieldChannel, means: np.ndarray, is_part: bool) -> None:
+    """Raises UserError if the field's mean, of a velocity its root mean square, does not fit its unit.
 
-
-def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> list[str]:
-    """Writes a config for volumes of these shapes, training first, unless the file exists; returns lines for the user.
-
-    `counts` are the numbers of input and target channels. A file that exists may have been edited, and is kept.
+    `means`: of the field, its square and its channel. Cold gas is a warning.
     """
-    first, last = next(iter(volumes)), list(volumes)[-1]
-    command = f"python train.py --yaml_config {shlex.quote(str(path))}"
-    if path.exists():
-        return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
-    smallest = min(map(min, volumes.values()))
-    parent = "base" if smallest >= CROPS["base"] and torch.cuda.is_available() else "demo"  # base has 117 M parameters
-    largest, scales = largest_crop(smallest)
-    crop = min(CROPS[parent], largest)
-    inputs, targets = counts
-    keys: dict[str, Any] = {
-        EXTENDS: parent,
-        **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
-        **dict.fromkeys(npy_keys(*PATH_KEYS.values())),
-        "box_size": [box_entry([volumes[file]]) for file in (first, last)],
-        "N_in_channels": inputs,
-        "N_out_channels": targets,
-        "vector_channels": {"inputs": vectors_of(inputs), "targets": vectors_of(targets)},
-        "dataset_names": list(DATASETS),
-        "symmetries": "full",
-        "expdir": "./runs",
-    }
-    if crop < CROPS[parent]:
-        keys |= {"data_size": crop, "network": {"scales": scales}}
-    text = HEADER.format(command=command, parent=parent) + dump({EXTENDS: "UNet.yaml", path.stem: keys})
-    with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
-        partial.write_text(text, encoding="utf-8")
-    lines = [f"wrote {path}, a config that extends {parent}"]
-    if parent == "demo" and smallest >= CROPS["base"]:
-        lines.append("demo has a small network, as there is no GPU; with one, let the config extend base")
-    if crop < CROPS[parent]:
-        lines.append(f"warning: crops have {crop} cells per side, because a side has {smallest}; import larger parts")
-    return [*lines, "to train:", command]
+    field, channel, factor = source
+    name, value = ("root mean square", math.sqrt(means[1])) if field.quantity == "velocity" else ("mean", means[0])
+    low, high = IN_A_PART if is_part and field.quantity == "density" else PLAUSIBLE[str(channel.unit)]
+    typical = factor * value
+    remedy = REMEDIES[field.quantity]
+    if not low <= typical <= high:
+        raise UserError(f"{field.name}: a {name} of {typical:.3g} {channel.unit} is implausible; {remedy}")
+    typical = channel.to_physical(means[2])
+    if field.quantity == "temperature" and typical < MEDIANS[str(channel.unit)][0]:
+        log.warning(f"{field.name}: a geometric mean of {typical:.3g} K is low for ionized gas; {remedy}")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -337,7 +322,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--shape", type=_shape, metavar="X,Y,Z", help="cells of raw files")
     parser.add_argument("--index", type=int, help="box of .npy files with several, [N, X, Y, Z]; the first is 0")
     parser.add_argument("--velocity_units", choices=UNITS["velocity"], help="(as the file states)")
-    parser.add_argument("--box_size", type=float, help="longest side in comoving Mpc/h, unless the file states it")
+    text = "mean density of the whole box in the unit of each field, dark matter first (the mean of the input)"
+    parser.add_argument("--mean_density", type=float, nargs="+", metavar="MEAN", help=text)
+    parser.add_argument("--not_periodic", action="store_true", help="the input is a part that was cut out of a box")
+    text = "longest side in comoving Mpc/h, unless the file states it"
+    parser.add_argument("--box_size_mpc_h", type=float, help=text)
     for name in UNIVERSE:
         text = {"hubble": "H0 / (100 km/s/Mpc)", "omega_l": "omega_lambda"}.get(name, name)
         parser.add_argument(f"--{name}", type=float, help=f"{text}, unless the file states it")
@@ -350,6 +339,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for name, info in TransformConfig.model_fields.items():
         text = "of the channels, see docs/data.md (%(default).6g)"
         parser.add_argument(f"--{name}", type=float, default=info.default, help=text)
+    text = "machine of the config (gpu if this one has a GPU, sbatch or qsub)"
+    parser.add_argument("--for", dest="machine", choices=("gpu", "cpu"), help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     options = parser.parse_args(argv)
     if options.split is not None and (options.validation or options.validation_index is not None):
@@ -366,6 +357,7 @@ def _shape(text: str) -> Shape:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    configure_logging(0)
     with one_line_errors():
         for line in import_volume(parse(argv)):
             print(line)

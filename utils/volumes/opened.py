@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from utils.config import Config, validate_section
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import GIB, atomic_write, copy_file, sample_digest
+from utils.files import GIB, atomic_write, copy_file, remove_abandoned, sample_digest
 from utils.log import warn_once
 from utils.volumes.attributes import (
     Simulation,
@@ -31,6 +32,7 @@ from utils.volumes.values import check_all, check_distinct, check_samples, warn_
 
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
+PUBLISHED = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}  # names of the published data set
 CHANNELS_KEYS = {"N_in_channels": "inputs", "N_out_channels": "targets"}  # fields of a Volume
 
 log = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class Volumes:
                     f"them; remove network.conditions, or choose another loader"
                 )
             return volumes
+        volumes = volumes.changed(**_in_data_dir(config))
         attributes = {volume.path: volume.attributes for split in SPLITS for volume in volumes._available(split)}
         volumes = volumes.changed(transform=file_transform(config.transform, attributes))
         volumes = dataclasses.replace(volumes, config=volumes._with_channels())
@@ -296,7 +299,7 @@ class Volumes:
         slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"
         for split in SPLITS:
             for volume in self.split(split):
-                check_all(volume)
+                check_all(volume, self.config.allow_physical_values)
                 access = "mapped" if volume.mapped else slow
                 size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
                 log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
@@ -304,13 +307,31 @@ class Volumes:
         log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in channels)))
 
 
+def _in_data_dir(config: Config) -> dict[str, Any]:
+    """The keys with files below /data, and their paths in the directory DATA_DIR, if it is set; logs both."""
+    folder, changes = os.environ.get("DATA_DIR"), dict[str, Any]()
+    for key in [*PATH_KEYS.values(), *npy_keys(*PATH_KEYS.values())] if folder else []:
+        paths = config.paths(key)
+        moved = [_find(f"{folder}/{path[6:]}") if path.startswith("/data/") else path for path in paths]
+        if moved != paths:
+            changes[key] = moved if isinstance(getattr(config, key), list) else moved[0]
+    if changes:
+        moves = "; ".join(f"{key} {getattr(config, key)} -> {changes[key]}" for key in changes)
+        log.info("DATA_DIR is %s: %s", folder, moves)
+    return changes
+
+
+def _find(path: str) -> str:
+    """The path of a file that may have the name of the published data set."""
+    published = re.sub(r"(?<=/)(train|val)(?=[._][^/]*$)", lambda match: PUBLISHED[match[0]], path)
+    return published if os.path.exists(published) and not os.path.exists(path) else path
+
+
 def _remedy(path: str) -> str:
     if os.path.basename(path).startswith("demo_"):
         return "run make demo"
-    if os.path.dirname(path) == "/data" and not os.path.exists("/data"):  # the default, on a machine without the data
-        if "SLURM_JOB_ID" in os.environ:
-            return "set DATA_DIR to the directory of the data before sbatch submit_pm.sh"
-        return "to try the program without /data, run make demo (later also --config=demo)"
+    if path.startswith("/data/") and not os.path.exists("/data"):  # the default, on a machine without the data
+        return "set DATA_DIR to the directory of the data, or try the program with make demo and --config=demo"
     return f"simulate one with python -m simulation --output {path}"
 
 
@@ -322,10 +343,13 @@ def staged_path(path: str, directory: str) -> Path:
 
 
 def stage(path: str, directory: str) -> None:
-    """Copies a file to its `staged_path`, atomically, unless a copy exists whose samples are equal."""
+    """Copies a file to its `staged_path`, atomically, unless a copy exists that is as old and has equal samples."""
     target = staged_path(path, directory)
     with os_errors_for_users(f"cannot stage {path} in use_cache={directory}", "choose another use_cache"):
-        if not target.exists() or sample_digest(target) != sample_digest(path):
+        remove_abandoned(target)
+        modified = os.stat(path).st_mtime_ns  # a cell that is corrected in place is hardly in the samples
+        if not target.exists() or target.stat().st_mtime_ns != modified or sample_digest(target) != sample_digest(path):
             target.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write([target]) as (partial,):
                 copy_file(path, partial, f"staging {os.path.basename(path)} in {directory}")
+                os.utime(partial, ns=(modified, modified))

@@ -11,7 +11,7 @@ has hubble (h = H0 / 100), omega_m, omega_l, omega_b and redshift.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from utils.errors import UserError
-from utils.volumes.attributes import CELL, TYPES, UNIVERSE, domain_of, plain_attributes, universe_of
+from utils.volumes.attributes import CELL, TYPES, UNIVERSE, cubic_cell, domain_of, plain_attributes, universe_of
 from utils.volumes.hdf5 import DATASETS, NATIVE, cells_text, check_real
 from utils.volumes.storage import contents, open_file, reading, storage_files
 
@@ -30,6 +30,7 @@ DARK_MATTER_DENSITY, GAS_DENSITY, TEMPERATURE = "dark_matter_density", "baryon_d
 DARK_MATTER_VELOCITY = tuple(f"dark_matter_velocity_{axis}" for axis in "xyz")
 GAS_VELOCITY = tuple(f"velocity_{axis}" for axis in "xyz")
 FIELDS = (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY, GAS_DENSITY, *GAS_VELOCITY, TEMPERATURE)
+VECTORS = {"dark_matter_velocity": DARK_MATTER_VELOCITY, "velocity": GAS_VELOCITY}  # [X, Y, Z, 3], in place of these
 CAMELS = {DARK_MATTER_DENSITY: "Grids_Mcdm_*.npy", GAS_DENSITY: "Grids_Mgas_*.npy", TEMPERATURE: "Grids_T_*.npy"}
 # Factors to the units of channels.py. A density in any other unit is divided by its mean.
 UNITS = {
@@ -40,12 +41,24 @@ UNITS = {
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of Nyx's datasets that state none
 PER_SECOND = re.compile(r" */ *s$|[ .*]+s(\*\*|\^)?-1$")  # astropy's and yt's "km / s", "cm*s**-1", "km s^-1"
-CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
 
 
 def quantity_of(name: str) -> str:
     """The key of UNITS for the field `name`."""
     return next(quantity for quantity in UNITS if quantity in name)
+
+
+class Component:
+    """Component `axis` of vectors [X, Y, Z, 3], a dataset or an array, which is read in slabs."""
+
+    def __init__(self, vectors: Any, axis: int) -> None:
+        self.shape, self.dtype = vectors.shape[:3], vectors.dtype
+        self.chunks = (getattr(vectors, "chunks", None) or ())[:3]
+        self._vectors, self._axis = vectors, axis
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        cells = (*key, slice(None))
+        return self._vectors[cells][..., self._axis]
 
 
 @dataclass(frozen=True)
@@ -93,33 +106,48 @@ def open_snapshot(path: Path, shape: Shape | None, index: int | None) -> Snapsho
         raise UserError(f"{path} has neither .f32 nor .npy files; give another --input")
     fields = {}
     for name, file in _files(path, ending).items():
-        values = _read_npy(file, index) if ending == "npy" else _read_raw(file, shape)
+        axes = (3,) if name in VECTORS else ()
+        values = _read_npy(file, index, axes) if ending == "npy" else _read_raw(file, shape, axes)
         fields[name] = GridField(str(file), quantity_of(name), values)
-    return Snapshot(str(path), fields)
+    return Snapshot(str(path), _components(path, fields))
 
 
-def _read_raw(file: Path, shape: Shape | None) -> np.ndarray:
+def _components(path: Path, grids: Mapping[str, GridField]) -> dict[str, GridField]:
+    """The fields in the order of FIELDS, with the components of vectors; raises UserError if the input has both."""
+    fields = {name: grid for name, grid in grids.items() if name not in VECTORS}
+    for vector in filter(grids.__contains__, VECTORS):
+        for axis, name in enumerate(VECTORS[vector]):
+            if name in grids:
+                raise UserError(f"{path} has {vector} and {name}; leave one of them in it")
+            grid = grids[vector]
+            fields[name] = replace(grid, name=f"{grid.name}[..., {axis}]", stored=Component(grid.stored, axis))
+    return {name: fields[name] for name in FIELDS if name in fields}
+
+
+def _read_raw(file: Path, shape: Shape | None, axes: tuple[int, ...]) -> np.ndarray:
     if shape is None:
         raise UserError("raw files do not state their shape; give --shape X,Y,Z")
-    size, expected = file.stat().st_size, 4 * int(np.prod(shape))
+    size, expected = file.stat().st_size, 4 * int(np.prod(shape + axes))
     if size != expected:
-        cells = cells_text(shape)
+        cells = cells_text(shape + axes)
         raise UserError(f"{file} has {size} bytes, but {cells} float32 values have {expected}; correct --shape")
-    return np.memmap(file, "<f4", "r", shape=shape)
+    return np.memmap(file, "<f4", "r", shape=shape + axes)
 
 
-def _read_npy(file: Path, index: int | None) -> np.ndarray:
+def _read_npy(file: Path, index: int | None, axes: tuple[int, ...]) -> np.ndarray:
     with reading(str(file)):
         values = np.load(file, mmap_mode="r", allow_pickle=False)
-    if values.ndim != (3 if index is None else 4) or (index or 0) not in range(len(values)):
-        raise UserError(f"{file} is {values.shape}; choose a box of (N, X, Y, Z) with --index, or remove --index")
+    count = 3 + len(axes) + (index is not None)
+    if values.ndim != count or values.shape[count - len(axes) :] != axes or (index or 0) not in range(len(values)):
+        grid = "X, Y, Z, 3" if axes else "X, Y, Z"
+        raise UserError(f"{file} is {values.shape}; choose a box of (N, {grid}) with --index, or write ({grid})")
     return values if index is None else values[index]
 
 
 def _files(path: Path, ending: str) -> dict[str, Path]:
     """The file `NAME.ending`, or CAMELS's `Grids_…`, of each field; raises UserError if several match."""
     files, suites = {}, set()
-    for name in FIELDS:
+    for name in (*FIELDS, *VECTORS):
         patterns = [f"{name}.{ending}", *([CAMELS[name]] if ending == "npy" and name in CAMELS else [])]
         matches = [file for pattern in patterns for file in path.glob(pattern)]
         if len(matches) > 1:
@@ -139,14 +167,11 @@ def _open_nyx(path: Path) -> Snapshot:
         if NATIVE not in file:
             raise _other_layout(path, file)
         group = file[NATIVE]
-        fields = {name: _nyx_field(path, name, group[name]) for name in FIELDS if name in group}
+        grids = {name: _nyx_field(path, name, group[name]) for name in (*FIELDS, *VECTORS) if name in group}
+        fields = _components(path, grids)
         simulation = universe_of(file)
         if fields and (lengths := domain_of(file)):
-            cells = np.array(lengths) / Snapshot(str(path), fields).shape
-            if max(cells) > min(cells) * (1 + CELL_TOLERANCE):
-                sides = " × ".join(f"{cell:.6g}" for cell in cells)
-                raise UserError(f"{path}: cells of {sides} Mpc/h (domain/size over shape) are not cubes; resample them")
-            simulation[CELL] = float(cells[0])
+            simulation[CELL] = cubic_cell(str(path), lengths, Snapshot(str(path), fields).shape)
         periodic = plain_attributes(file, TYPES).get("periodic", True)  # predict.py writes it
         return Snapshot(str(path), fields, simulation, periodic)
 
@@ -162,14 +187,16 @@ def _other_layout(path: Path, file: h5py.File) -> UserError:
         kind, first = "seems to be a snapshot of particles (Gadget, SWIFT)", "deposit them on a grid, and "
     return UserError(
         f"{path} {kind}; it contains {contents(file)}; {first}link each grid to its name in docs/data.md, in Python: "
-        f"h5py.File('{path}', 'a')['{NATIVE}/{FIELDS[0]}'] = h5py.SoftLink('/NAME'); then give --box_size, --redshift"
+        f"h5py.File('{path}', 'a')['{NATIVE}/{FIELDS[0]}'] = h5py.SoftLink('/NAME'); then give --box_size_mpc_h, "
+        f"--redshift"
     )
 
 
 def _nyx_field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
     name, quantity = f"{path}: {NATIVE}/{field}", quantity_of(field)
-    if len(dataset.shape) != 3:
-        raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z); give another file")
+    axes = (3,) if field in VECTORS else ()
+    if len(dataset.shape) != 3 + len(axes) or dataset.shape[3:] != axes:
+        raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z{', 3' if axes else ''}); give another file")
     storage_files(dataset)
     stated = plain_attributes(dataset).get("units")
     unit = DEFAULT_UNITS[quantity] if stated is None else PER_SECOND.sub("/s", str(stated).strip("() "))

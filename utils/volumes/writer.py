@@ -3,6 +3,10 @@
 An unfinished file has a hidden name next to its target. HDF5 creates the file and closes it first, so that a killed
 process or a full disk cannot damage it; blocks are then written straight to the offsets of the data. Next to it, a
 journal holds what the file is made from, and a record one byte per block, which is 1 once the block is on disk.
+
+Several nodes may write through NFS, whose clients send whole pages of memory if they have read them, and so overwrite
+what others have written nearby. Therefore nobody reads the data, which begin on a page of their own; descriptors that
+write cannot read; and those of the record send each byte at once (O_DSYNC).
 """
 
 import itertools
@@ -23,6 +27,9 @@ from utils.files import check_target, make_output_directory, open_locked, read_j
 from utils.volumes.attributes import write_attributes
 
 log = logging.getLogger(__name__)
+
+PAGE = 2**16  # bytes; no page of memory is larger
+PLACES = "places"  # in the journal: offset and cells of each dataset
 
 Blocks = Sequence[tuple[slice, slice, slice]]  # cells along x, y and z; together all cells, each once
 
@@ -89,7 +96,7 @@ class ResumableHDF5File:
             return False, []
         try:
             journal = json.loads(text)
-            earlier, sizes = dict(journal["identity"]), journal["sizes"]
+            earlier, sizes, _ = dict(journal["identity"]), journal["sizes"], journal[PLACES]
         except (ValueError, TypeError, KeyError):  # of another version, or of another program
             log.warning("Cannot read %s: starting %s from scratch", self._journal_path, self._target.name)
             return False, []
@@ -112,14 +119,16 @@ class ResumableHDF5File:
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        with h5py.File(self._partial, "w") as file:
-            for name, shape in datasets.items():
-                file.create_dataset(name, shape, "<f4", dcpl=layout)
+        with h5py.File(self._partial, "w", alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+            stored = {name: file.create_dataset(name, shape, "<f4", dcpl=layout) for name, shape in datasets.items()}
+            places = {name: [dataset.id.get_offset(), dataset.shape[-3:]] for name, dataset in stored.items()}
             write_attributes(file, attributes)
         with self._record.open("wb") as record:
             record.write(bytes(1 + len(journal["blocks"])))
             os.fsync(record.fileno())
-        _write_at(self._journal, 0, memoryview(json.dumps({**journal, "sizes": self._sizes()}).encode()))
+        _write_at(
+            self._journal, 0, memoryview(json.dumps({**journal, PLACES: places, "sizes": self._sizes()}).encode())
+        )
         os.fsync(self._journal.fileno())
 
 
@@ -129,26 +138,31 @@ class BlockWriter:
     def __init__(self, target: Path, names: Sequence[str]) -> None:
         """Opens the file that a ResumableHDF5File has created with datasets of these names."""
         self._os_errors = partial(os_errors_for_users, f"cannot write {target}", "give another --output")
-        path, journal, record = _paths(target)
+        path, journal, self._record_path = _paths(target)
         with self._os_errors(), ExitStack() as opened:
-            with h5py.File(path, "r") as file:
-                self._places = {name: (file[name].id.get_offset(), file[name].shape[-3:]) for name in names}
-            places = read_json(journal)["blocks"]
-            self.blocks: Blocks = [(slice(*x), slice(*y), slice(*z)) for x, y, z in places]
-            self._file = opened.enter_context(path.open("r+b", buffering=0))
-            self._record = opened.enter_context(record.open("r+b", buffering=0))
+            stated = read_json(journal)
+            self._places = {name: stated[PLACES][name] for name in names}
+            self.blocks: Blocks = [(slice(*x), slice(*y), slice(*z)) for x, y, z in stated["blocks"]]
+            self._file, self._record = (
+                opened.enter_context(open(os.open(name, os.O_WRONLY | flag), "wb", buffering=0))
+                for name, flag in ((path, 0), (self._record_path, os.O_DSYNC))
+            )
             self._opened = opened.pop_all()
+
+    def _recorded(self) -> bytes:
+        """The record as it is on the disk: an NFS client looks for other nodes' changes when a file is opened."""
+        with self._os_errors():
+            return self._record_path.read_bytes()
 
     @property
     def missing(self) -> list[int]:
         """The numbers of the blocks that are not on disk."""
-        done = os.pread(self._record.fileno(), os.fstat(self._record.fileno()).st_size, 1)
-        return [number for number, is_done in enumerate(done) if not is_done]
+        return [number for number, is_done in enumerate(self._recorded()[1:]) if not is_done]
 
     @property
     def stops(self) -> bool:
         """True if a process has requested that all of them stop."""
-        return os.pread(self._record.fileno(), 1, 0) == b"\1"
+        return self._recorded()[0] == 1
 
     @stops.setter
     def stops(self, value: bool) -> None:
@@ -164,7 +178,6 @@ class BlockWriter:
                     self._write_part(offset + 4 * channel * int(np.prod(shape)), shape, box, part)
             os.fsync(self._file.fileno())
             _write_at(self._record, 1 + number, memoryview(b"\1"))
-            os.fsync(self._record.fileno())
 
     def _write_part(self, offset: int, shape: Sequence[int], box: Sequence[slice], part: np.ndarray) -> None:
         """Writes one field of a block, [x, y, z], in pieces that are contiguous in the file."""

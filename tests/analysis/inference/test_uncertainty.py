@@ -148,7 +148,7 @@ def test_what_cannot_be_calibrated_is_refused(
 def test_evaluate_draws_the_coverage_of_a_file_with_deviations(files: Path, tmp_path: Path, monkeypatch: Any) -> None:
     draw_nothing(monkeypatch)
     for flags, has in (("--uncertainty", True), ("--symmetries=8", False)):
-        gas = predicted(files, tmp_path / "gas.h5", flags, "--overwrite")
+        gas = predicted(files, tmp_path / "gas.h5", flags, "--overwrite", networks="a b")
         arguments = [f"--prediction={tmp_path / 'gas.h5'}", f"--input={files / 'box.h5'}", "--device=cpu"]
         evaluate.main([*arguments, f"--output={tmp_path / 'report'}", "--overwrite"])
         summary = json.loads((tmp_path / "report" / "evaluation.json").read_text())

@@ -277,6 +277,8 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, ba
     [
         ({"simulation": {}}, "box.h5 does not state redshift, cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology"),
         ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
+        ({"simulation": HIGH | {"cosmology_H0": 0.0}}, "box.h5: cosmology_H0 is 0, expected 10 to 200; correct its"),
+        ({"simulation": HIGH | {"cosmology_Ob0": 0.0}}, "box.h5: cosmology_Ob0 is 0, so there are no baryons; correct"),
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
         ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
         ({"transform": TransformConfig(temperature_log10_scale=None)}, "lacks density, velocity or temperature in"),
