@@ -13,18 +13,15 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributions import Laplace, Normal
 
 from analysis.evaluation.results import COVERED
-from analysis.evaluation.volume import VolumeFields
-from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
-from analysis.inference.uncertainty import fit
+from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
+from analysis.inference.uncertainty import fit, predict_part
 from benchmarks import common, study
 from benchmarks.boxes import Boxes, spreads
 
@@ -47,12 +44,9 @@ def predicted(networks: Sequence[Path], file: str, runs: Path) -> list[torch.Ten
     if not path.exists():
         world, options = common.this_machine(), InferenceOptions(symmetries=8)
         trained = [TrainedNetwork.load(network, world.device) for network in networks]
-        with common.logged(f"predicting {path.stem}"), closing(VolumeFields(file, None, trained[0].config)) as fields:
-            predictor = build_predictor(trained[0], fields.inputs, options, world, trained[1:], spread=True)
-            x, y, z = (slice(0, cells) for cells in fields.inputs.shape)
-            target = torch.from_numpy(np.array(fields.target.box(x, y, z)))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save([*predictor.predict_box((x, y, z)).predicted.cpu().chunk(2), target], path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with common.logged(f"predicting {path.stem}"):
+            torch.save([values.cpu() for values in predict_part(trained, file, options, world)], path)
     return [values[:, ::2, ::2, ::2].contiguous() for values in torch.load(path, weights_only=True)]
 
 

@@ -17,6 +17,7 @@ from utils.files import atomic_write, read_json, to_json
 from utils.run.checkpoint import file_digest
 from utils.volumes.attributes import file_transform
 from utils.volumes.hdf5 import FieldReader
+from utils.volumes.values import check_sample
 
 FILE = "uncertainty.json"  # next to the weights: calibrations by the networks and options that they hold for
 WINDOWS = 3  # per side of the part of the volume on which predictions are calibrated
@@ -42,27 +43,26 @@ def fit(squares: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, t
     return scales[0], scales[1]
 
 
-def measure(
+def predict_part(
     networks: Sequence[TrainedNetwork], path: str, options: InferenceOptions, world: World
-) -> dict[str, list[float] | str]:
-    """The fit to the errors of the networks' mean prediction of a part of a volume with targets, as JSON values."""
-    log.info("Calibrating the standard deviations on %s", path)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Means and variances of the networks' predictions of a part of a volume, and its targets, [C, x, y, z]."""
     config = networks[0].config
     counts = config.N_in_channels, config.N_out_channels
     source, target = (FieldReader(path, *pair) for pair in zip(config.dataset_names, counts, strict=True))
     file_transform(config.transform, {path: source.attributes})
+    for field in (source, target):
+        check_sample(path, field.name, field.values, config.allow_physical_values)
     predictor = build_predictor(networks[0], source, options, world, networks[1:], spread=True)
     x, y, z = (slice(0, min(cells, WINDOWS * predictor.grid.x.window)) for cells in source.shape)
     means, variances = predictor.predict_box((x, y, z)).predicted.chunk(2)
-    errors = means - torch.from_numpy(np.array(target.box(x, y, z))).to(world.device)
-    factors, floors = fit(errors.square().flatten(1), variances.flatten(1))
-    return {"factors": factors.tolist(), "floors": floors.tolist(), "volume": str(Path(path).resolve())}
+    return means, variances, torch.from_numpy(np.array(target.box(x, y, z))).to(world.device)
 
 
 def calibration(
     weights: Sequence[Path], networks: Sequence[TrainedNetwork], volume: str, options: InferenceOptions, world: World
 ) -> dict[str, Any]:
-    """`measure` for these networks and options, read from FILE next to the first one's weights; every rank calls it.
+    """The `fit` for these networks and options, read from FILE next to the first one's weights; every rank calls it.
 
     If that lacks it, or `volume` is given, it is measured there, or on the validation volume of the training run.
     """
@@ -80,8 +80,12 @@ def calibration(
         if not Path(volume).exists():
             missing = f"{path} has no standard deviations for these networks and options, and {volume} does not exist"
             raise UserError(f"{missing}; name a volume with targets: --uncertainty VOLUME.h5")
+        log.info("Calibrating the standard deviations on %s", volume)
         world.pulse.enter("prediction")
-        measured = measure(networks, volume, options, world)  # on all ranks: none waits in a collective
+        # On all ranks, so that none waits for another.
+        means, variances, target = predict_part(networks, volume, options, world)
+        factors, floors = fit((means - target).square().flatten(1), variances.flatten(1))
+    measured = {"factors": factors.tolist(), "floors": floors.tolist(), "volume": str(Path(volume).resolve())}
     measured = world.broadcast(measured)
     if world.is_root:
         with suppress(OSError), atomic_write([path]) as (partial,):  # a read-only directory has none
