@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     metadata = {
         **exported.describe(target.name),
         "checkpoint": trained.record,
+        "input_statistics": trained.known.get("input_statistics"),
         "config": configs.to_yaml(trained.config, "trained"),
         **{key: record[key] for key in ("git_commit", "date", "versions")},
         "weights_sha256": file_digest(weights),

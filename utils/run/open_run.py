@@ -108,7 +108,7 @@ class Run:
         It replaces the summary and, with --resume=no, all that an earlier run has written. Every rank calls it, after
         all checks.
         """
-        state = self.start.restore(parts.step, self.world)
+        state = self.start.restore(parts.step, self.volumes, self.world)
         record = {**provenance(self.world), "run_num": self.request.directory.path.name}
         record |= {"jobs": self.request.jobs, "origin": self.request.origin}
         with self.world.raise_together():
@@ -172,7 +172,7 @@ class Run:
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
-        known = {"simulation": dict(self.volumes.simulation)}
+        known = {"simulation": {**self.volumes.simulation}, "input_statistics": self.volumes.input_statistics()}
         self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
