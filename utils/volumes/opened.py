@@ -298,27 +298,23 @@ class Volumes:
         for volume in splits["train"]:
             if set(volume.shape) == {config.data_size}:
                 log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")
-        self._warn_of_simulations(splits["train"])
+        self._warn_of_simulations(splits)
         for volume in splits["valid"]:
-            stated = {key: value for key, value in volume.simulation.items() if key not in self._conditions}
-            warn_of_other_simulation(volume.path, stated, self.simulation)
             compare(self.input_statistics(), volume.path, volume.inputs, config)
 
-    @property
-    def _conditions(self) -> list[str]:
-        """The network's conditions, as keys of a Simulation."""
-        return [CONDITIONS[name] for name in self.config.network.conditions]
-
-    def _warn_of_simulations(self, training: Sequence[Volume]) -> None:
-        """Warns if the training volumes state different values that are no conditions of the network."""
-        differing = {}
+    def _warn_of_simulations(self, splits: Mapping[str, Sequence[Volume]]) -> None:
+        """Warns of values that volumes state, that differ, and that are no conditions of the network."""
+        conditions, differing = [CONDITIONS[name] for name in self.config.network.conditions], {}
+        for volume in splits["valid"]:
+            stated = {key: value for key, value in volume.simulation.items() if key not in conditions}
+            warn_of_other_simulation(volume.path, stated, self.simulation)
         for name, key in CONDITIONS.items():
-            values = {volume.simulation[key] for volume in training if key in volume.simulation}
-            if len(values) > 1 and key not in (*self.simulation, *self._conditions):
+            values = {volume.simulation[key] for volume in splits["train"] if key in volume.simulation}
+            if len(values) > 1 and key not in (*self.simulation, *conditions):
                 differing[name] = f"{key} {min(values)} to {max(values)}"
         if differing:
-            names = ",".join([*self.config.network.conditions, *differing])
             text = "the training volumes differ in what the network does not see"
+            names = ",".join([*self.config.network.conditions, *differing])
             log.warning(f"{text}: {', '.join(differing.values())}; set network.conditions=[{names}]")
 
     def check_all(self) -> None:
