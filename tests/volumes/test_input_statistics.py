@@ -46,8 +46,8 @@ def volume(path: Path, fields: np.ndarray) -> Any:
         (lambda fields: fields, ""),
         (lambda fields: fields * [[[[1]]], [[[1]]], [[[2]]], [[[1]]]], "(dark-matter velocity y, "),
         (lambda fields: fields * [[[[0.5]]], [[[1]]], [[[1]]], [[[1]]]], "(dark-matter density, "),
-        (lambda fields: fields * [[[[1]]], [[[-1]]], [[[-1]]], [[[-1]]]], ", correlation of inflow and density)"),
-        (lambda fields: fields[[0, 3, 2, 1]], ", correlation of inflow and density)"),
+        (lambda fields: fields * [[[[1]]], [[[-1]]], [[[-1]]], [[[-1]]]], ", slope on the density)"),
+        (lambda fields: fields[[0, 3, 2, 1]], ", slope on the density)"),
         (lambda fields: fields[[0, 1, 3, 2]].transpose(0, 1, 3, 2), ""),  # a rotation and its vectors
     ],
 )

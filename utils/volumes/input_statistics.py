@@ -18,33 +18,28 @@ CROPS, LEAST_CROPS, LARGEST_CROP = 64, 8, 32  # of all training volumes, of each
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 STEPS = [1.2207440846057596**-axis for axis in (1, 2, 3)]  # the golden ratio's sequence in 3D (Roberts 2018)
 TINY = 1e-12  # of constant channels
-LIMIT = 1.5  # no volume of the training's kind was as far: benchmarks/input_statistics.py
+LIMIT, LEAST_VOLUME = 1.5, 27  # crops; no volume of the training's kind was as far: benchmarks/input_statistics.py
 
 log = logging.getLogger(__name__)
 
 
 def crop_statistics(crop: Tensor, vectors: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Statistics [C] of the channels of a crop [C, n, n, n]. Those of vectors do not depend on a component's sign.
+    """Statistics [C] of the channels of a crop [C, n, n, n].
 
-    Powers are those of the octaves of a Laplacian pyramid (Burt & Adelson 1983), since a crop is not periodic. Inflow
-    is minus the derivative of a vector's component along its axis; it is compared with the first scalar channel.
+    Those of a vector's component are of its inflow, minus the derivative along its axis: bulk flows differ from box to
+    box, and the cube's symmetries leave inflows unchanged. Slopes are on the first channel that is no component. Powers
+    are those of the octaves of a Laplacian pyramid (Burt & Adelson 1983), since a crop is not periodic.
     """
-    cells, components = (1, 2, 3), [number for vector in vectors for number in vector]
-    mean = crop.mean(cells, keepdim=True)
-    rest, values, inflow = crop - mean, crop.clone(), torch.zeros_like(crop)
-    values[components], mean[components] = rest[components].abs(), mean[components].abs()
+    cells, components, fields = (1, 2, 3), [number for vector in vectors for number in vector], crop.clone()
     for vector in vectors:
         for axis, number in enumerate(vector):
-            inflow[number] = -torch.gradient(crop[number], dim=axis)[0]
-    scalar = rest[min({*range(len(crop))} - {*components}, default=0)]
-    variance, product = rest.square().mean(cells) + TINY, (inflow * scalar).mean(cells)
-    found = {"mean": mean.flatten(), "ln of the variance": variance.log()}
-    found["skewness"] = (values - values.mean(cells, keepdim=True)).pow(3).mean(cells) / variance**1.5
-    quantiles = values.flatten(1).quantile(torch.tensor(QUANTILES, dtype=crop.dtype), 1)
+            fields[number] = -torch.gradient(crop[number], dim=axis)[0]
+    mean, quantiles = fields.mean(cells), fields.flatten(1).quantile(torch.tensor(QUANTILES, dtype=crop.dtype), 1)
+    rest = fields - mean[:, None, None, None]
+    scalar, variance = rest[min({*range(len(crop))} - {*components}, default=0)], rest.square().mean(cells) + TINY
+    found = {"mean": mean, "ln of the variance": variance.log(), "skewness": rest.pow(3).mean(cells) / variance**1.5}
+    found["slope on the density"] = (rest * scalar).mean(cells) / (scalar.square().mean() + TINY)
     found |= {f"{share:.0%} quantile": value for share, value in zip(QUANTILES, quantiles, strict=True)}
-    square = scalar.square().mean() + TINY
-    found["slope of inflow on density"] = product / square
-    found["correlation of inflow and density"] = product / (inflow.square().mean(cells) * square + TINY).sqrt()
     octave, before = 2, torch.zeros(0)
     while rest.shape[-1] > 3:
         smooth = avg_pool3d(avg_pool3d(rest, 2, 1), 2, 1)  # (1, 2, 1) / 4 along each axis
@@ -104,10 +99,15 @@ def distance(trained: Mapping[str, Any], path: str, field: Any, config: Config) 
     return max(distances)
 
 
+def limit(trained: Mapping[str, Any], field: Any) -> float:
+    """The largest distance without a warning: LIMIT, twice that for a field of few crops, whose mean is uncertain."""
+    return LIMIT * (1 + (np.prod(field.shape[1:]) < LEAST_VOLUME * trained["crop"] ** 3))
+
+
 def compare(trained: Mapping[str, Any] | None, path: str, field: Any, config: Config) -> None:
-    """Logs the `distance` of a volume's inputs [C, X, Y, Z], as a warning beyond LIMIT; nothing without `trained`."""
+    """Logs the `distance` of a volume's inputs [C, X, Y, Z], as a warning beyond `limit`; nothing without `trained`."""
     if trained:
         largest, place = distance(trained, path, field, config)
         line = f"{path}: the inputs are {largest:.2g} standard deviations of crops from those of the training ({place})"
         remedy = "; check units, order of axes, redshift and cells (docs/inference.md, Prediction)"
-        log.log(*(logging.WARNING, line + remedy) if largest > LIMIT else (logging.INFO, line))
+        log.log(*(logging.WARNING, line + remedy) if largest > limit(trained, field) else (logging.INFO, line))
