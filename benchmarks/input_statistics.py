@@ -26,6 +26,7 @@ VOLUMES: dict[str, dict[str, Any]] = {KIND: {"held_out": {"grid": 96, "seeds": [
 VOLUMES |= {"boxes of 64³ cells": {"held_out": {"grid": 64, "seeds": [41, 42, 43, 44]}}, UNCHANGED: {}}
 VOLUMES |= {f"z = {z:g}": {"redshift": z} for z in (2.0, 2.5, 4.0)}
 VOLUMES |= {f"cells of {cell:g} Mpc/h": {"cell": cell} for cell in (0.1, 0.25)} | {"WMAP 3": {"cosmology": "WMAP3"}}
+CLOSURE = "gas by a closure"
 CHANGES: dict[str, Any] = {  # of density / mean and velocity in km/s, at z = 3
     "log10 for ln": lambda density, velocity: (density ** (1 / np.log(10)), velocity),
     "velocities × √3": lambda density, velocity: (density, velocity * 3**0.5),
@@ -37,6 +38,7 @@ CHANGES: dict[str, Any] = {  # of density / mean and velocity in km/s, at z = 3
     "density smoothed as by TSC": lambda density, velocity: (smoothed(density, 12**-0.5), velocity),
     "density smoothed over a cell": lambda density, velocity: (smoothed(density, 1), velocity),
     "density sharpened": lambda density, velocity: (2 * density - smoothed(density, 6**-0.5), velocity),
+    CLOSURE: lambda density, velocity: (density, velocity),  # the target is dark matter smoothed over 0.6 Mpc/h
 }
 
 
@@ -53,6 +55,8 @@ def changed(file: str, name: str, channels: Sequence[Any]) -> str:
             values = [channel.to_physical(field) for channel, field in zip(channels, box["Nbody"], strict=True)]
             density, velocity = CHANGES[name](values[0], np.stack(values[1:]))
             fields = np.maximum(density, 1e-3), *velocity
+            if name == CLOSURE:
+                box["Hydro"][0] = channels[0].from_physical(smoothed(density, 0.6 / 0.15625))
             box["Nbody"][...] = [channel.from_physical(field) for channel, field in zip(channels, fields, strict=True)]
     return str(path)
 
