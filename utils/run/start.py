@@ -164,7 +164,7 @@ def _compare(source: str, weights: Mapping[str, Any], volumes: Volumes) -> None:
     if changes := _differences(before, volumes.config.transform.model_dump()):
         log.warning(f"{source} was trained on channels with another transform: {', '.join(changes)}")
     for volume in volumes.split("train") if volumes.has_files and weights.get("input_statistics") else ():
-        compare(weights["input_statistics"], volume.path, volume.inputs, volumes.config)
+        compare(weights["input_statistics"], volume.path, volume.inputs, volumes.config, source)
 
 
 def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

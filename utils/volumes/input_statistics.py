@@ -104,10 +104,12 @@ def limit(trained: Mapping[str, Any], field: Any) -> float:
     return LIMIT * (1 + (np.prod(field.shape[1:]) < LEAST_VOLUME * trained["crop"] ** 3))
 
 
-def compare(trained: Mapping[str, Any] | None, path: str, field: Any, config: Config) -> None:
+def compare(
+    trained: Mapping[str, Any] | None, path: str, field: Any, config: Config, whose: str = "the training"
+) -> None:
     """Logs the `distance` of a volume's inputs [C, X, Y, Z], as a warning beyond `limit`; nothing without `trained`."""
     if trained:
         largest, place = distance(trained, path, field, config)
-        line = f"{path}: the inputs are {largest:.2g} standard deviations of crops from those of the training ({place})"
-        remedy = "; check units, order of axes, redshift and cells (docs/inference.md, Prediction)"
+        line = f"{path}: the inputs are {largest:.2g} standard deviations of crops from those of {whose} ({place})"
+        remedy = "; check units, order of axes, redshift and cells (docs/generalization.md)"
         log.log(*(logging.WARNING, line + remedy) if largest > limit(trained, field) else (logging.INFO, line))
