@@ -117,6 +117,6 @@ def test_weights_of_other_data_and_volumes_that_state_other_simulations_are_name
         *(f"preflight: {path}: the inputs are " for path in (early, late, valid)),
         "of crops from those of the training (",  # of the validation data
         f"{valid} differs from the training data: cosmology_H0 72.0 instead of 67.0;",
-        "differ in what the network does not see: redshift 2.0 to 3.0; set network.conditions=[redshift]\n",
+        "differ in what the network does not see: redshift 2 to 3; set network.conditions=[redshift]\n",
     ):
         assert output.count(part) == 1, part

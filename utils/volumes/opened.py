@@ -311,7 +311,7 @@ class Volumes:
         for name, key in CONDITIONS.items():
             values = {volume.simulation[key] for volume in splits["train"] if key in volume.simulation}
             if len(values) > 1 and key not in (*self.simulation, *conditions):
-                differing[name] = f"{key} {min(values)} to {max(values)}"
+                differing[name] = f"{key} {min(values):.4g} to {max(values):.4g}"
         if differing:
             text = "the training volumes differ in what the network does not see"
             names = ",".join([*self.config.network.conditions, *differing])
