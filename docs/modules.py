@@ -9,7 +9,7 @@ from pathlib import Path
 from utils.config import Config, flatten
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("networks", "utils", "analysis", "simulation", "benchmarks", "docs", "docker")
+FOLDERS = ("networks", "utils", "analysis", "simulation", "benchmarks", "docs")
 
 
 def tracked(pattern: str) -> list[Path]:
