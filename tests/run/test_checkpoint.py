@@ -195,19 +195,12 @@ def mix(directory: Path) -> None:
     rewrite_digests(directory)
 
 
-def pipe(directory: Path) -> None:
-    """Fixed: it was read without end."""
-    (directory / TRAINING).unlink()
-    os.mkfifo(directory / TRAINING)
-
-
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (lambda path: os.truncate(path / WEIGHTS, 999), "weights.pt is damaged"),
         (lambda path: (path / TRAINING).unlink(), "training.pt: No such file"),
         (lambda path: (path / CHECKSUMS).write_text(""), "weights.pt is damaged"),
-        (pipe, "training.pt: it is not a regular file"),
         (rename, "its files are of step 2"),
         (mix, "its files are of step "),
     ],
