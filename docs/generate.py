@@ -55,9 +55,6 @@ def _escape(cell: str) -> str:
     return "`".join(part if index % 2 else part.replace("<", "\\<") for index, part in enumerate(parts))
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------
-
-
 def flags(parser: argparse.ArgumentParser) -> str:
     """The flags of a parser, with the values that they take."""
     rows = []
@@ -73,9 +70,6 @@ def _spelling(action: argparse.Action) -> str:
         return action.option_strings[-1]
     values = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
     return f"{action.option_strings[-1]} {f'[{values}]' if action.nargs == '?' else values}"
-
-
-# --- config keys -----------------------------------------------------------------------------------------------------
 
 
 def comments_of(section: type[Section]) -> dict[str, str]:
@@ -126,8 +120,6 @@ def known_losses() -> str:
         rows.append([f"`{name}`", "classes" if kind.is_classification else "volumes", meaning.split("\n")[0]])
     return table(["loss", "of", "meaning"], rows)
 
-
-# --- pages -----------------------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], str]] = {
     "flags-train": lambda: flags(cli.build_parser()),

@@ -157,9 +157,6 @@ def simulate(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
     return channels.to_channels(nbody), channels.to_channels(hydro)
 
 
-# --- output ------------------------------------------------------------------------------------------------------
-
-
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     """HDF5 attributes: the options, the cosmology and the constants of the physics, which determine the data."""
     cosmology = make_cosmology(options.cosmology)
