@@ -39,12 +39,10 @@ NAMES |= {"LOADERS": LOADERS, "OPTIMIZERS": OPTIMIZERS, "LOGGERS": LOGGERS}
 
 
 def pages() -> list[Path]:
-    """All pages that may contain tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(_escape, line))} |\n" for line in lines)
 
@@ -80,7 +78,6 @@ def comments_of(section: type[Section]) -> dict[str, str]:
 
 
 def config_keys() -> Iterator[list[str]]:
-    """Key, default and meaning of all keys of a config."""
     for key, default in flatten(Config()).items():
         section, _, name = key.rpartition(".")
         owner: Any = Config.model_fields[section].annotation if section else Config
@@ -157,7 +154,6 @@ def render(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the pages whose tables have changed."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if render(text) != text:

@@ -189,7 +189,6 @@ def write(
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
-    """Reads the command line; raises UserError if it is wrong."""
     steps = f"time steps, equal in growth factor (%(default)s); fewer than {FEWEST_STEPS} are for tests"
     parser = Parser(__doc__)
     parser.prog = "python -m simulation"

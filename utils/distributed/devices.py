@@ -52,7 +52,6 @@ def use_writable_cache() -> None:
 
 
 def cache_directory() -> Path:
-    """The directory of compiled kernels."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
 
 

@@ -40,8 +40,6 @@ class DamagedCheckpoint(UserError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint."""
-
     path: Path
     weights: dict[str, Any]
     training: dict[str, Any]
