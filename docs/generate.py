@@ -39,12 +39,10 @@ NAMES |= {"LOADERS": LOADERS, "OPTIMIZERS": OPTIMIZERS, "LOGGERS": LOGGERS}
 
 
 def pages() -> list[Path]:
-    """All pages that may contain tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(map(_escape, line))} |\n" for line in lines)
 
@@ -53,9 +51,6 @@ def _escape(cell: str) -> str:
     """Text in which Markdown sees no column and, outside code, no HTML tag."""
     parts = cell.replace("|", "\\|").split("`")
     return "`".join(part if index % 2 else part.replace("<", "\\<") for index, part in enumerate(parts))
-
-
-# --- flags -----------------------------------------------------------------------------------------------------------
 
 
 def flags(parser: argparse.ArgumentParser) -> str:
@@ -75,9 +70,6 @@ def _spelling(action: argparse.Action) -> str:
     return f"{action.option_strings[-1]} {f'[{values}]' if action.nargs == '?' else values}"
 
 
-# --- config keys -----------------------------------------------------------------------------------------------------
-
-
 def comments_of(section: type[Section]) -> dict[str, str]:
     """The comment of each key of a section: the one in its line, or those in the lines directly above."""
     sources = [inspect.getsource(base) for base in section.__mro__ if issubclass(base, Section)]
@@ -86,7 +78,6 @@ def comments_of(section: type[Section]) -> dict[str, str]:
 
 
 def config_keys() -> Iterator[list[str]]:
-    """Key, default and meaning of all keys of a config."""
     for key, default in flatten(Config()).items():
         section, _, name = key.rpartition(".")
         owner: Any = Config.model_fields[section].annotation if section else Config
@@ -127,8 +118,6 @@ def known_losses() -> str:
     return table(["loss", "of", "meaning"], rows)
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------
-
 TABLES: dict[str, Callable[[], str]] = {
     "flags-train": lambda: flags(cli.build_parser()),
     "flags-predict": lambda: flags(predict.build_parser()),
@@ -165,7 +154,6 @@ def render(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the pages whose tables have changed."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if render(text) != text:

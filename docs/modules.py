@@ -9,7 +9,7 @@ from pathlib import Path
 from utils.config import Config, flatten
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("networks", "utils", "analysis", "simulation", "benchmarks", "docs", "docker")
+FOLDERS = ("networks", "utils", "analysis", "simulation", "benchmarks", "docs")
 
 
 def tracked(pattern: str) -> list[Path]:
@@ -49,7 +49,6 @@ def readers(key: str, texts: dict[str, str]) -> list[str]:
 
 @cache
 def key_rows() -> list[list[str]]:
-    """Each config key with the modules that read it."""
     program = [path for path in sources() if not path.startswith(("benchmarks", "doc"))]
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in program}
     return [[f"`{key}`", ", ".join(readers(key, texts))] for key in flatten(Config())]

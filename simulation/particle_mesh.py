@@ -30,9 +30,6 @@ CLOUD, TRIANGLE = 2, 3
 Offset = tuple[float, float, float]
 
 
-# --- particles ---------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Particles:
     """Particles of equal mass that start from the centers of the cells; float32, in cells."""
@@ -123,9 +120,6 @@ def lpt_particles(modes: Tensor, start_growth: float, omega_m: float = 1.0, thre
         torch.add(second_order, velocity[axis], alpha=start_growth, out=displacement[axis])
         velocity[axis].add_(second_order, alpha=2 / start_growth)  # D2 grows as D^2
     return Particles(displacement, velocity)
-
-
-# --- mesh ---------------------------------------------------------------------------------------------------------
 
 
 def _weights(beyond: Tensor, width: int) -> tuple[Tensor, ...]:

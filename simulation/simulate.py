@@ -157,9 +157,6 @@ def simulate(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
     return channels.to_channels(nbody), channels.to_channels(hydro)
 
 
-# --- output ------------------------------------------------------------------------------------------------------
-
-
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     """HDF5 attributes: the options, the cosmology and the constants of the physics, which determine the data."""
     cosmology = make_cosmology(options.cosmology)
@@ -192,7 +189,6 @@ def write(
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
-    """Reads the command line; raises UserError if it is wrong."""
     steps = f"time steps, equal in growth factor (%(default)s); fewer than {FEWEST_STEPS} are for tests"
     parser = Parser(__doc__)
     parser.prog = "python -m simulation"

@@ -32,6 +32,7 @@ from utils.volumes.channels import input_channels, target_channels, volume_chann
 PAGE = TOP / "docs" / "inference.md"
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].
 SIZES = [(1, 4, 4, 4), (2, 4, 8, 12), (3, 16, 4, 4), (1, 12, 12, 12)]
+STATISTICS = {"crop": 8, "channels": {"dark-matter density": {"mean": [-0.1, -0.1, 0.02]}}}
 FLOOR = 1e-6  # of the training files; imported volumes have another one than simulated ones
 
 
@@ -113,7 +114,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint `run` and gas.pt2, exported from it over an older file."""
     folder = tmp_path_factory.mktemp("export")
     simulation = simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, None)
-    save(folder / "run", config_of(), epoch=3, step=24, final_loss=0.125, simulation=simulation)
+    known = {"simulation": simulation, "input_statistics": STATISTICS}
+    save(folder / "run", config_of(), epoch=3, step=24, final_loss=0.125, **known)
     (folder / "gas.pt2").write_text("older")
     exported(folder, "--overwrite")
     return folder
@@ -226,6 +228,7 @@ def test_metadata_says_how_to_use_the_file(files: Path) -> None:
     for side, channels in (("input", units[:4]), ("output", units)):
         assert [channel["unit"] for channel in result[side]["channels"]] == channels
     assert result["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
+    assert result["input_statistics"] == STATISTICS
     assert result["weights_sha256"] == checkpoint.file_digest(checkpoint.weights_file(files / "run"))
     values = configs.parse_value(result["config"])["trained"]
     assert values == without_directories(configs.validate(values, "trained").model_dump())

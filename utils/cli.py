@@ -37,7 +37,7 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a UserError for invalid arguments, which rank 0 prints; prints the help on rank 0 only."""
+    """Raises a UserError for invalid arguments, which rank 0 prints; prints help and version on rank 0 only."""
 
     def __init__(self, text: str | None) -> None:
         """`text`, usually the docstring of the module, is printed unchanged as the help's description."""
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         # Shells leave the ~ in --flag=~/x to the program. None is the type of arguments that have no other.
         self.register("type", None, os.path.expanduser)
         text = "print the versions of this program, PyTorch and Python, then exit"
-        self.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help=text)
+        self.add_argument("--version", action="version", help=text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._arguments = sys.argv[1:] if args is None else list(args)
@@ -77,18 +77,13 @@ class Parser(argparse.ArgumentParser):
         keys = similar(name.lstrip("-–—"), flatten(Config())) if is_flag else []
         return similar(name, options) or [f"--set {key}=VALUE" for key in keys]
 
-    def print_help(self, file: Any = None) -> None:
+    @property
+    def version(self) -> str:  # argparse reads it for --version
+        return version_line()
+
+    def _print_message(self, message: str, file: Any = None) -> None:
         if launched_rank() == 0:
-            super().print_help(file)
-
-
-class _PrintVersion(argparse.Action):
-    """Prints one line on rank 0, then exits."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        if launched_rank() == 0:
-            print(version_line())
-        parser.exit()
+            super()._print_message(message, file)
 
 
 def positive(text: str) -> int:

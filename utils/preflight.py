@@ -153,7 +153,7 @@ def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize,
     with build.assemble(volumes, world, EagerStep, size) as parts:
         started = time.perf_counter()
         if start is not None:
-            start.restore(parts.step, world)
+            start.restore(parts.step, volumes, world)
         batch = next(parts.loaders.train.epoch(0))
         loss = float(parts.step(batch, config.lr_schedule.start_lr))
         parts.step.check_gradients(ranks)

@@ -55,18 +55,15 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
             log.warning("Note: %s", note)
         for line in tables.lines(evaluation):
             log.info(line)
+        output.mkdir(exist_ok=True, parents=True)
+        results.save(evaluation, output / ARRAYS)  # first: they are kept if the process that draws is killed
+        with atomic_write([output / SUMMARY]) as (partial,):
+            partial.write_text(to_json(_summary(evaluation, provenance)))
         log.info("drawing pictures in %s", output)
         world.pulse.enter("pictures")
-        drawn, pictures = drawing.draw(evaluation), dict[str, bytes]()
-        with Progress("drawing", len(drawn), "pictures") as progress:
-            for name, picture in drawn.items():
-                pictures[name] = picture.result()
-                progress.advance()
-        contents = {f"{name}.png": picture for name, picture in pictures.items()}
-        contents[SUMMARY] = to_json(_summary(evaluation, provenance)).encode()
-        contents[PAGE] = page(evaluation, pictures | _training_curves(evaluation), provenance).encode()
-        output.mkdir(exist_ok=True, parents=True)
-        results.save(evaluation, output / ARRAYS)
+        pictures = _completed(drawing.draw(evaluation) | _training_curves(evaluation))
+        contents = {f"{name}.png": picture for name, picture in pictures.items() if name != TRAINING}
+        contents[PAGE] = page(evaluation, pictures, provenance).encode()
         with atomic_write([output / name for name in contents]) as partials:
             for partial, content in zip(partials, contents.values(), strict=True):
                 partial.write_bytes(content)
@@ -105,8 +102,7 @@ def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[st
     known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
     known |= {} if goodput is None else {"goodput": f"{goodput:.1%}"}
     evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})
-    drawn = drawn or drawing.draw(evaluation)
-    pictures = {name: picture.result() for name, picture in drawn.items()} | _training_curves(evaluation)
+    pictures = _completed({**(drawn or drawing.draw(evaluation)), **_training_curves(evaluation)})
     provenance = run.read_provenance()
     provenance.pop("earlier", None)
     with atomic_write([run.report]) as (partial,):
@@ -114,13 +110,26 @@ def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[st
     return run.report
 
 
-def _training_curves(evaluation: Results) -> dict[str, bytes]:
+def _completed(drawn: Mapping[str, Future[bytes]]) -> dict[str, bytes]:
+    """The pictures, once they are drawn; a picture that cannot be drawn is a warning."""
+    pictures = {}
+    with Progress("drawing", len(drawn), "pictures") as progress:
+        for name, picture in drawn.items():
+            try:
+                pictures[name] = picture.result()
+            except Exception as error:
+                log.warning("The report lacks the picture %s: %s", name, error)
+            progress.advance()
+    return pictures
+
+
+def _training_curves(evaluation: Results) -> dict[str, Future[bytes]]:
     """The picture of the training run's losses, if its records are there."""
     run = evaluation.run
     records = run.read_metrics() if run else []
     if not (run and records):
         return {}
-    return {TRAINING: drawing.submit(drawing.curves, records, evaluation.metadata.get("loss", ""), run.title).result()}
+    return {TRAINING: drawing.submit(drawing.curves, records, evaluation.metadata.get("loss", ""), run.title)}
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:

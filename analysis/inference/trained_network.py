@@ -28,6 +28,7 @@ from utils.steps.eager import load_network
 from utils.volumes.attributes import Simulation, conditions_of, warn_of_other_simulation, warn_of_untrained_conditions
 from utils.volumes.channels import Channel, volume_channels
 from utils.volumes.hdf5 import FieldReader
+from utils.volumes.input_statistics import compare
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,7 @@ def build_predictor(
     if world.is_root:
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
         warn_of_untrained_conditions(network, volume.path, conditions)
+        compare(trained.known.get("input_statistics"), volume.path, volume.values, config)
         for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
             log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:

@@ -94,9 +94,6 @@ class Universe:
         return math.sqrt(self.omega_m * a**3 + curvature * a**2 + self.omega_l)
 
 
-# --- gas -------------------------------------------------------------------------------------------------------------
-
-
 def photoionization_rate(redshift: float) -> float:
     """Γ of neutral hydrogen per second at 2.4 ≤ z ≤ 4.75 (Becker & Bolton 2013); beyond, that of the nearest end."""
     return float(1e-12 * 10 ** np.interp(redshift, *BACKGROUND))
@@ -136,9 +133,6 @@ def fgpa_temperature(density: Tensor, redshift: float) -> Tensor:
 def power_law(density: Tensor, kelvin: float, gamma: float) -> Tensor:
     """Temperature in K of gas that has `kelvin` at the mean density."""
     return kelvin * power(density, gamma - 1)
-
-
-# --- optical depth ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -208,9 +202,6 @@ def _sum_of_profiles(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tens
         sums.scatter_add_(0, (pixel[block] + places[:-1]).flatten(), values.flatten())
         start = stop
     return sums.view(lines, images, cells).sum(1)
-
-
-# --- flux ------------------------------------------------------------------------------------------------------------
 
 
 def published_mean_flux(redshift: float) -> float:

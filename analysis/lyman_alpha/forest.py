@@ -103,8 +103,6 @@ class FluxStatistics:
             fields={TARGET: known[TARGET], PREDICTION: prediction} | known,
         )
 
-    # --- optical depth ---
-
     def _gas_depths(self, read: ReadPlanes) -> list[Tensor]:
         setup = self._setup
 
@@ -185,8 +183,6 @@ class FluxStatistics:
                     self._world.pulse.advance()
             self._world.pulse.meet()
         return depths
-
-    # --- flux ---
 
     def _measure(self, depths: list[Tensor]) -> FluxField:
         """The flux of one field, rescaled, from this rank's optical depths along x, y and z."""

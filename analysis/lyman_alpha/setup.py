@@ -109,5 +109,4 @@ class FluxSetup:
 
     @property
     def baseline(self) -> str:
-        """Name of the baseline."""
         return FGPA if self.dark[1:] else REAL_FGPA

@@ -32,6 +32,7 @@ from utils.run.start import Start, find_start
 from utils.run.state import TrainState
 from utils.run.writer import BackgroundWriter
 from utils.steps import build
+from utils.volumes.opened import Volumes
 
 
 def tensors(value: float) -> dict[str, Any]:
@@ -194,19 +195,12 @@ def mix(directory: Path) -> None:
     rewrite_digests(directory)
 
 
-def pipe(directory: Path) -> None:
-    """Fixed: it was read without end."""
-    (directory / TRAINING).unlink()
-    os.mkfifo(directory / TRAINING)
-
-
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (lambda path: os.truncate(path / WEIGHTS, 999), "weights.pt is damaged"),
         (lambda path: (path / TRAINING).unlink(), "training.pt: No such file"),
         (lambda path: (path / CHECKSUMS).write_text(""), "weights.pt is damaged"),
-        (pipe, "training.pt: it is not a regular file"),
         (rename, "its files are of step 2"),
         (mix, "its files are of step "),
     ],
@@ -267,7 +261,7 @@ def only_rank_0_reads(world: World, folder: str) -> list[Any]:
         checkpoints.read = mock.Mock(side_effect=AssertionError)
     saved = find_start(RunDirectory(Path()), None, None, Config().model_dump(), world)._checkpoint
     step = mock.Mock()
-    Start({}, folder + f"/{world.rank}", None, False).restore(step, world)
+    Start({}, folder + f"/{world.rank}", None, False).restore(step, Volumes(Config(), None), world)
     if world.is_root:
         flip(saved.path / WEIGHTS, 300)
     with pytest.raises(UserError, match="no usable checkpoint") as caught:

@@ -509,7 +509,7 @@ def test_more_epochs_replace_the_summary_and_continue_the_records(start: Any) ->
 
     run, first = start()
     records = metrics(run)
-    assert "train.h5" in messages(first)[0], "of the loader, which reads before anything is written"
+    assert "valid.h5: the inputs are " in messages(first)[0], "of the checks, before anything is written"
     _, second = start("--num_epochs=3", "--resume")
     assert messages((run / "out.log").read_text()) == messages(first) + messages(second)
     assert "num_epochs 2 -> 3" in second

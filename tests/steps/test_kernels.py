@@ -14,6 +14,7 @@ from triton_interpreter import import_kernels_again
 from networks import fused, strided
 from utils.config import Config
 from utils.config.sections import NetworkConfig
+from utils.distributed import devices
 from utils.steps import kernels
 
 OPTIONS: dict[str, Any] = {"enable_amp": True, "channels_last": True, "fused_pointwise": True, "fused_tail": "auto"}
@@ -72,13 +73,13 @@ def test_a_cache_that_cannot_be_written_is_replaced(monkeypatch: Any, tmp_path: 
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.WARNING):
-        kernels.use_writable_cache()
-    assert kernels.cache_directory().is_dir()
+        devices.use_writable_cache()
+    assert devices.cache_directory().is_dir()
     assert str(tmp_path) in caplog.text
-    kernels.cache_directory().rmdir()
+    devices.cache_directory().rmdir()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
-    kernels.use_writable_cache()
-    assert kernels.cache_directory() == tmp_path / "new"
+    devices.use_writable_cache()
+    assert devices.cache_directory() == tmp_path / "new"
 
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

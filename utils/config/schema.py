@@ -59,8 +59,6 @@ class NeutralKeys(sections.Section):
 
 
 class Config(NeutralKeys):
-    """All keys of a config."""
-
     # Keys and flags of the tutorial (SC21), with its names and meaning.
 
     weight_init: sections.WeightInitConfig = sections.WeightInitConfig()

@@ -111,8 +111,6 @@ Range = Annotated[list[Finite], Field(min_length=2, max_length=2)]
 
 
 class NetworkConfig(Section):
-    """The network."""
-
     # a name of NETWORKS in networks, or my_module.MyNetwork, a class that Python finds from the working directory
     name: str = "unet"
     options: dict[str, Any] = {}  # options of the constructor of a network of one's own
@@ -219,8 +217,6 @@ class ProfileConfig(Section):
 
 
 class TimeoutsConfig(Section):
-    """Timeouts in seconds."""
-
     rendezvous: PositiveFloat = 600.0  # seconds until all ranks are connected
     collective: PositiveFloat = 1800.0  # seconds for one collective operation
     hang: Rate = 600.0  # seconds without progress of any rank; then the run ends; 0: no limit

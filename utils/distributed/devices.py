@@ -1,12 +1,19 @@
 """The device of each rank: its own GPU, or the CPU on all ranks; errors about its memory."""
 
 import contextlib
+import logging
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from utils.errors import LocalError, UserError
 
+log = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "TRITON_CACHE_DIR"
 TRAINING_REMEDY = (
     "lower local_batch_size, raise accumulation_steps, or, if the loader is resident, use --data_loader_config=lowmem"
 )
@@ -28,7 +35,24 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     # Slurm's --gpus-per-task=1 shows each rank a single device, number 0, regardless of its local rank.
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    use_writable_cache()
     return device
+
+
+def use_writable_cache() -> None:
+    """Replaces a directory for Triton's cache that cannot be written by a temporary one."""
+    try:
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="triton_")
+        log.warning("%s; Triton's cache is %s", error, os.environ[CACHE_VARIABLE])
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
 
 
 def device_identity(device: torch.device) -> str:

@@ -140,7 +140,7 @@ def _find_mpi(env: Mapping[str, str]) -> Sequence[str] | None:
             # starts its daemons in a step, so that each rank has its daemon's SLURM_PROCID.
             is_srun = in_step and mpi == MPIS[-1] and size == _slurm_tasks(env)
             return mpi if size > 1 and not is_srun else None
-    rank = _first_set(env, MPI_RANKS + OTHER_RANKS)
+    rank = next(filter(env.get, MPI_RANKS + OTHER_RANKS), None)
     if rank and not in_step:
         raise UserError(
             f"the rank environment is incomplete: {rank} is set, but no known variables of the number of ranks and the "
@@ -153,7 +153,7 @@ def _find_mpi(env: Mapping[str, str]) -> Sequence[str] | None:
 def _read_mpi(env: Mapping[str, str], mpi: Sequence[str]) -> Launch:
     rank, size, local_rank = (_integer(env, name) for name in mpi[:3])
     # The port depends on the start, because a node may run several.
-    job = env.get(_first_set(env, MPI_JOBS))
+    job = next(filter(None, map(env.get, MPI_JOBS)), None)
     port = 15000 + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 15000 if job else DEFAULT_PORT
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(mpi[3]) == str(size) else _mpi_address(env))
     return Launch("mpiexec", rank, local_rank, size, address, _integer(env, "MASTER_PORT", port))
@@ -169,11 +169,6 @@ def _mpi_address(env: Mapping[str, str]) -> str:
             'such as MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")", before mpiexec (with Open MPI also -x MASTER_ADDR)'
         )
     return first
-
-
-def _first_set(env: Mapping[str, str], names: Sequence[str]) -> str:
-    """The first of the names that is set, or an empty text."""
-    return next((name for name in names if env.get(name)), "")
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

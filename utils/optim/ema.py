@@ -32,7 +32,6 @@ class EMA:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Restarts from the present weights."""
         self._updates.zero_()
         torch._foreach_copy_(self._means, list(self._trained.values()))
 

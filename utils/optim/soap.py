@@ -86,8 +86,6 @@ class Soap(AdamByWeight):
         self._skipped = torch.zeros((), device=next(iter(parameters.values())).device)  # 1 if the last update was
         self._streams: list[torch.cuda.Stream] = []
 
-    # --- the algorithm ---
-
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         with self._precision():
@@ -171,8 +169,6 @@ class Soap(AdamByWeight):
         finally:
             matmul.allow_tf32 = before
 
-    # --- its division among ranks ---
-
     def share(self, rank: int, ranks: int) -> None:
         """Divides the bases among ranks, whose gradients are equal. Every rank calls it before the first step."""
         self._rank, self._ranks = rank, ranks
@@ -186,8 +182,6 @@ class Soap(AdamByWeight):
         if self._ranks > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=owner)
-
-    # --- its state ---
 
     def load_state_dict(self, state_dict: Any) -> None:
         """ValueError if the saved run viewed the weights as other matrices."""
@@ -224,9 +218,6 @@ class Soap(AdamByWeight):
         """The parameter's matrices of this name by the number of their side; only those of `owner`, if given."""
         owners = self._owners.get(parameter, {}).items()
         return {number: self.state[parameter][f"{name}_{number}"] for number, rank in owners if owner in (None, rank)}
-
-
-# --- the steps of an update ------------------------------------------------------------------------------------------
 
 
 def rotate(x: torch.Tensor, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -310,9 +301,6 @@ def outer_product(x: torch.Tensor, number: int) -> torch.Tensor:
     if x.dtype is torch.bfloat16:
         return torch.bmm(unfolded, unfolded.mT, out_dtype=torch.float32).sum(0)
     return torch.bmm(unfolded, unfolded.mT).sum(0)
-
-
-# --- the steps of a renewal ------------------------------------------------------------------------------------------
 
 
 def eigenbasis(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -167,7 +167,6 @@ class Benchmark:
         return batches * self._batch_size / float(self._world.gather(seconds).max())
 
     def _batches(self) -> Generator[Batch, None, None]:
-        """The batches of one epoch after another, without end."""
         for epoch in itertools.count():
             yield from self._loader.epoch(epoch)
 

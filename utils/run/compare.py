@@ -132,7 +132,6 @@ def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
         parser = Parser(__doc__)
         parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or one above runs", type=Path)

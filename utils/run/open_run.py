@@ -109,7 +109,7 @@ class Run:
         It replaces the summary and, with --resume=no, all that an earlier run has written. Every rank calls it, after
         all checks.
         """
-        state = self.start.restore(parts.step, self.world)
+        state = self.start.restore(parts.step, self.volumes, self.world)
         record = {**provenance(self.world), "run_num": self.request.directory.path.name}
         record |= {"jobs": self.request.jobs, "origin": self.request.origin}
         with self.world.raise_together():
@@ -177,6 +177,7 @@ class Run:
         self.records = RunRecords(logged, build_loggers(config.loggers, logged))
         known: dict[str, Any] = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
         known["data"] = {name: file[DIGEST] for name, file in self.request.data.items()}
+        known["input_statistics"] = self.volumes.input_statistics()
         self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 

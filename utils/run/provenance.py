@@ -27,6 +27,7 @@ DIGEST = "sha256_of_samples"
 
 def provenance(world: World) -> dict[str, Any]:
     """The record that is stored with every result. Every rank calls it."""
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
         "command": command(),
         "git_commit": git_commit(),
@@ -38,7 +39,14 @@ def provenance(world: World) -> dict[str, Any]:
         "cpu_count": len(usable_cpus()),
         "cpu_threads": torch.get_num_threads(),
         "platform": platform.platform(),
-        "versions": versions(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "h5py": h5py.__version__,
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(cudnn),
+        },
     }
 
 
@@ -52,19 +60,6 @@ def seconds_until(log: Path, record: Mapping[str, Any]) -> float:
         return 0.0
     started = datetime.strptime(record["date"], DATE).timestamp()
     return max(0.0, log.stat().st_mtime - started) if log.exists() else 0.0
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, PyTorch and the libraries that results depend on."""
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "h5py": h5py.__version__,
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(cudnn),
-    }
 
 
 def device_name(device: torch.device) -> str:

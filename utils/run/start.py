@@ -4,6 +4,7 @@ The run directory is locked when these functions are called. Its checkpoints sta
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ from utils.run.checkpoint import WEIGHTS, Checkpoint, load_weights, stored_confi
 from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 from utils.steps.eager import EagerStep
+from utils.volumes.input_statistics import compare
+from utils.volumes.opened import Volumes
+
+log = logging.getLogger(__name__)
 
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
@@ -54,10 +59,10 @@ class Start:
         self.lacks_only_summary = self.is_complete and trained and not is_elsewhere
         self.initial_network = "weights of --init_from" if init_from and not saved else "untrained network"
 
-    def restore(self, step: EagerStep, world: World) -> TrainState:
+    def restore(self, step: EagerStep, volumes: Volumes, world: World) -> TrainState:
         """Loads the checkpoint or the weights into the step and frees them; returns the training state.
 
-        Raises UserError if they do not fit.
+        Compares the data with those on which the weights were trained. Raises UserError if they do not fit.
         """
         saved, self._checkpoint = self._checkpoint, None
         if saved is not None:
@@ -71,6 +76,8 @@ class Start:
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
                 _check_ranges(self._init_from, configs.flatten(weights.get("config", {})), self._config)
                 step.load_weights(weights["network"])
+                if world.is_root:
+                    _compare(self._init_from, weights, volumes)
         return self.state
 
     def describe(self) -> list[str]:
@@ -147,7 +154,20 @@ def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
             )
     before, now = configs.flatten(before), configs.flatten(now)
     _check_ranges(str(saved.path), before, now)
+    return _differences(before, now)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+
+
+def _compare(source: str, weights: Mapping[str, Any], volumes: Volumes) -> None:
+    """Compares the training data with those on which given weights were trained."""
+    before = weights.get("config", {}).get("transform", {})
+    if changes := _differences(before, volumes.config.transform.model_dump()):
+        log.warning(f"{source} was trained on channels with another transform: {', '.join(changes)}")
+    for volume in volumes.split("train") if volumes.has_files and weights.get("input_statistics") else ():
+        compare(weights["input_statistics"], volume.path, volume.inputs, volumes.config, source)
 
 
 def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -152,7 +152,6 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
 
 
 def smallest_batch(config: Config) -> int:
-    """The smallest number of samples that the network trains on."""
     # Batch norm needs two values per channel, which one sample may not have at the bottleneck.
     return ghost_batch(config.network.norm) or (1 if config.network.norm in ("none", "group") else 2)
 

@@ -18,7 +18,6 @@ Plan = Mapping[str, str]  # for each layer what computes it, and in parentheses 
 
 
 def select(network: nn.Module, convolutions: str) -> None:
-    """Sets what computes the strided convolutions of a network."""
     for layer in _strided(network).values():
         layer.convolutions = convolutions
 

@@ -19,7 +19,6 @@ _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-    """The gradients of the parameters that have one."""
     return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
 
 

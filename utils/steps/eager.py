@@ -233,7 +233,6 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
-        """The network's outputs in evaluation mode."""
         self.network.eval()
         if self._config.channels_last and self._device.type == "cuda":
             inputs = inputs.contiguous(memory_format=torch.channels_last_3d)  # own kernels need it

@@ -2,23 +2,19 @@
 
 import contextlib
 import logging
-import os
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
 from networks import fused
 from utils.config import Config
 from utils.data.loaders.base import memory_format, meta_batch
+from utils.distributed.devices import cache_directory
 from utils.distributed.world import World
 from utils.steps import build
 
 log = logging.getLogger(__name__)
-
-CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
 def compile_kernels(config: Config, world: World) -> None:
@@ -26,7 +22,6 @@ def compile_kernels(config: Config, world: World) -> None:
     if world.device.type != "cuda" or config.enable_jit or config.is_classification or fused.kernels() is None:
         return
     started = time.perf_counter()
-    use_writable_cache()
     try:
         needed = launches(config, world.device)
     except Exception as error:  # a network of one's own may not support tensors without data
@@ -67,20 +62,3 @@ def in_parallel(needed: list[fused.Launch]) -> None:
             opened.enter_context(AsyncCompileMode(pool))
         for kernel, arguments, options in needed:
             kernel.warmup(*arguments, grid=(1,), **options)
-
-
-def use_writable_cache() -> None:
-    """Replaces a directory for Triton's cache that cannot be written by a temporary one."""
-    try:
-        directory = cache_directory()
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return
-    except OSError as error:
-        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="triton_")
-        log.warning("%s; Triton's cache is %s", error, os.environ[CACHE_VARIABLE])
-
-
-def cache_directory() -> Path:
-    """The directory of compiled kernels."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")

@@ -56,7 +56,6 @@ class ModelSize:
 
     @property
     def total(self) -> int:
-        """Memory of the run."""
         return self.state + self.activations + self.batches
 
     def reserve(self, device: torch.device) -> int:

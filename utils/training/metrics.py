@@ -143,8 +143,6 @@ class LossRecorder:
 
 @dataclass
 class Stopwatch:
-    """Wall time, and the steps made in it."""
-
     started: float = field(default_factory=lambda: time.perf_counter())
     steps: int = 0
 

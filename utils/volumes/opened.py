@@ -18,15 +18,18 @@ from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file, remove_abandoned, sample_digest
 from utils.log import warn_once
 from utils.volumes.attributes import (
+    CONDITIONS,
     Simulation,
     common_simulation,
     conditions_of,
     file_transform,
     implausible,
+    warn_of_other_simulation,
     warn_of_untrained_conditions,
 )
 from utils.volumes.channels import vectors_of, volume_channels
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
+from utils.volumes.input_statistics import compare, training_statistics
 from utils.volumes.npy import open_npy_volume
 from utils.volumes.values import check_all, check_distinct, check_samples, warn_of_units
 
@@ -88,6 +91,7 @@ class Volumes:
     reads: str | None
     simulation: Simulation = field(default_factory=dict)
     _opened: dict[tuple[str | None, ...], Volume] = field(default_factory=dict, repr=False)
+    _measured: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, config: Config, reads: str | None) -> "Volumes":
@@ -273,6 +277,12 @@ class Volumes:
                 check_samples(all_volumes(splits), self.config.allow_physical_values)
                 self._warn(splits)
 
+    def input_statistics(self) -> dict[str, Any] | None:
+        """`training_statistics` of the files, measured once per process; None if they cannot be opened."""
+        if not self._measured and (volumes := self.has_files and self._available("train")):
+            self._measured.update(training_statistics(volumes, self.config))
+        return self._measured or None
+
     def _warn(self, splits: Mapping[str, Sequence[Volume]]) -> None:
         config, network = self.config, self.config.network
         for line in check_distinct(splits):
@@ -291,6 +301,24 @@ class Volumes:
         for volume in splits["train"]:
             if set(volume.shape) == {config.data_size}:
                 log.warning(f"{volume.path}: data_size {config.data_size} leaves a single crop; lower data_size")
+        self._warn_of_simulations(splits)
+        for volume in splits["valid"]:
+            compare(self.input_statistics(), volume.path, volume.inputs, config)
+
+    def _warn_of_simulations(self, splits: Mapping[str, Sequence[Volume]]) -> None:
+        """Warns of values that volumes state, that differ, and that are no conditions of the network."""
+        conditions, differing = [CONDITIONS[name] for name in self.config.network.conditions], {}
+        for volume in splits["valid"]:
+            stated = {key: value for key, value in volume.simulation.items() if key not in conditions}
+            warn_of_other_simulation(volume.path, stated, self.simulation)
+        for name, key in CONDITIONS.items():
+            values = {volume.simulation[key] for volume in splits["train"] if key in volume.simulation}
+            if len(values) > 1 and key not in (*self.simulation, *conditions):
+                differing[name] = f"{key} {min(values):.4g} to {max(values):.4g}"
+        if differing:
+            text = "the training volumes differ in what the network does not see"
+            names = ",".join([*self.config.network.conditions, *differing])
+            log.warning(f"{text}: {', '.join(differing.values())}; set network.conditions=[{names}]")
 
     def check_all(self) -> None:
         """Checks all values of the volumes of both splits, and logs how they are stored."""

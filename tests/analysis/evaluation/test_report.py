@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from analysis.evaluation.results import DENSITIES, PICTURES, Results, Spectrum, 
 from analysis.evaluation.training_pictures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
 from utils.data.loaders import Batch
+from utils.errors import UserError
 
 PNG = dict.fromkeys(PICTURES, b"PNG")
 
@@ -153,6 +155,21 @@ def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp
         assert [place for place, value in enumerate(values) if value is None] == gaps
     assert np.isfinite([*evaluation.scalars().values()]).all()
     assert "non-finite" not in " ".join(tables.lines(evaluation))
+
+
+def test_an_evaluation_is_kept_if_its_pictures_cannot_be_drawn(
+    evaluation: Results, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """Nothing was written if the process that draws was killed, after hours of a large volume."""
+    failed: Future[bytes] = Future()
+    failed.set_exception(UserError("the process that draws was ended"))
+    monkeypatch.setattr(drawing, "submit", lambda *call: failed if call[1] == "spectra" else empty_picture(*call))
+    report.write_report(tmp_path / "report", evaluation, {}, ALONE)
+    assert load(tmp_path / "report" / report.ARRAYS).l1.tolist() == evaluation.l1.tolist()
+    assert read_strictly(tmp_path / "report" / report.SUMMARY)["spectra"]
+    assert "This picture could not be drawn" in (tmp_path / "report" / report.PAGE).read_text()
+    assert "The report lacks the picture spectra: the process that draws was ended" in caplog.text
+    assert not (tmp_path / "report" / "spectra.png").exists()
 
 
 def test_the_r2_of_a_constant_channel_is_null_in_json(evaluation: Results, tmp_path: Path, monkeypatch: Any) -> None:

@@ -38,17 +38,4 @@ def open_dataset(options: DatasetConfig) -> tuple[Dataset, dict[str, Classificat
                         f"{folder / file} has {algorithm} {digest}, the published file has {expected}; download it "
                         f"again; dataset.verify=false accepts other files of the same format"
                     )
-    splits = dataset.read(folder)
-    for split, data in splits.items():
-        _check(data, dataset, f"{folder}: {split} samples of {options.name}")
-    return dataset, splits
-
-
-def _check(data: ClassificationData, dataset: Dataset, samples: str) -> None:
-    """Raises UserError for labels and words that the data set does not have."""
-    if data.inputs.shape != (len(data.labels), *dataset.shape) or not len(data.labels):
-        raise UserError(f"{samples}: inputs are {data.inputs.shape}, with {len(data.labels)} labels")
-    for name, values, limit in (("label", data.labels, dataset.classes), ("word", data.inputs, dataset.vocabulary)):
-        if limit is not None and not 0 <= values.min() <= values.max() < limit:
-            wrong = values.max() if values.max() >= limit else values.min()
-            raise UserError(f"{samples}: {name} {wrong}; {name}s are 0 to {limit - 1}")
+    return dataset, dataset.read(folder)

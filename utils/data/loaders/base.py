@@ -103,8 +103,6 @@ class ConditionedLoader(CropLoader):
 
 @dataclass(frozen=True)
 class DataSplits(contextlib.AbstractContextManager["DataSplits"]):
-    """The loaders of both splits, as a context manager that closes them."""
-
     train: Loader
     valid: Loader
 

@@ -128,7 +128,6 @@ class TritonGather:
 # divisor of the offsets of all cells in a sample, lets a thread write several channels at once.
 @functools.cache
 def _kernel() -> Any:
-    """The kernel, compiled on first use."""
     import triton
     import triton.language as tl
 

@@ -94,7 +94,6 @@ class CropReader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, rows: EpochPlan, number: int) -> tuple[EpochPlan, Batch, list[Future[None]]]:
-        """Starts to read a batch into buffer `number`."""
         tasks = [
             self._pool.submit(self._read, int(volume), origin, int(index), sample)
             for volume, origin, index, *sample in zip(

@@ -86,9 +86,6 @@ class ThreadedCropLoader(CropLoader):
             copier.copy(volume, origin, index, out)
 
 
-# --- one copy in the memory of a node ---------------------------------------------------------------------------------
-
-
 def free_shared_memory(world: World) -> int:
     """Bytes that `share_volume` can allocate on this rank's node."""
     if world.size == 1:
