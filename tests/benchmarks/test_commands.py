@@ -21,7 +21,6 @@ from benchmarks import (
     last_layers,
     loaders,
     published_logs,
-    symmetries,
     whole_box,
 )
 from benchmarks.last_layers import SubPixelConv3d
@@ -70,16 +69,6 @@ def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypat
     assert (tmp_path / f"{name}.md").read_text() in capsys.readouterr().out
     if benchmark is loaders:
         assert {"lowmem", "inmem", "memory copy (bound)", "plain DataLoader, 1 processes"} <= set(result["results"])
-
-
-def test_symmetries_are_compared_on_each_volume(trained_run: Path, volume_file: Any, tmp_path: Path) -> None:
-    files = [str(volume_file(tmp_path / f"{seed}.h5", box=8, seed=seed)) for seed in (3, 4)]
-    symmetries.main([f"--checkpoint={trained_run}", "--input", *files, f"--output={tmp_path}"])
-    error = check(tmp_path, "symmetries", 1)["measures"]["L1"]
-    alone, many = error["1"], error["48"]
-    assert (alone["n"], alone["ratio"]["values"]) == (2, [1, 1])
-    pairs = zip(alone["values"], many["values"], strict=True)
-    assert many["ratio"]["values"] == pytest.approx([b / a for a, b in pairs])
 
 
 def test_an_exported_network_is_compared_on_whole_boxes(trained_run: Path, volume_file: Any, tmp_path: Path) -> None:
