@@ -23,6 +23,8 @@ from utils.files import check_target
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.volumes.attributes import file_transform
+from utils.volumes.channels import volume_channels
+from utils.volumes.cross_check import START_BYTES, cross_check
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.snapshots import FORMATS
 
@@ -51,6 +53,9 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         layout = choose_layout(options.format, options.physical, trained.channels, source)
         predictor = build_predictor(trained, source, options, world)
     with closing(source):
+        source.periodic &= not options.not_periodic
+        if not config.allow_physical_values:
+            cross_check(source, [source.values], volume_channels(config), world, START_BYTES).log()
         PredictionFile(options, source, weights, trained, layout).write(predictor, world, signals)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from utils.volumes.attributes import (
     warn_of_untrained_conditions,
 )
 from utils.volumes.channels import vectors_of, volume_channels
+from utils.volumes.cross_check import START_BYTES, cross_check
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.npy import open_npy_volume
 from utils.volumes.values import check_all, check_distinct, check_samples, warn_of_units
@@ -84,6 +86,7 @@ class Volumes:
 
     config: Config
     reads: str | None
+    complete: bool = False  # the cross-check reads all values, also of large volumes
     simulation: Simulation = field(default_factory=dict)
     _opened: dict[tuple[str | None, ...], Volume] = field(default_factory=dict, repr=False)
 
@@ -259,7 +262,8 @@ class Volumes:
     def check(self, world: World) -> None:
         """Checks samples of all volumes and logs what is unlikely; UserError if a run cannot succeed with the values.
 
-        Rank 0 reads, every rank calls it. A file that cannot be opened is left to the loader; a benchmark may use any.
+        Rank 0 reads the samples, every rank calls it. A file that cannot be opened is left to the loader; a benchmark
+        may use any.
         """
         with world.raise_together():
             if world.is_root and self.has_files and not self.config.enable_benchy:
@@ -269,6 +273,19 @@ class Volumes:
                     return
                 check_samples(all_volumes(splits), self.config.allow_physical_values)
                 self._warn(splits)
+        self._cross_check(world)
+
+    def _cross_check(self, world: World) -> None:
+        """Logs what the fields of each volume say about each other; all ranks share the reading."""
+        splits: dict[str, list[Volume]] = {}
+        if self.has_files and not (self.config.enable_benchy or self.config.allow_physical_values):
+            with contextlib.suppress(UserError):
+                splits = self.splits()
+        volumes = {volume.path: volume for volume in all_volumes(splits)} if splits else {}
+        if all(world.gather_json(bool(volumes))):
+            limit = math.inf if self.complete else START_BYTES / len(volumes)
+            for volume in volumes.values():
+                cross_check(volume, volume.fields, volume_channels(self.config), world, limit).log()
 
     def _warn(self, splits: Mapping[str, Sequence[Volume]]) -> None:
         config, network = self.config, self.config.network
