@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks import common
 from simulation import simulate
 from utils.config.sections import TransformConfig
+from utils.distributed.world import World
 from utils.volumes.attributes import CELL, file_transform
 from utils.volumes.channels import input_channels, target_channels, vectors_of
 from utils.volumes.cross_check import BOUNDS, CrossCheck, cross_check
@@ -46,11 +47,11 @@ def simulated(number: int, half: int, runs: Path, later: float = 0) -> list[Volu
     return [open_volume(path) for path in paths]
 
 
-def check(volume: Volume) -> CrossCheck:
+def check(volume: Volume, world: World | None = None, limit: float = math.inf) -> CrossCheck:
     transform = file_transform(TransformConfig(), {volume.path: volume.attributes})
     counts = [field.shape[0] for field in volume.fields]
     channels = [make(count, transform, vectors_of(count)) for make, count in zip(CHANNELS, counts, strict=True)]
-    return cross_check(volume, volume.fields, channels, common.this_machine())
+    return cross_check(volume, volume.fields, channels, world or common.this_machine(), limit)
 
 
 def right(volume: Volume) -> Iterator[tuple[str, Volume]]:
