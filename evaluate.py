@@ -27,8 +27,6 @@ from utils.errors import UserError, one_line_errors
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.run.provenance import provenance
-from utils.volumes.channels import volume_channels
-from utils.volumes.cross_check import START_BYTES, cross_check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +71,6 @@ def evaluate(options: Options, world: World) -> None:
     note = {} if fields.periodic and not options.not_periodic else {"note": NOT_PERIODIC}
     metadata = {"input": options.input, **note, **source}
     with closing(fields):
-        fields.inputs.periodic &= "note" not in note
-        if not fields.config.allow_physical_values:
-            stored, channels = [fields.inputs.values, fields.target.values], volume_channels(fields.config)
-            cross_check(fields.inputs, stored, channels, world, START_BYTES).log()
         results = fields.evaluate(predictor, "predicting", metadata, world)
     report.write_report(Path(options.output), results, provenance(world), world)
 

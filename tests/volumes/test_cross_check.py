@@ -12,10 +12,8 @@ from nyx_files import DARK_MATTER, GAS, UNIVERSE, write_nyx
 from processes import run_ranks
 from volume_files import SIMULATED
 
-import evaluate
 import predict
 import train
-from analysis.evaluation import report
 from benchmarks import cross_check as study
 from utils.config.sections import TransformConfig
 from utils.distributed.world import World
@@ -114,8 +112,8 @@ class Counted:
         return self.values[place]
 
 
-def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Of a box whose velocities are in √a units: importer, preflight, training, prediction, evaluation."""
+def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path, capsys: Any) -> None:
+    """Of a box whose velocities are in √a units: importer, preflight, training, prediction."""
     too_fast = study.moved(box, lambda _: (1 + box.attributes["redshift"]) ** 0.5)
     path, flags = tmp_path / "box.h5", ["--device=cpu", f"--checkpoint={trained_run}", f"--input={tmp_path / 'box.h5'}"]
     factor = box.attributes["velocity_scale_km_s"] / SIMULATED["velocity_scale_km_s"]
@@ -134,13 +132,11 @@ def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path,
         f"--set={key}={value}" for key, value in {"train_path": path, "val_path": path, "device": "cpu"}.items()
     ]
     training += ["--config=test", "--set=box_size=[32,32]", f"--set=expdir={tmp_path / 'runs'}", "--num_epochs=1"]
-    monkeypatch.setattr(report, "write_report", lambda *_: None)
     for main, words, warning in (
         (import_volume.main, [f"--input={snapshot}", f"--output={tmp_path / 'imported.h5'}"], "warning: "),
         (train.main, [*training, "--preflight"], "preflight: warning: "),
         (train.main, training, " - WARNING - "),
         (predict.main, [*flags, f"--output={tmp_path / 'gas.h5'}"], " - WARNING - "),
-        (evaluate.main, [*flags, f"--output={tmp_path / 'report'}"], " - WARNING - "),
     ):
         main(words)
         output = capsys.readouterr()

@@ -29,16 +29,13 @@ HIGHEST, TIED = 100.0, 1e-4  # no channel of a density is beyond it; share of va
 SLOPE, FIT = "ratio of -div v / (a H f) to the density contrast, longest waves", "correlation of these two"
 GRADIENT = "correlation of -dv_i/dx_i with the log density, worst axis"
 MOMENTUM, FACES = "slope of ln v² on the log density", "step between opposite faces / largest step inside"
-DENSITIES, GROWTH = (
-    "correlation of gas and dark-matter log density",
-    "slope of gas on dark-matter density, longest waves",
-)
-VELOCITIES, SPEEDS = "correlation of gas and dark-matter velocity, worst axis", "slope of gas on dark-matter velocity"
+DENSITIES, GROWTH = "correlation of gas and dark-matter log density", "slope of gas on dark-matter density"
+VELOCITIES = "correlation of gas and dark-matter velocity, worst component"
 BOUNDS = {
     **{SLOPE: (0.7, 1.2), FIT: (0.88, 1.0), GRADIENT: (0.2, 1.0), MOMENTUM: (-0.5, 1.2), FACES: (0.0, 1.5)},
-    **{DENSITIES: (0.65, 1.0), GROWTH: (0.9, 1.1), VELOCITIES: (0.85, 1.0), SPEEDS: (0.8, 1.2)},
+    **{DENSITIES: (0.65, 1.0), GROWTH: (0.9, 1.1), VELOCITIES: (0.85, 1.0)},
 }
-OF_VELOCITY = (SLOPE, FIT, GRADIENT, MOMENTUM)
+OF_GAS = (DENSITIES, GROWTH, VELOCITIES)
 TYPICAL_SLOPE, FACTOR = 0.95, 1.4  # a unit is named if it explains the slope within this factor
 SIMILAR = 0.7  # correlation of log densities if gas fits dark matter after a rotation, reflection or shift
 WAVES = np.array([wave for wave in itertools.product((-1, 0, 1), repeat=3) if 0 < np.dot(wave, wave) < 3])  # [18, 3]
@@ -76,14 +73,14 @@ class _Species:
         """`channels`: of the density and, if it is known, the velocity; `edges`: of the blocks along each axis."""
         self.stored, self.channels, self.edges = stored, channels, edges
         self.has_velocity, (x, y, z) = len(channels) > 1, (len(part) - 1 for part in edges)
-        sizes = [len(channels) * x * y * z, *(2 * part[-1] for part in edges), 3 * 12, 5, 3]
+        sizes = [len(channels) * x * y * z, *(2 * part[-1] for part in edges), 3 * 5 * 5, 3 * 3, 3]
         self.sums = np.zeros(sum(sizes))
-        blocks, *steps, gradients, self.moments, self.missing = np.split(self.sums, np.cumsum(sizes)[:-1])  # views
+        blocks, *steps, gradients, speeds, self.missing = np.split(self.sums, np.cumsum(sizes)[:-1])  # views
         self.blocks = blocks.reshape(len(channels), x, y, z)  # physical values
         self.steps = [part.reshape(2, -1) for part in steps]  # to the next plane along each axis: density, velocity
-        # Sums of 1, a, a², d_i, d_i² and a d_i along each axis with a = density and d = steps of the velocity; of the
-        # cells' 1, a, ln v², a² and a ln v²; the number of values that stand for "no value", their sum, all values.
-        self.gradients = gradients.reshape(3, 12)
+        self.gradients = gradients.reshape(3, 5, 5)  # products of 1, density and steps of the velocity along each axis
+        self.speeds = speeds.reshape(3, 3)  # products of 1, density and ln v²
+        # `missing`: the number of values that stand for "no value", their sum, the number of all values.
 
     def add(self, planes: slice) -> None:
         """Adds some planes."""
@@ -102,8 +99,7 @@ class _Species:
             self._add_steps(axis, planes, values, after if axis == 0 else values.take([0], axis + 1))
         if self.has_velocity:
             square = np.square(values[1:]).sum(axis=0)
-            a, b = (part[square > 0].astype(np.float64) for part in (values[0], np.log(square + 1e-30)))
-            self.moments += len(a), a.sum(), b.sum(), a @ a, a @ b
+            self.speeds += _products(values[0][square > 0], np.log(square[square > 0]))
 
     def _add_steps(self, axis: int, planes: slice, values: np.ndarray, after: np.ndarray) -> None:
         """Adds the steps of some planes along an axis; `after` is the plane behind the last one, [channels, …]."""
@@ -113,21 +109,13 @@ class _Species:
         if self.has_velocity:
             inside = slice(-1 if axis or planes.stop == self.edges[0][-1] else None)
             steps[0] = values[0] + steps[0] / 2
-            a, *d = (np.moveaxis(part, axis, 0)[inside].ravel().astype(np.float64) for part in steps)
-            products = [*(part.sum() for part in d), *(part @ part for part in d), *(part @ a for part in d)]
-            self.gradients[axis] += len(a), a.sum(), a @ a, *products
+            self.gradients[axis] += _products(*(np.moveaxis(part, axis, 0)[inside].ravel() for part in steps))
 
     def finish(self, world: World, cells: np.ndarray) -> None:
         """Adds the sums of all ranks; blocks become means, those of the density relative to the volume's."""
         self.sums[:] = world.sum(torch.from_numpy(self.sums)).numpy()
         self.blocks /= cells
         self.blocks[0] /= self.blocks[0].mean()
-
-    def speed_slope(self) -> float:
-        """Slope of ln v² on the log density over the cells."""
-        count, a, b, square, product = self.moments.tolist()
-        spread = (count * square - a * a) * self.channels[0].scale
-        return (count * product - a * b) / spread if spread > 0 else math.nan
 
     def waves(self, centers: Sequence[np.ndarray]) -> np.ndarray:
         """Amplitudes of the density contrast and the velocity, [channels, 18]; `centers` of blocks in sides."""
@@ -200,9 +188,9 @@ class _Comparison:
         count, total, every = np.sum([one.missing for one in self.species], axis=0)
         if count > TIED * every:
             text = (
-                f"{count / every:.2%} of the values, about {total / count:.5g} in units of the channels, seem to mean"
+                f"{count / every:.2%} of the values, about {total / count:.5g} in channel units, seem to mean no value"
             )
-            return CrossCheck(volume, {}, [f"{volume}: {text} no value; fill these cells or cut them out"])
+            return CrossCheck(volume, {}, [f"{volume}: {text}; fill these cells or cut them out"])
         with np.errstate(divide="ignore", invalid="ignore"):
             values = {name: float(value) for name, value in self._values().items() if np.isfinite(value)}
         wrong = [name for name, value in values.items() if not BOUNDS[name][0] <= round(value, 6) <= BOUNDS[name][1]]
@@ -215,23 +203,27 @@ class _Comparison:
 
     def _values(self) -> dict[str, float]:
         """The statistics that the volume allows; some may be NaN."""
-        values, moving = {}, [number for number, one in enumerate(self.species) if one.has_velocity]
+        values, moving = {}, [one for one in self.species if one.has_velocity]
         waves = [one.waves(self.centers) for one in self.species]
+        products = np.array([[np.vdot(first[0], second[0]).real for first in waves] for second in waves])
         if moving:
             values[GRADIENT] = self._gradients.diagonal().min()
-            values[MOMENTUM] = max(self.species[number].speed_slope() for number in moving)
+            rows = [(_covariance(one.speeds)[0], one.channels[0].scale) for one in moving]
+            values[MOMENTUM] = max(both / (square * scale) for (square, both), scale in rows)
         if self.periodic:
             values[FACES] = np.nanmax([part[:, -1] / part[:, :-1].max(axis=1) for part in self.species[0].steps])
-            divergence = self._divergence(waves[moving[0]][1:]) if moving else None
+            divergence = self._divergence(waves[self.species.index(moving[0])][1:]) if moving else None
             if divergence is not None and not values[FACES] > BOUNDS[FACES][1]:  # else these are no waves
-                values[SLOPE] = np.divide(1, _slope(waves[0][0], divergence))  # exact for noise of the density alone
-                values[FIT] = _correlation(divergence, waves[0][0])
+                square, product = (np.vdot(divergence, part).real for part in (divergence, waves[0][0]))
+                values |= {SLOPE: square / product, FIT: product / np.sqrt(square * products[0, 0])}
         if len(waves) > 1:
-            logs = [np.log(one.blocks[0]).ravel() for one in self.species]
-            values |= {DENSITIES: np.corrcoef(*logs)[0, 1], GROWTH: _slope(waves[1][0], waves[0][0])}
+            fields = [one.blocks.reshape(len(one.blocks), -1) for one in self.species]
+            values |= {GROWTH: products[0, 1] / products[0, 0]}
+            values[DENSITIES] = np.corrcoef(*(np.log(field[0]) for field in fields))[0, 1]
         if len(moving) > 1:
-            dark, gas = (one.blocks[1:] - one.blocks[1:].mean(axis=(1, 2, 3), keepdims=True) for one in self.species)
-            values |= {VELOCITIES: min(map(_correlation, gas, dark)), SPEEDS: _slope(gas, dark)}
+            values[VELOCITIES] = min(
+                np.corrcoef(*pair)[0, 1] for pair in zip(fields[0][1:], fields[1][1:], strict=True)
+            )
         return values
 
     def _divergence(self, velocity: np.ndarray) -> np.ndarray | None:
@@ -250,29 +242,21 @@ class _Comparison:
     @cached_property
     def _gradients(self) -> np.ndarray:
         """Correlation of −dv_j/dx_i, from cell to cell, with the log density: [i, j]."""
-        sums = next(one for one in self.species if one.has_velocity).gradients
-        (count, a, square), (d, squares, products) = (
-            sums[:, :3].T[..., None],
-            sums[:, 3:].reshape(3, 3, 3).swapaxes(0, 1),
-        )
-        spread = (count * square - a * a) * (count * squares - d * d)
-        correlations: np.ndarray = (a * d - count * products) / np.sqrt(spread)
-        return correlations
+        covariances = map(_covariance, next(one for one in self.species if one.has_velocity).gradients)
+        return np.array([-part[0, 1:] / np.sqrt(part[0, 0] * part.diagonal()[1:]) for part in covariances])
 
     def _reason(self, statistic: str, values: Mapping[str, float], wrong: Sequence[str]) -> str:
         """The mistake that a statistic beyond its bounds looks like."""
         if statistic == FACES:
             return "a part cut out of a box (if so, set its attribute periodic to false)"
-        if statistic not in OF_VELOCITY and DENSITIES in wrong:
+        if statistic in OF_GAS and DENSITIES in wrong:
             return self._gas_reason()
-        if statistic not in OF_VELOCITY and GROWTH in wrong:
+        if statistic in OF_GAS and GROWTH in wrong:
             return "gas and dark matter of one simulation at two redshifts"
         if MOMENTUM in wrong:
             return "momentum in place of velocity"
-        if statistic not in OF_VELOCITY and VELOCITIES in wrong:
+        if statistic == VELOCITIES:
             return "components of the gas's or the dark matter's velocity swapped or of the wrong sign"
-        if statistic not in OF_VELOCITY:
-            return "velocities of gas and dark matter in different units"
         return self._velocity_reason(values, wrong)
 
     def _velocity_reason(self, values: Mapping[str, float], wrong: Sequence[str]) -> str:
@@ -280,20 +264,16 @@ class _Comparison:
         gradients = self._gradients
         order = max(itertools.permutations(range(3)), key=lambda order: np.abs(gradients[range(3), order]).sum())
         if order != (0, 1, 2):
-            swapped = " and ".join(
-                f"v_{axis}" for axis, place in zip("xyz", order, strict=True) if "xyz"[place] != axis
-            )
-            return f"{swapped} swapped, or the grids of all fields with swapped axes (Fortran order)"
+            names = " and ".join(f"v_{'xyz'[axis]}" for axis, place in enumerate(order) if place != axis)
+            return f"{names} swapped, or the grids of all fields with swapped axes (Fortran order)"
         if reversed_axes := [axis for axis, value in zip("xyz", gradients.diagonal(), strict=True) if value < 0]:
             return f"wrong sign of the velocity along {', '.join(reversed_axes)}"
         if SLOPE not in wrong:
             return "velocity of another snapshot, or shifted"
         ratio, scale = values[SLOPE] / TYPICAL_SLOPE, 1 + float(self.simulation["redshift"])
         hubble = float(self.simulation.get("cosmology_H0", 70)) / 100
-        units = {"velocities in √a units (Gadget)": scale**0.5, "comoving velocities": scale}
-        units |= {"velocities times √a": scale**-0.5, "velocities times a": 1 / scale}
-        units |= {"box size in Mpc, not Mpc/h": hubble, "box size times h": 1 / hubble}
-        units |= {"box size in kpc/h, not Mpc/h": 1e-3, "velocities in m/s": 1e3, "velocities in cm/s": 1e5}
+        units = {"velocities in √a units (Gadget)": scale**0.5, "comoving velocities": scale, "velocities in m/s": 1e3}
+        units |= {"box size in Mpc, not Mpc/h": hubble, "box size in kpc/h, not Mpc/h": 1e-3}
         near = [name for name, factor in units.items() if 1 / FACTOR < abs(ratio) / factor < FACTOR]
         return " or ".join(near) or "other units of velocities or lengths, or another redshift"
 
@@ -315,9 +295,12 @@ class _Comparison:
         return f"gas {' and '.join(texts)}" if fits_well and texts else "gas of another snapshot"
 
 
-def _slope(dependent: np.ndarray, independent: np.ndarray) -> float:
-    return float(np.vdot(independent, dependent).real / np.vdot(independent, independent).real)
+def _products(*fields: np.ndarray) -> np.ndarray:
+    """Sums of the products of 1 and fields of the same size."""
+    rows = np.stack([np.ones(fields[0].size), *fields])  # float64
+    return rows @ rows.T
 
 
-def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    return float(np.vdot(first, second).real / (np.linalg.norm(first) * np.linalg.norm(second)))
+def _covariance(products: np.ndarray) -> np.ndarray:
+    """Covariances of the fields of `_products`, times their size."""
+    return products[1:, 1:] - np.outer(products[0, 1:], products[0, 1:]) / products[0, 0]
