@@ -70,6 +70,17 @@ def test_each_mistake_is_named_and_no_other(mistakes: dict[str, tuple[str, Volum
         )
 
 
+def test_a_velocity_that_many_cells_share_is_no_value(box: Volume) -> None:
+    """A physical one, such as -9999 km/s, is within 100 in units of the channel. Few cells may share one."""
+    for step, warns in ((200, True), (20_000, False)):
+        inputs = box.inputs.copy()
+        inputs[1].flat[::step] = -9.999
+        assert (
+            any("about -9.999 in channel units" in line for line in study.check(replace(box, inputs=inputs)).warnings)
+            == warns
+        )
+
+
 def values_on(world: World, path: str) -> dict[str, float]:
     return dict(study.check(open_volume(path), world).values)
 

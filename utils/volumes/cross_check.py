@@ -90,11 +90,11 @@ class _Species:
         for number, (channel, part) in enumerate(zip(self.channels, values, strict=True)):
             rows = np.add.reduceat(channel.to_physical(part), self.edges[2][:-1], 2, np.float64)
             np.add.at(self.blocks[number], blocks, np.add.reduceat(rows, self.edges[1][:-1], 1))
-            # Two cells seldom have the same velocity, and never the lowest or highest one.
-            low, high = part.min(), part.max()
-            mask = np.abs(part) > HIGHEST if channel.is_log else (part == low) | (part == high)
-            ties = (np.count_nonzero(mask) - (0 if channel.is_log else 2)) if low < high else 0
-            self.missing += ties, ties * part[mask].mean(dtype=np.float64) if ties > 0 else 0, part.size
+            # No two cells have the same velocity as an extreme, but many have the lowest density.
+            low, high = float(part.min()), float(part.max())
+            count, value = max((int(np.count_nonzero(part == edge)), edge) for edge in (low, high))
+            ties = count - 1 if low < high and (not channel.is_log or abs(value) > HIGHEST) else 0
+            self.missing += ties, ties * value, part.size
         for axis in range(3):
             self._add_steps(axis, planes, values, after if axis == 0 else values.take([0], axis + 1))
         if self.has_velocity:
@@ -211,7 +211,9 @@ class _Comparison:
             rows = [(_covariance(one.speeds)[0], one.channels[0].scale) for one in moving]
             values[MOMENTUM] = max(both / (square * scale) for (square, both), scale in rows)
         if self.periodic:
-            values[FACES] = np.nanmax([part[:, -1] / part[:, :-1].max(axis=1) for part in self.species[0].steps])
+            values[FACES] = np.fmax.reduce(
+                [part[:, -1] / part[:, :-1].max(axis=1) for part in self.species[0].steps], axis=None
+            )
             divergence = self._divergence(waves[self.species.index(moving[0])][1:]) if moving else None
             if divergence is not None and not values[FACES] > BOUNDS[FACES][1]:  # else these are no waves
                 square, product = (np.vdot(divergence, part).real for part in (divergence, waves[0][0]))
