@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from utils.config.sections import TransformConfig
+from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import GIB
 from utils.log import once_per_job
 from utils.progress import Progress
 from utils.volumes.attributes import CELL, Simulation
-from utils.volumes.channels import DARK_MATTER, GAS, Channel
-from utils.volumes.hdf5 import FieldReader, Volume, cells_text, slab_planes
-from utils.volumes.storage import reading
+from utils.volumes.channels import DARK_MATTER, GAS, Channel, input_channels, target_channels, vectors_of
+from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, cells_text, slab_planes
+from utils.volumes.storage import open_file, reading
 
 FEWEST_CELLS = 24  # along each side; smaller volumes are not checked
 BLOCKS, FEWEST_BLOCKS = 32, 8  # along each side at most, and along x at least; the means of blocks are compared
@@ -163,6 +165,18 @@ def cross_check(
         one.finish(world, x[:, None, None] * y[:, None] * z)
     centers = [pair.sum(axis=1) / (2 * side) for pair, side in zip(pairs, shape, strict=True)]
     return _Comparison(species, centers, shape, volume.simulation, volume.periodic).check(volume.path)
+
+
+def check_file(path: str, transform: TransformConfig) -> list[str]:
+    """Lines of the cross-check of a file with inputs and perhaps targets, by one rank."""
+    with open_file(path) as file:
+        fields = [FieldReader(path, name, None, file=file) for name in DATASETS if name in file]
+    counts = [field.values.shape[0] for field in fields]
+    makers = zip((input_channels, target_channels), counts, strict=False)
+    channels = [make(count, transform, vectors_of(count)) for make, count in makers]
+    alone = World(Launch("cross-check"), torch.device("cpu"))
+    check = cross_check(fields[0], [field.values for field in fields], channels, alone)
+    return [*check.lines, *(f"warning: {line}" for line in check.warnings)]
 
 
 def _add_slabs(species: Sequence[_Species], slabs: Sequence[slice], path: str) -> None:

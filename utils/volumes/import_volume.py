@@ -25,18 +25,15 @@ from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
 from utils.config.yaml_files import EXTENDS, dump
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.volumes.attributes import CELL, FLOOR, UNIVERSE, implausible
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
-from utils.volumes.cross_check import cross_check
-from utils.volumes.hdf5 import DATASETS, FieldReader, cells_text, stored_slabs
+from utils.volumes.cross_check import check_file
+from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
 from utils.volumes.opened import PATH_KEYS, box_entry, largest_crop, npy_keys
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, UNITS, GridField, Shape, Snapshot, open_snapshot
-from utils.volumes.storage import open_file
 
 SMALLEST_CROP = 2
 GAP = 8  # planes between the parts of a split, which belong to neither
@@ -96,24 +93,12 @@ def import_volume(options: Options) -> list[str]:
     write_volumes(sources)
     lines = [f"wrote {path}: {cells_text(shape)} cells" for path, shape in volumes.items()]
     lines += [f"channels of {name}: {', '.join(named)}" for name, named in sources[0].channel_names.items()]
-    lines += itertools.chain(*(cross_checks(path, options.transform) for path in volumes))
+    lines += itertools.chain(*(check_file(str(path), options.transform) for path in volumes))
     if len(counts) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
     if options.split is None and len({(Path(source.input).resolve(), source.index) for source in inputs}) == 1:
         lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
     return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts)]
-
-
-def cross_checks(path: Path, transform: TransformConfig) -> list[str]:
-    """Lines about how the fields that were written fit each other."""
-    channels = input_channels, target_channels
-    with open_file(str(path)) as file:
-        fields = [FieldReader(str(path), name, None, file=file) for name in DATASETS if name in file]
-    counts = [field.values.shape[0] for field in fields]
-    known = [make(count, transform, vectors_of(count)) for make, count in zip(channels, counts, strict=False)]
-    alone = World(Launch("import"), torch.device("cpu"))
-    check = cross_check(fields[0], [field.values for field in fields], known, alone)
-    return [*check.lines, *(f"warning: {line}" for line in check.warnings)]
 
 
 def list_inputs(options: Options) -> list[Options]:
