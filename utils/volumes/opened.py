@@ -82,12 +82,13 @@ class Volumes:
     config: its keys, with the values that the files state.
     reads: the kind of files that its loader reads, as `LoaderSpec.reads`; a loader of other data needs no volumes.
     simulation: redshift, cosmology and size of a cell that all training files state, as far as they agree.
+    complete: the cross-check reads all values, also of large volumes.
     """
 
     config: Config
     reads: str | None
-    complete: bool = False  # the cross-check reads all values, also of large volumes
     simulation: Simulation = field(default_factory=dict)
+    complete: bool = False
     _opened: dict[tuple[str | None, ...], Volume] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -262,27 +263,19 @@ class Volumes:
     def check(self, world: World) -> None:
         """Checks samples of all volumes and logs what is unlikely; UserError if a run cannot succeed with the values.
 
-        Rank 0 reads the samples, every rank calls it. A file that cannot be opened is left to the loader; a benchmark
-        may use any.
+        Every rank calls it; rank 0 reads samples, all share the cross-check. A file that cannot be opened is left to
+        the loader; a benchmark may use any.
         """
-        with world.raise_together():
-            if world.is_root and self.has_files and not self.config.enable_benchy:
-                try:
-                    splits = self.splits()
-                except UserError:
-                    return
-                check_samples(all_volumes(splits), self.config.allow_physical_values)
-                self._warn(splits)
-        self._cross_check(world)
-
-    def _cross_check(self, world: World) -> None:
-        """Logs what the fields of each volume say about each other; all ranks share the reading."""
         splits: dict[str, list[Volume]] = {}
-        if self.has_files and not (self.config.enable_benchy or self.config.allow_physical_values):
+        if self.has_files and not self.config.enable_benchy:
             with contextlib.suppress(UserError):
                 splits = self.splits()
-        volumes = {volume.path: volume for volume in all_volumes(splits)} if splits else {}
-        if all(world.gather_json(bool(volumes))):
+        with world.raise_together():
+            if world.is_root and splits:
+                check_samples(all_volumes(splits), self.config.allow_physical_values)
+                self._warn(splits)
+        if all(world.gather_json(bool(splits))) and not self.config.allow_physical_values:
+            volumes = {volume.path: volume for volume in all_volumes(splits)}
             limit = math.inf if self.complete else START_BYTES / len(volumes)
             for volume in volumes.values():
                 cross_check(volume, volume.fields, volume_channels(self.config), world, limit).log()
