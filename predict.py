@@ -26,6 +26,7 @@ from utils.files import check_target
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.volumes.attributes import file_transform
+from utils.volumes.cross_check import START_BYTES, cross_check
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.snapshots import FORMATS
 
@@ -63,6 +64,9 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         measured = calibration(weights, networks, options.uncertainty, options, world)
         layout = with_deviations(layout, trained.channels[1], measured)
     with closing(source):
+        source.periodic &= not options.not_periodic
+        if not config.allow_physical_values:
+            cross_check(source, [source.values], trained.channels, world, START_BYTES).log()
         PredictionFile(options, source, weights, networks, layout).write(predictor, world, signals)
 
 

@@ -64,7 +64,7 @@ def run(options: Options, config: Config, step_class: type[EagerStep], check_eva
     report = _Report()
     logging.basicConfig(level=logging.INFO, handlers=[report], force=True)
     ranks = options.preflight or launch.world_size
-    volumes = open_volumes(config.for_world(ranks))
+    volumes = dataclasses.replace(open_volumes(config.for_world(ranks)), complete=True)
     with value_errors_for_users():
         _check(options, volumes, ranks, step_class, check_evaluation)
     print(f"preflight: no errors; warnings: {report.warnings}" if report.warnings else "preflight: all checks passed")

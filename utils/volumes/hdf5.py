@@ -155,7 +155,7 @@ class ConvertedField:
     """A dataset [C, X, Y, Z] that cannot be mapped; field[channels, x, y, z] is read through h5py, as float32."""
 
     def __init__(self, dataset: h5py.Dataset) -> None:
-        self._dataset = dataset
+        self._dataset, self.chunks = dataset, dataset.chunks
         self.shape: tuple[int, ...] = dataset.shape
 
     def __getitem__(self, key: Any) -> np.ndarray:

@@ -29,6 +29,7 @@ from utils.log import configure_logging
 from utils.progress import Progress
 from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, implausible, write_attributes
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
+from utils.volumes.cross_check import check_file
 from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
 from utils.volumes.import_config import write_config
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, UNITS, GridField, Shape, Snapshot, open_snapshot
@@ -90,6 +91,7 @@ def import_volume(options: Options) -> list[str]:
     write_volumes(sources)
     lines = [f"wrote {path}: {cells_text(shape)} cells" for path, shape in volumes.items()]
     lines += [f"channels of {name}: {', '.join(named)}" for name, named in sources[0].channel_names.items()]
+    lines += itertools.chain(*(check_file(str(path), options.transform) for path in volumes))
     if len(counts) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
     if options.split is None and len({(Path(source.input).resolve(), source.index) for source in inputs}) == 1:

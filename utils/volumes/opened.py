@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from utils.volumes.attributes import (
     warn_of_untrained_conditions,
 )
 from utils.volumes.channels import vectors_of, volume_channels
+from utils.volumes.cross_check import START_BYTES, cross_check
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.input_statistics import compare, training_statistics
 from utils.volumes.npy import open_npy_volume
@@ -85,11 +87,13 @@ class Volumes:
     config: its keys, with the values that the files state.
     reads: the kind of files that its loader reads, as `LoaderSpec.reads`; a loader of other data needs no volumes.
     simulation: redshift, cosmology and size of a cell that all training files state, as far as they agree.
+    complete: the cross-check reads all values, also of large volumes.
     """
 
     config: Config
     reads: str | None
     simulation: Simulation = field(default_factory=dict)
+    complete: bool = False
     _opened: dict[tuple[str | None, ...], Volume] = field(default_factory=dict, repr=False)
     _measured: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -266,16 +270,22 @@ class Volumes:
     def check(self, world: World) -> None:
         """Checks samples of all volumes and logs what is unlikely; UserError if a run cannot succeed with the values.
 
-        Rank 0 reads, every rank calls it. A file that cannot be opened is left to the loader; a benchmark may use any.
+        Every rank calls it; rank 0 reads samples, all share the cross-check. A file that cannot be opened is left to
+        the loader; a benchmark may use any.
         """
+        splits: dict[str, list[Volume]] = {}
+        if self.has_files and not self.config.enable_benchy:
+            with contextlib.suppress(UserError):
+                splits = self.splits()
         with world.raise_together():
-            if world.is_root and self.has_files and not self.config.enable_benchy:
-                try:
-                    splits = self.splits()
-                except UserError:
-                    return
+            if world.is_root and splits:
                 check_samples(all_volumes(splits), self.config.allow_physical_values)
                 self._warn(splits)
+        if all(world.gather_json(bool(splits))) and not self.config.allow_physical_values:
+            volumes = {volume.path: volume for volume in all_volumes(splits)}
+            limit = math.inf if self.complete else START_BYTES / len(volumes)
+            for volume in volumes.values():
+                cross_check(volume, volume.fields, volume_channels(self.config), world, limit).log()
 
     def input_statistics(self) -> dict[str, Any] | None:
         """`training_statistics` of the files, measured once per process; None if they cannot be opened."""

@@ -1,0 +1,146 @@
+"""Cross-check of right and of wrong volumes: false alarms, and mistakes that are named.
+
+python -m benchmarks.cross_check
+
+Simulates boxes of different seeds, redshifts, cells, grids and cosmologies, some in pairs. The bounds were set on the
+first half of them; the mistakes are made in the boxes of the second half.
+"""
+
+import itertools
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from utils.config.sections import TransformConfig
+from utils.distributed.world import World
+from utils.volumes.attributes import CELL, file_transform
+from utils.volumes.channels import input_channels, target_channels, vectors_of
+from utils.volumes.cross_check import BOUNDS, CrossCheck, cross_check
+from utils.volumes.hdf5 import Volume, open_volume
+from utils.volumes.values import GOLDEN
+
+GRIDS, LARGEST, SMALL = (24, 32, 40, 48, 64), 128, 48  # cells per side; the last two boxes of each half are large
+LATER = 0.8  # difference of redshift
+SOME_PLANES = "boxes of which few planes are read"
+CHANNELS = input_channels, target_channels
+
+
+def simulated(number: int, half: int, runs: Path, later: float = 0) -> list[Volume]:
+    """A box or a pair, with cells of 0.05 to 1.25 Mpc/h, at z = 2 to 4 or, of the same seed, `later`."""
+    from simulation import simulate  # needs optional libraries
+
+    grid = LARGEST if number % half >= half - 2 else GRIDS[number % len(GRIDS)]
+    cell, redshift = 0.05 * 25 ** (number * GOLDEN % 1), 2 + 2 * (number * math.sqrt(2) % 1) - later
+    paths = [runs / "cross_check" / f"{number}_{redshift:.2f}.h5"]
+    flags = [f"--output={paths[0]}", f"--grid={grid}", f"--box_size={cell * grid:.4g}", f"--redshift={redshift:.2f}"]
+    flags += [f"--seed={1000 + number}", f"--cosmology={('planck18', 'WMAP9')[number // 2 % 2]}"]
+    if number % 6 == 5 and grid < LARGEST:
+        flags.append("--paired")
+        paths.append(paths[0].with_stem(f"{paths[0].stem}_paired"))
+    if not all(path.exists() for path in paths):
+        simulate.main([*flags, "--overwrite"])
+    return [open_volume(path) for path in paths]
+
+
+def check(volume: Volume, world: World | None = None, limit: float = math.inf) -> CrossCheck:
+    transform = file_transform(TransformConfig(), {volume.path: volume.attributes})
+    counts = [field.shape[0] for field in volume.fields]
+    channels = [make(count, transform, vectors_of(count)) for make, count in zip(CHANNELS, counts, strict=True)]
+    return cross_check(volume, volume.fields, channels, world or common.this_machine(), limit)
+
+
+def right(volume: Volume) -> Iterator[tuple[str, Volume]]:
+    """A box, the box without velocities, two of them side by side, and parts of it."""
+    side, inputs, targets = volume.shape[0], volume.inputs, volume.targets
+    yield "boxes", volume
+    if side >= GRIDS[-1]:
+        yield SOME_PLANES, volume
+    yield "without velocities", replace(volume, inputs=inputs[:1], targets=targets[[0, 4]])
+    if side <= SMALL:
+        two = (1, 2, 1)  # along y
+        yield "two boxes side by side", replace(volume, inputs=np.tile(inputs, two), targets=np.tile(targets, two))
+    if side > GRIDS[0]:
+        yield "cubic parts", part(volume, *[slice(max(24, 3 * side // 4))] * 3, periodic=False)
+        yield "parts, not cubic", part(volume, slice(None), slice(2, 26), slice(side - 28, side), periodic=False)
+
+
+def part(volume: Volume, *cells: slice, **changes: Any) -> Volume:
+    place = (slice(None), *cells)
+    inputs, targets = (np.ascontiguousarray(field[place]) for field in volume.fields)
+    return replace(volume, inputs=inputs, targets=targets, **changes)
+
+
+def moved(volume: Volume, factor: Any, order: Sequence[int] = (0, 1, 2)) -> Volume:
+    """The volume with other velocities: `factor` of the density's channel, times the components in this order."""
+    fields = [field.copy() for field in volume.fields]
+    for field in fields:
+        field[1:4] = factor(field[0]) * field[1:4][list(order)]
+    return replace(volume, inputs=fields[0], targets=fields[1])
+
+
+def swapped(field: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(field.transpose(0, 3, 2, 1))
+
+
+def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, str, Volume]]:
+    """Mistakes: a name, a part of the warning that names it, and the volume; `later` has the same seed."""
+    ratio, side, scale = 1 + volume.attributes["redshift"], volume.shape[0], volume.attributes["density_log_scale"]
+    targets, half = volume.targets, (side // 2,) * 3
+    yield "√a units", "√a units", moved(volume, lambda _: ratio**0.5)
+    yield "comoving velocities", "comoving", moved(volume, lambda _: ratio)
+    yield "momentum", "momentum", moved(volume, lambda density: np.exp(scale * density))
+    yield "wrong sign", "wrong sign", moved(volume, lambda _: -1)
+    yield "v_x and v_z swapped", "v_x and v_z swapped", moved(volume, lambda _: 1, (2, 1, 0))
+    yield "Fortran order", "Fortran", replace(volume, inputs=swapped(volume.inputs), targets=swapped(targets))
+    yield "gas transposed", "gas transposed", replace(volume, targets=swapped(targets))
+    yield "gas shifted by half a box", "gas shifted", replace(volume, targets=np.roll(targets, half, (1, 2, 3)))
+    yield "gas reflected", "gas reflected", replace(volume, targets=targets[:, ::-1])
+    yield "gas of another seed", "another snapshot", replace(volume, targets=other.targets)
+    simulation = {**volume.simulation, CELL: 1000 * volume.attributes["box_size_mpc_h"] / side}
+    yield "kpc/h for Mpc/h", "kpc/h", replace(volume, simulation=simulation)
+    yield "gas of a later redshift", "two redshifts", replace(volume, targets=later.targets)
+    yield "cut-out as periodic", "cut out", part(volume, *[slice(0, max(24, side * 3 // 4))] * (1 + side % 3))
+    gaps = np.random.default_rng(0).random(volume.shape) < 0.005
+    inputs, targets = (np.where(gaps, np.float32(-9999), field) for field in volume.fields)
+    yield "-9999 for no value", "no value", replace(volume, inputs=inputs, targets=targets)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.Parser(__doc__, boxes=80, runs=common.RUNS).parse_args(argv)
+    half = options.boxes // 2
+    values: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    alarms, named = defaultdict[str, list[bool]](list), defaultdict[str, list[bool]](list)
+    (options.runs / "cross_check").mkdir(parents=True, exist_ok=True)
+    for number in range(options.boxes):
+        boxes = simulated(number, half, options.runs)
+        for kind, volume in itertools.chain(*map(right, boxes)):
+            found = check(volume, limit=0 if kind == SOME_PLANES else math.inf)
+            for name, value in found.values.items():
+                values[name][number // half].append(value)
+            alarms[kind].append(bool(found.warnings))
+        if number >= half and GRIDS[0] < boxes[0].shape[0] < LARGEST:
+            others = simulated(number - half, half, options.runs)[0], simulated(number, half, options.runs, LATER)[0]
+            for kind, text, volume in wrong(boxes[0], *others):
+                named[kind].append(any(text in line.partition("?")[0] for line in check(volume).warnings))
+        sys.stderr.write(f"{number + 1}/{options.boxes}\n")
+    ranges = {name: [[*BOUNDS[name]], *([min(part), max(part)] for part in parts)] for name, parts in values.items()}
+    rows = [[name, *(f"{low:.3g} – {high:.3g}" for low, high in pairs)] for name, pairs in ranges.items()]
+    tables = [common.table(["statistic", "bounds", "right, first half", "right, second half"], rows)]
+    result: dict[str, Any] = {"ranges": ranges}
+    for name, head, lists in (("right", "false alarms", alarms), ("wrong", "named", named)):
+        lists["all"] = list(itertools.chain(*lists.values()))
+        result[name] = {kind: {"n": len(found), head: sum(found)} for kind, found in lists.items()}
+        rows = [[kind, *found.values()] for kind, found in result[name].items()]
+        tables.append(common.table([name, "n", head], rows))
+    common.publish("cross_check", options, result, "\n\n".join(tables))
+
+
+if __name__ == "__main__":
+    common.run(main)
