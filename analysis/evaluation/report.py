@@ -25,7 +25,7 @@ PAGE, SUMMARY, ARRAYS, MEANS = "report.html", "evaluation.json", "evaluation.npz
 PAGES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
 )
-TRAINING = "loss_curves"  # a picture of the page
+TRAINING = "loss_curves"  # a picture of the page, and its name in drawing.py
 ORIGIN = ["run", "checkpoint", "prediction", "epoch", "step", "input", "windows"]  # shown in this order
 ORIGIN += ["date", "git_commit", "device", "goodput"]
 SPACE = 2**20  # bytes that a report needs at least
@@ -126,10 +126,10 @@ def _completed(drawn: Mapping[str, Future[bytes]]) -> dict[str, bytes]:
 def _training_curves(evaluation: Results) -> dict[str, Future[bytes]]:
     """The picture of the training run's losses, if its records are there."""
     run = evaluation.run
-    records = run.read_metrics() if run else []
-    if not (run and records):
+    if not (run and (records := run.read_metrics())):
         return {}
-    return {TRAINING: drawing.submit(drawing.curves, records, evaluation.metadata.get("loss", ""), run.title)}
+    loss = evaluation.metadata.get("loss", "")
+    return {TRAINING: drawing.submit(drawing.picture, TRAINING, records, loss, run.title)}
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:

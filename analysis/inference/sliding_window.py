@@ -13,16 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from analysis.inference.window_grid import (
-    AxisPart,
-    Box,
-    Segment,
-    WindowGrid,
-    axis_windows,
-    split_windows,
-    window_count,
-    wrapped_segments,
-)
+from analysis.inference.window_grid import AxisPart, Box, Segment, WindowGrid, window_count, wrapped_segments
 from analysis.slabs import Slabs
 from utils.data.symmetry import Vectors, apply_on_device, channel_table, inverse
 from utils.distributed.world import World
@@ -100,8 +91,8 @@ class SlidingWindowPredictor:
         """Blocks of windows, in lists of one block per rank; the last list may be shorter."""
         ranks, grid = self.world.size, self.grid
         count = max(ranks, min(BLOCKS_PER_RANK * ranks, grid.count // self.batch_size))
-        ranges = split_windows(grid, max(grid.shape), count, BLOCK_CELLS)
-        along = [[axis_windows(axis, part) for part in parts] for axis, parts in zip(grid.axes, ranges, strict=True)]
+        ranges = grid.split_windows(max(grid.shape), count, BLOCK_CELLS)
+        along = [[*map(axis.consecutive, parts)] for axis, parts in zip(grid.axes, ranges, strict=True)]
         # Large ones first: the last turn, which some ranks may miss, is short.
         blocks = sorted(itertools.product(*along), key=window_count, reverse=True)
         return [blocks[first : first + ranks] for first in range(0, len(blocks), ranks)]

@@ -25,6 +25,11 @@ class Axis:
     origins: tuple[int, ...]
     weights: np.ndarray  # [windows, window], float32: the weight of each window in its cells; they add up to 1 per cell
 
+    def consecutive(self, numbers: range) -> "AxisPart":
+        """Consecutive windows, and all cells in them."""
+        start, stop = self.origins[numbers[0]], self.origins[numbers[-1]] + self.window
+        return axis_part(self, *((start, stop) if stop - start < self.size else (0, self.size)), numbers)
+
 
 Box = tuple[slice, slice, slice]  # cells along x, y and z, with start and stop
 
@@ -112,12 +117,6 @@ def axis_part(axis: Axis, start: int, stop: int, numbers: range | None = None) -
     return AxisPart(start, stop, first, length, windows)
 
 
-def axis_windows(axis: Axis, numbers: range) -> AxisPart:
-    """Consecutive windows of an axis, and all cells in them."""
-    start, stop = axis.origins[numbers[0]], axis.origins[numbers[-1]] + axis.window
-    return axis_part(axis, *((start, stop) if stop - start < axis.size else (0, axis.size)), numbers)
-
-
 @dataclass(frozen=True)
 class WindowGrid:
     """Cubic windows of a volume: all combinations of the windows along its axes."""
@@ -142,50 +141,44 @@ class WindowGrid:
         """The windows that touch a box, along each axis."""
         return [axis_part(axis, cells.start, cells.stop) for axis, cells in zip(self.axes, box, strict=True)]
 
+    def split_windows(self, side: int, count: int, limit: int) -> list[list[range]]:
+        """Divides the windows along each axis into ranges of their numbers, so that blocks of cells begin with each.
+
+        The blocks have at most `side` cells per side and at most `limit` cells, and there are at least `count` of them,
+        as far as blocks of one step of the windows allow.
+        """
+        parts = [min(-(-axis.size // side), len(axis.origins)) for axis in self.axes]
+        while True:
+            sizes = [axis.size / number for axis, number in zip(self.axes, parts, strict=True)]
+            divisible = [number for number in range(3) if parts[number] < len(self.axes[number].origins)]
+            if not divisible or (math.prod(parts) >= count and math.prod(sizes) <= limit):
+                break
+            parts[max(divisible, key=lambda number: sizes[number])] += 1  # x first: its planes are contiguous
+        ranges = []
+        for axis, number in zip(self.axes, parts, strict=True):
+            ends = [part * len(axis.origins) // number for part in range(number + 1)]
+            ranges.append([range(*pair) for pair in itertools.pairwise(ends)])
+        return ranges
+
+    def split_blocks(self, side: int, count: int, limit: int) -> list[Box]:
+        """The blocks of cells of `split_windows`."""
+        cuts = []
+        for axis, ranges in zip(self.axes, self.split_windows(side, count, limit), strict=True):
+            starts = [axis.origins[numbers[0]] for numbers in ranges]
+            cuts.append([slice(*pair) for pair in itertools.pairwise([*starts, axis.size])])
+        return list(itertools.product(*cuts))
+
     def describe(self) -> str:
         """One phrase for logs and reports."""
-        steps = {end - start for axis in (self.x, self.y, self.z) for start, end in itertools.pairwise(axis.origins)}
+        steps = {end - start for axis in self.axes for start, end in itertools.pairwise(axis.origins)}
         overlap = f", overlapping by {self.x.window - max(steps)} cells" if steps else ""
         return f"{self.count} windows of {self.x.window}³ cells{overlap}"
 
 
-def build_window_grid(
-    shape: tuple[int, int, int], window: int, overlap: int | None = None, periodic: bool = True
-) -> WindowGrid:
+def build_window_grid(shape: tuple[int, int, int], window: int, overlap: int | None, periodic: bool) -> WindowGrid:
     """Cubic windows that overlap by at least `overlap` cells (None: half a window); UserError if they do not fit."""
     overlap = window - max(window // 2, 1) if overlap is None else overlap
     return WindowGrid(*(window_axis(size, window, overlap, periodic) for size in shape))
-
-
-def split_windows(grid: WindowGrid, side: int, count: int, limit: int) -> list[list[range]]:
-    """Divides the windows along each axis into ranges of their numbers, so that blocks of cells begin with each range.
-
-    The blocks have at most `side` cells per side and at most `limit` cells, and there are at least `count` of them, as
-    far as blocks of one step of the windows allow.
-    """
-    parts = [min(-(-axis.size // side), len(axis.origins)) for axis in grid.axes]
-    while True:
-        sizes = [axis.size / number for axis, number in zip(grid.axes, parts, strict=True)]
-        if math.prod(parts) >= count and math.prod(sizes) <= limit:
-            break
-        divisible = [number for number in range(3) if parts[number] < len(grid.axes[number].origins)]
-        if not divisible:
-            break
-        parts[max(divisible, key=lambda number: sizes[number])] += 1  # x first: its planes are contiguous
-    ranges = []
-    for axis, number in zip(grid.axes, parts, strict=True):
-        ends = [part * len(axis.origins) // number for part in range(number + 1)]
-        ranges.append([range(*pair) for pair in itertools.pairwise(ends)])
-    return ranges
-
-
-def split_blocks(grid: WindowGrid, side: int, count: int, limit: int) -> list[Box]:
-    """The blocks of cells of `split_windows`."""
-    cuts = []
-    for axis, ranges in zip(grid.axes, split_windows(grid, side, count, limit), strict=True):
-        starts = [axis.origins[numbers[0]] for numbers in ranges]
-        cuts.append([slice(*pair) for pair in itertools.pairwise([*starts, axis.size])])
-    return list(itertools.product(*cuts))
 
 
 def window_count(parts: Sequence[AxisPart]) -> int:
