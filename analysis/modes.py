@@ -147,11 +147,8 @@ class Bispectra:
 
     def _sums(self, modes: Tensor) -> np.ndarray:
         """Sums over the triangles of the product of their modes, [2, shells]."""
-        fields = [self._field(modes * inside) for inside in self._shells]
+        x, y, z = self._sides
+        padded = (modes.new_zeros(x, y, z // 2 + 1).index_put_(self._places, modes * inside) for inside in self._shells)
+        fields = [torch.fft.irfftn(part, s=self._sides, norm="forward") for part in padded]
         equilateral = [float(field.pow(3).mean()) for field in fields]
         return np.array([equilateral, [float((fields[0] * field * field).mean()) for field in fields]])
-
-    def _field(self, modes: Tensor) -> Tensor:
-        x, y, z = self._sides
-        padded = modes.new_zeros(x, y, z // 2 + 1).index_put_(self._places, modes)
-        return torch.fft.irfftn(padded, s=self._sides, norm="forward")

@@ -43,8 +43,7 @@ def pages() -> list[Path]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(_escape, line))} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(_escape, line))} |\n" for line in [head, ["---"] * len(head), *rows])
 
 
 def _escape(cell: str) -> str:

@@ -134,8 +134,7 @@ def warn_of_other_code(source: str, weights: Mapping[str, Any]) -> None:
     kinds = dict.fromkeys(now, "new") | {file: "changed" if file in now else "missing" for file in before}
     files = [f"{file} ({kinds[file]})" for file in sorted(kinds) if before.get(file) != now.get(file)]
     if files:
-        listed = ", ".join(files)
-        log.warning("%s was trained with other code: %s; restore it, or expect other results", source, listed)
+        log.warning("%s was trained with other code: %s; restore it, or expect other results", source, ", ".join(files))
 
 
 @contextlib.contextmanager

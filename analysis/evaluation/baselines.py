@@ -72,8 +72,7 @@ def _histograms(loader: Loader, world: World) -> torch.Tensor:
         # Unlike histc, bincount is deterministic on a GPU.
         histograms = [torch.bincount(channel.flatten(), minlength=HISTOGRAM_BINS) for channel in bins.unbind(1)]
         counts = counts + torch.stack(histograms).double().cpu()
-    channel_count = max(world.gather_json(len(counts)))
-    return world.sum(counts.expand(channel_count, -1))  # some ranks may have no batch
+    return world.sum(counts.expand(max(world.gather_json(len(counts))), -1))  # some ranks may have no batch
 
 
 def _best_constants(loss: nn.Module, counts: torch.Tensor) -> torch.Tensor:

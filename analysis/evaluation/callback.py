@@ -70,8 +70,7 @@ class VolumeEvaluation(Evaluation):
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
         if self._world.is_root:
             self.drawn = training_pictures.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
-        seconds = time.perf_counter() - started
-        log.info(f"  Evaluation of the validation volume: {seconds:.3f} sec")
+        log.info(f"  Evaluation of the validation volume: {time.perf_counter() - started:.3f} sec")
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
         return evaluation.scalars()

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from analysis.evaluation import drawing, results, tables
 from analysis.evaluation.results import Results
@@ -22,9 +22,7 @@ from utils.run import tags
 from utils.run.directory import RunDirectory
 
 PAGE, SUMMARY, ARRAYS, MEANS = "report.html", "evaluation.json", "evaluation.npz", "summary.json"
-PAGES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-)
+PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
 TRAINING = "loss_curves"  # a picture of the page, and its name in drawing.py
 ORIGIN = ["run", "checkpoint", "prediction", "epoch", "step", "input", "windows"]  # shown in this order
 ORIGIN += ["date", "git_commit", "device", "goodput"]
@@ -97,8 +95,7 @@ def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[st
     if not steps:
         return None
     evaluation = results.load(run.evaluation(steps[-1]))
-    records = run.read_metrics()
-    losses = {record["step"]: record[tags.VALID_LOSS] for record in records if tags.VALID_LOSS in record}
+    losses = {record["step"]: record[tags.VALID_LOSS] for record in run.read_metrics() if tags.VALID_LOSS in record}
     known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
     known |= {} if goodput is None else {"goodput": f"{goodput:.1%}"}
     evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})

@@ -108,9 +108,8 @@ class VolumeFields:
                 log.warning("%s was predicted from %s, not from %s", prediction, source, path)
         transform = file_transform(transform, {field.path: field.attributes for field in self._all})
         self.config = config.model_copy(update={"transform": transform})
-        physical = config.allow_physical_values or prediction is not None
         for field in self._all:
-            check_sample(field.path, field.name, field.values, physical)
+            check_sample(field.path, field.name, field.values, config.allow_physical_values or prediction is not None)
 
     @property
     def periodic(self) -> bool:

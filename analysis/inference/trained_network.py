@@ -171,8 +171,7 @@ def build_predictor(
             log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
-    periodic = volume.periodic and not options.not_periodic
-    grid = build_window_grid(volume.shape, window, options.overlap, periodic)
+    grid = build_window_grid(volume.shape, window, options.overlap, volume.periodic and not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channel_counts = (config.N_in_channels, config.N_out_channels)
     forward = (forward_pass(model.network, options.precision, world.device) for model in networks)

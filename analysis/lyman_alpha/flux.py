@@ -251,10 +251,9 @@ def power_sums(flux_contrast: Tensor) -> Tensor:
     return sums
 
 
-def flux_power(sums: Tensor, lines: int, cells: int, width: float) -> tuple[Tensor, Tensor]:
-    """Wavenumbers k in s/km and P1D(k) in km/s, of `power_sums` over lines of `cells` pixels of `width` km/s.
+def flux_power(sums: Tensor, lines: int, cells: int, width: float) -> Tensor:
+    """P1D(k) in km/s, of `power_sums` over lines of `cells` pixels of `width` km/s.
 
     P1D(k) = L / N² ⟨|FFT|²⟩ with L = N width, k = 2 π m / L. The constant, m = 0, is not included.
     """
-    modes = torch.arange(1, len(sums), dtype=torch.float64, device=sums.device)
-    return 2 * math.pi / (cells * width) * modes, sums[1:] * (width / (cells * lines))
+    return sums[1:] * (width / (cells * lines))

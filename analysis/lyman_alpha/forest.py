@@ -83,10 +83,9 @@ class FluxStatistics:
         if setup.dark and setup.baseline not in known:
             known |= {name: self._measure(depths) for name, depths in self._baselines(fields.inputs)}
         width = setup.universe.pixel_width(setup.cell)
-        wavenumbers = [
-            2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
-        ]
-        axis_k, k = self._average(wavenumbers)
+        axis_k, k = self._average(
+            [2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines]
+        )
         return Flux(
             redshift=setup.universe.redshift,
             mean_flux=setup.mean_flux,
@@ -219,7 +218,7 @@ class FluxStatistics:
                 deviation, true_deviation = (part.double() - self._setup.mean_flux for part in (flux, true.to(flux)))
                 products = deviation * true_deviation, deviation.square(), true_deviation.square()
                 moments += torch.stack([product.sum() for product in products])
-            powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width)[1].cpu().numpy())
+            powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width).cpu().numpy())
         (axis_power, power), (p3d, bispectrum) = self._average(powers), self._structure(depths, scale, mean)
         product, square, true_square = world.sum(moments).tolist()
         return FluxField(

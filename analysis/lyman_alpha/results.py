@@ -108,9 +108,8 @@ class Flux:
 
     def measures(self, name: str) -> dict[str, float]:
         """All comparisons of a field with the target, by name; ideal are ratios and a correlation of 1, errors of 0."""
-        measures = {
-            f"P1D ratio at k = {self.k[mode]:.3g}": float(self.ratios[name][mode]) for mode in self.reference_modes
-        }
+        ratio = self.ratios[name]
+        measures = {f"P1D ratio at k = {self.k[mode]:.3g}": float(ratio[mode]) for mode in self.reference_modes}
         measures["P1D error"] = self.power_error(name)
         quantities = {"P1D": self.band_errors, "P3D": self.p3d_errors, "bispectrum": self.bispectrum_errors}
         for quantity, errors in quantities.items():

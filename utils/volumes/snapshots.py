@@ -57,8 +57,7 @@ class Component:
         self._vectors, self._axis = vectors, axis
 
     def __getitem__(self, key: Any) -> np.ndarray:
-        cells = (*key, slice(None))
-        return self._vectors[cells][..., self._axis]
+        return self._vectors[(*key, slice(None))][..., self._axis]
 
 
 @dataclass(frozen=True)

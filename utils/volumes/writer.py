@@ -126,9 +126,8 @@ class ResumableHDF5File:
         with self._record.open("wb") as record:
             record.write(bytes(1 + len(journal["blocks"])))
             os.fsync(record.fileno())
-        _write_at(
-            self._journal, 0, memoryview(json.dumps({**journal, PLACES: places, "sizes": self._sizes()}).encode())
-        )
+        text = json.dumps({**journal, PLACES: places, "sizes": self._sizes()})
+        _write_at(self._journal, 0, memoryview(text.encode()))
         os.fsync(self._journal.fileno())
 
 
