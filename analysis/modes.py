@@ -41,10 +41,7 @@ class Modes:
         squares = [(waves * longest / cells) ** 2 for waves, cells in zip((x, y, z), shape, strict=True)]
         self._squares = squares[0][:, None, None], squares[1][self._own, None], squares[2]
         # A real field's transform is stored for half of k space: all but its boundary planes stand for two modes.
-        self._weight = torch.full_like(z, 2.0)
-        self._weight[0] = 1.0
-        if shape[2] % 2 == 0:
-            self._weight[-1] = 1.0
+        self._weight = 1.0 + ((z > 0) & (2 * z < shape[2])).double()
 
     def transform(self, field: Tensor) -> Tensor:
         """The transform of the own planes along y and z, [X, own columns, Z / 2 + 1]; the field's mean is removed."""

@@ -25,9 +25,7 @@ def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: Worl
 
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     """Cross-entropy of predicting each class with its frequency in the validation samples."""
-    labels_seen: Counter[int] = Counter()
-    for batch in _batches(loader, world):
-        labels_seen.update(batch.targets.tolist())
+    labels_seen = Counter(label for batch in _batches(loader, world) for label in batch.targets.tolist())
     gathered = world.gather_json([*labels_seen.items()])
     counts: Counter[int] = sum((Counter(dict(part)) for part in gathered), Counter())
     samples = counts.total()

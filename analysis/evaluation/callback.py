@@ -80,8 +80,7 @@ def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
     """The windows of an evaluation; UserError if they do not suit the volume."""
     options = config.evaluation
     try:
-        window = options.window or config.data_size
-        return build_window_grid(volume.shape, window, options.overlap, periodic=volume.periodic)
+        return build_window_grid(volume.shape, options.window or config.data_size, options.overlap, volume.periodic)
     except UserError as error:
         raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
 

@@ -31,9 +31,6 @@ SPACE = 2**20  # bytes that a report needs at least
 log = logging.getLogger(__name__)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 def check_directories(outputs: Sequence[Path], overwrite: bool) -> None:
     """UserError if a report must not or cannot be written to one of them; they are in the first one."""
     for output in outputs:
@@ -161,9 +158,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, np.ndarray | list):
         return [_rounded(part) for part in value]
     return float(f"{value:.6g}")
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
 
 
 def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping[str, Any]) -> str:

@@ -83,9 +83,8 @@ class Histograms:
         self._begins = by_channel([0, *self._ends[:-1]]).long()
         self._counts = torch.zeros(2, self._ends[-1], dtype=torch.int64, device=device)
         units = [channel.unit for channel in channels]
-        self._phase: list[int] = []  # the density and temperature channels
-        if DENSITY_UNIT in units and TEMPERATURE_UNIT in units:
-            self._phase = [units.index(DENSITY_UNIT), units.index(TEMPERATURE_UNIT)]
+        phase = [units.index(unit) for unit in (DENSITY_UNIT, TEMPERATURE_UNIT) if unit in units]
+        self._phase = phase if len(phase) == 2 else []  # the density and temperature channels
         numbers = [self._bins[channel].number for channel in self._phase]
         self._phase_counts = torch.zeros(2, *numbers, dtype=torch.int64, device=device)
 
@@ -196,9 +195,8 @@ def _plane(read: ReadPlanes, channels: int, plane: int, slabs: Slabs) -> Tensor:
 
 
 def _bins(channel: Channel) -> _Bins:
-    slope, offset = channel.scale, channel.center
-    if channel.is_log:
-        slope, offset = slope / math.log(10), offset / math.log(10)
+    base = math.log(10) if channel.is_log else 1.0
+    slope, offset = channel.scale / base, channel.center / base
     unit = channel.unit or "unknown"
     low, high = LOG10_RANGES.get(unit, tuple(slope * end + offset for end in CHANNEL_RANGE))
     number = BINS.get(unit, OTHER_BINS)

@@ -173,11 +173,10 @@ def build_predictor(
         raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
     grid = build_window_grid(volume.shape, window, options.overlap, volume.periodic and not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
-    channel_counts = (config.N_in_channels, config.N_out_channels)
+    inputs, outputs = config.N_in_channels, config.N_out_channels
     forward = (forward_pass(model.network, options.precision, world.device) for model in networks)
     scalars = (conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
     predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
     vectors = config.vector_channels.inputs, config.vector_channels.targets
-    predict = symmetry_mean(predicts, options.symmetries, channel_counts, vectors, world, spread)
-    channel_counts = config.N_in_channels, config.N_out_channels * (1 + spread)
-    return SlidingWindowPredictor(predict, volume.box, grid, channel_counts, batch_size, world)
+    predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), vectors, world, spread)
+    return SlidingWindowPredictor(predict, volume.box, grid, (inputs, outputs * (1 + spread)), batch_size, world)

@@ -16,6 +16,13 @@ import numpy as np
 from utils.errors import UserError
 
 
+class Segment(NamedTuple):
+    """Cells of a window, and the cells of the volume that they are."""
+
+    window: slice
+    volume: slice
+
+
 @dataclass(frozen=True)
 class Axis:
     """Windows along one axis of `size` cells; on a periodic axis they may wrap around its end."""
@@ -25,6 +32,15 @@ class Axis:
     origins: tuple[int, ...]
     weights: np.ndarray  # [windows, window], float32: the weight of each window in its cells; they add up to 1 per cell
 
+    def segments(self, start: int, length: int) -> Iterator[Segment]:
+        """The cells [start, start + length), split where they wrap around the end of the axis."""
+        done = 0
+        while done < length:
+            place = (start + done) % self.size
+            count = min(length - done, self.size - place)
+            yield Segment(slice(done, done + count), slice(place, place + count))
+            done += count
+
     def consecutive(self, numbers: range) -> "AxisPart":
         """Consecutive windows, and all cells in them."""
         start, stop = self.origins[numbers[0]], self.origins[numbers[-1]] + self.window
@@ -32,13 +48,6 @@ class Axis:
 
 
 Box = tuple[slice, slice, slice]  # cells along x, y and z, with start and stop
-
-
-class Segment(NamedTuple):
-    """Cells of a window, and the cells of the volume that they are."""
-
-    window: slice
-    volume: slice
 
 
 def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
@@ -65,16 +74,6 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
         total[(origin + np.arange(window)) % size] += shape
     weights = np.stack([shape / total[(origin + np.arange(window)) % size] for origin in origins])
     return Axis(size, window, origins, weights.astype(np.float32))
-
-
-def wrapped_segments(start: int, length: int, size: int) -> Iterator[Segment]:
-    """The cells [start, start + length) of a periodic axis, split where they wrap around its end."""
-    done = 0
-    while done < length:
-        place = (start + done) % size
-        count = min(length - done, size - place)
-        yield Segment(slice(done, done + count), slice(place, place + count))
-        done += count
 
 
 class PlacedWindow(NamedTuple):
@@ -108,7 +107,7 @@ def axis_part(axis: Axis, start: int, stop: int, numbers: range | None = None) -
         first, length = 0, axis.size
     windows = []
     for number, cells in placed.items():
-        inputs = tuple(wrapped_segments((cells[0] - first) % axis.size, axis.window, axis.size))
+        inputs = tuple(axis.segments(cells[0] - first, axis.window))
         outputs = []
         for cell in cells:
             begin, end = max(cell, start), min(cell + axis.window, stop)

@@ -75,12 +75,12 @@ class Flux:
         return float(np.abs(self.ratios[name][self.k <= self.largest_k] - 1).mean())
 
     def band_errors(self, name: str) -> dict[str, float]:
-        """Rms of P1D / that of the target − 1 in each of BANDS that has a mode, by `band_name`."""
+        """Rms of P1D / that of the target − 1 in each of BANDS that has a mode, by "0.003 to 0.01 s/km"."""
         errors = {}
         for low, high in BANDS:
             inside = (low <= self.k) & (self.k <= high)
             if inside.any():
-                errors[band_name((low, high))] = float(np.sqrt(np.mean((self.ratios[name][inside] - 1) ** 2)))
+                errors[f"{low:g} to {high:g} s/km"] = float(np.sqrt(np.mean((self.ratios[name][inside] - 1) ** 2)))
         return errors
 
     def p3d_errors(self, name: str) -> dict[str, float]:
@@ -121,11 +121,6 @@ class Flux:
         values = {f"{label}, {name}": value for name in self.ratios for label, value in self.measures(name).items()}
         values |= {f"mean before rescaling, {name}": field.unscaled_mean for name, field in self.fields.items()}
         return {tags.evaluation("flux", name): value for name, value in values.items()}
-
-
-def band_name(band: tuple[float, float]) -> str:
-    """The text "0.003 to 0.01 s/km"."""
-    return f"{band[0]:g} to {band[1]:g} s/km"
 
 
 def quotient(values: np.ndarray, target: np.ndarray) -> np.ndarray:

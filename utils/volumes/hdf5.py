@@ -193,9 +193,8 @@ def checked_dataset(
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
     is_last = len(shape) == 4 and shape[0] == shape[1] > shape[3]  # no crop fits into so flat a volume
     if len(shape) != 4 or 0 in shape or is_last or shape[0] != (channels or shape[0]):
-        fix = "choose or write one of that shape"
-        if is_last:
-            fix = "channels come first: write numpy.moveaxis(values, -1, 0)"
+        first = "channels come first: write numpy.moveaxis(values, -1, 0)"
+        fix = first if is_last else "choose or write one of that shape"
         raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {fix}")
     check_real(dataset.dtype, f"{path}: {name}")
     chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize

@@ -33,11 +33,7 @@ FIELDS = (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY, GAS_DENSITY, *GAS_VELOCITY
 VECTORS = {"dark_matter_velocity": DARK_MATTER_VELOCITY, "velocity": GAS_VELOCITY}  # [X, Y, Z, 3], in place of these
 CAMELS = {DARK_MATTER_DENSITY: "Grids_Mcdm_*.npy", GAS_DENSITY: "Grids_Mgas_*.npy", TEMPERATURE: "Grids_T_*.npy"}
 # Factors to the units of channels.py. A density in any other unit is divided by its mean.
-UNITS = {
-    "density": {"mean": 1.0},
-    "velocity": {"km/s": 1.0, "m/s": 1e-3, "cm/s": 1e-5},
-    "temperature": {"K": 1.0},
-}
+UNITS = {"density": {"mean": 1.0}, "velocity": {"km/s": 1.0, "m/s": 1e-3, "cm/s": 1e-5}, "temperature": {"K": 1.0}}
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of Nyx's datasets that state none
 PER_SECOND = re.compile(r" */ *s$|[ .*]+s(\*\*|\^)?-1$")  # astropy's and yt's "km / s", "cm*s**-1", "km s^-1"
@@ -57,7 +53,8 @@ class Component:
         self._vectors, self._axis = vectors, axis
 
     def __getitem__(self, key: Any) -> np.ndarray:
-        return self._vectors[(*key, slice(None))][..., self._axis]
+        cells = (*key, slice(None))
+        return self._vectors[cells][..., self._axis]
 
 
 @dataclass(frozen=True)
