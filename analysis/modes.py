@@ -69,8 +69,7 @@ class Modes:
 
     def amplitudes(self, transformed: Tensor, columns: Columns) -> Tensor:
         """Real and imaginary parts of the modes in some columns, [x, columns, z / 2 + 1, 2], float64."""
-        modes = torch.fft.fft(transformed[:, columns.place], dim=0, norm="forward")
-        return torch.view_as_real(modes).double()
+        return torch.view_as_real(torch.fft.fft(transformed[:, columns.place], dim=0, norm="forward")).double()
 
     def sum(self, values: Tensor, bins: Tensor, number: int) -> Tensor:
         """Sums of some columns' values per bin 0 … `number` − 1, both halves of k space counted, in float64.

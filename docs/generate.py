@@ -71,8 +71,7 @@ def _spelling(action: argparse.Action) -> str:
 
 def comments_of(section: type[Section]) -> dict[str, str]:
     """The comment of each key of a section: the one in its line, or those in the lines directly above."""
-    sources = [inspect.getsource(base) for base in section.__mro__ if issubclass(base, Section)]
-    keys = KEY.findall("".join(sources))
+    keys = KEY.findall("".join(inspect.getsource(base) for base in section.__mro__ if issubclass(base, Section)))
     return {key: " ".join([*re.findall("# (.*)", above), *filter(None, [behind])]) for above, key, behind in keys}
 
 

@@ -19,7 +19,6 @@ from utils.data.symmetry import Vectors, apply_on_device, channel_table, inverse
 from utils.distributed.world import World
 from utils.volumes.page_cache import memory_limit
 
-ReadBox = Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
 Predict = Callable[[torch.Tensor], torch.Tensor]
 
 # Blocks of windows whose planes go to several ranks: enough to share them evenly, and small next to the planes.
@@ -39,7 +38,7 @@ class SlidingWindowPredictor:
     """Predicts a volume window by window; if `read` raises UserError on one rank, all ranks raise it."""
 
     predict: Predict  # [N, C_in, W, W, W] -> [N, C_out, W, W, W], on the world's device
-    read: ReadBox
+    read: Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
     grid: WindowGrid
     channels: tuple[int, int]  # C_in, C_out
     batch_size: int  # windows per rank and forward pass

@@ -107,12 +107,11 @@ def axis_part(axis: Axis, start: int, stop: int, numbers: range | None = None) -
         first, length = 0, axis.size
     windows = []
     for number, cells in placed.items():
-        inputs = tuple(axis.segments(cells[0] - first, axis.window))
         outputs = []
         for cell in cells:
             begin, end = max(cell, start), min(cell + axis.window, stop)
             outputs.append(Segment(slice(begin - cell, end - cell), slice(begin - start, end - start)))
-        windows.append(PlacedWindow(number, inputs, outputs))
+        windows.append(PlacedWindow(number, tuple(axis.segments(cells[0] - first, axis.window)), outputs))
     return AxisPart(start, stop, first, length, windows)
 
 

@@ -119,19 +119,19 @@ def neutral_fraction(density: Tensor, temperature: Tensor, universe: Universe) -
     return 2 * c / (1 + (1 - 4 * c * (down + up) / b).sqrt())
 
 
-def fgpa_temperature(density: Tensor, redshift: float) -> Tensor:
-    """Temperature in K of photo-ionized gas of this density in units of the mean: T0 density**(gamma - 1).
+def fgpa_relation(redshift: float) -> tuple[float, float]:
+    """T0 in K and gamma of photo-ionized gas, whose temperature is T0 density**(gamma - 1), see `power_law`.
 
-    T0 and gamma were measured at 2 ≤ z ≤ 3.8 (Gaikwad et al. 2021); beyond, those of the nearest end are used. Together
+    They were measured at 2 ≤ z ≤ 3.8 (Gaikwad et al. 2021); beyond, those of the nearest end are used. Together
     with the density and velocity of dark matter this is the fluctuating Gunn-Peterson approximation.
     """
     redshifts, temperatures, gammas = TEMPERATURE_DENSITY
     kelvin, gamma = (float(np.interp(redshift, redshifts, values)) for values in (temperatures, gammas))
-    return power_law(density, kelvin, gamma)
+    return kelvin, gamma
 
 
 def power_law(density: Tensor, kelvin: float, gamma: float) -> Tensor:
-    """Temperature in K of gas that has `kelvin` at the mean density."""
+    """Temperature in K of gas of this density in units of the mean, which has `kelvin` at the mean density."""
     return kelvin * power(density, gamma - 1)
 
 
@@ -147,8 +147,7 @@ def optical_depth(density: Tensor, velocity: Tensor, temperature: Tensor, univer
     """
     lines = max(1, CELLS_AT_ONCE // density.shape[1])
     result = torch.empty(density.shape, device=density.device)
-    groups = zip(*(field.split(lines) for field in (density, velocity, temperature, result)), strict=True)
-    for *fields, out in groups:
+    for *fields, out in zip(*(field.split(lines) for field in (density, velocity, temperature, result)), strict=True):
         out.copy_(_depth_of_group(fields, universe, cell))
     return result
 

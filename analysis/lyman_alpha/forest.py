@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_law, power_sums, solve_scale
+from analysis.lyman_alpha.flux import fgpa_relation, flux_power, optical_depth, power_law, power_sums, solve_scale
 from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
 from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxSetup, GasFit
@@ -125,16 +125,13 @@ class FluxStatistics:
         gas = fit and _transferred(dark, fit, setup.cell, slabs)
         if setup.smoothing:
             dark = smooth(dark, setup.smoothing / setup.cell, slabs)
-        published = functools.partial(fgpa_temperature, redshift=setup.universe.redshift)
-        yield setup.baseline, self._baseline_depths(dark, published, read)
+        yield setup.baseline, self._baseline_depths(dark, fgpa_relation(setup.universe.redshift), read)
         if fit and gas is not None:
-            fitted = functools.partial(power_law, kelvin=fit.kelvin, gamma=fit.gamma)
+            fitted = fit.kelvin, fit.gamma
             yield f"{setup.baseline}, {FITTED}", self._baseline_depths(dark, fitted, read)
             yield TRANSFER, self._baseline_depths(gas, fitted, read)
 
-    def _baseline_depths(
-        self, dark: Tensor, temperature_of: Callable[[Tensor], Tensor], read: ReadPlanes
-    ) -> list[Tensor]:
+    def _baseline_depths(self, dark: Tensor, relation: tuple[float, float], read: ReadPlanes) -> list[Tensor]:
         """Of gas with this density in the own planes, the temperature that follows, and the velocity of dark matter."""
         (_, *velocity_channels), setup, slabs = self._setup.dark, self._setup, self._slabs
 
@@ -144,7 +141,7 @@ class FluxStatistics:
         def depth(axis: int, row: Tensor) -> Tensor:
             density = row[0]
             velocity = velocity_channels[axis].to_physical(row[1]) if velocity_channels else torch.zeros_like(density)
-            return optical_depth(density, velocity, temperature_of(density), setup.universe, setup.cell)
+            return optical_depth(density, velocity, power_law(density, *relation), setup.universe, setup.cell)
 
         return self._depths(2 if velocity_channels else 1, values, depth)
 

@@ -96,8 +96,7 @@ class Flux:
 
         A target may pass zero, where a ratio says nothing. k³ gives all shells about the same weight.
         """
-        weights = self.flux_bispectrum_k**3
-        ours, target = (weights * self.fields[field].flux_bispectrum for field in (name, TARGET))
+        ours, target = (self.flux_bispectrum_k**3 * self.fields[field].flux_bispectrum for field in (name, TARGET))
         shells = np.isfinite(target).all(0)
         difference, size = (np.linalg.norm(values[:, shells], axis=1) for values in (ours - target, target))
         return dict(zip(SHAPES, quotient(difference, size).tolist(), strict=True)) if shells.any() else {}
