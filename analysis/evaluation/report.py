@@ -88,8 +88,7 @@ def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[st
 
     `drawn` are its pictures; empty: it draws them.
     """
-    steps = run.evaluated_steps()
-    if not steps:
+    if not (steps := run.evaluated_steps()):
         return None
     evaluation = results.load(run.evaluation(steps[-1]))
     losses = {record["step"]: record[tags.VALID_LOSS] for record in run.read_metrics() if tags.VALID_LOSS in record}

@@ -69,11 +69,9 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
         count = -(-(size - window) // step) + 1
         origins = tuple(number * (size - window) // max(count - 1, 1) for number in range(count))
     shape = np.sin(np.pi * (np.arange(window) + 0.5) / window) ** 2  # [window]
-    total = np.zeros(size)
-    for origin in origins:
-        total[(origin + np.arange(window)) % size] += shape
-    weights = np.stack([shape / total[(origin + np.arange(window)) % size] for origin in origins])
-    return Axis(size, window, origins, weights.astype(np.float32))
+    places = (np.array(origins)[:, None] + np.arange(window)) % size  # [windows, window]
+    total = np.bincount(places.flatten(), np.tile(shape, count), size)
+    return Axis(size, window, origins, (shape / total[places]).astype(np.float32))
 
 
 class PlacedWindow(NamedTuple):

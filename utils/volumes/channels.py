@@ -117,6 +117,5 @@ def common_channels(inputs: Sequence[Channel], targets: Sequence[Channel]) -> in
 
 def check_physical_units(channels: Iterable[Channel], remedy: str) -> None:
     """Raises UserError if the physical values of a channel are unknown."""
-    unknown = [channel.name for channel in channels if channel.unit is None]
-    if unknown:
+    if unknown := [channel.name for channel in channels if channel.unit is None]:
         raise UserError(f"the checkpoint's config does not define physical values of {', '.join(unknown)}; {remedy}")

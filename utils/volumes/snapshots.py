@@ -201,13 +201,11 @@ def _nyx_field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
 
 def nyx_attributes(names: Sequence[str], shape: Shape, cell: float, simulation: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of a file of Nyx, its groups and datasets; texts have a fixed length, as programs in C expect."""
-    sizes = {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)}
-    universe = {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()}
     units = DEFAULT_UNITS | {"density": "(mean)"}
     return {
         "": {"format": np.bytes_("nyx-lyaf")},
-        "domain": sizes,
-        "universe": universe,
+        "domain": {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)},
+        "universe": {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()},
         "derived_fields": {},  # where such tools write their results
         **{f"{NATIVE}/{name}": {"units": np.bytes_(units[quantity_of(name)])} for name in names},
     }
