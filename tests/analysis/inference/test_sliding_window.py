@@ -231,9 +231,7 @@ def test_weights_and_origins_of_known_grids() -> None:
     np.testing.assert_array_equal(faces.weights[0, :8], 1)  # only one window covers the cells at a face
     np.testing.assert_array_equal(faces.weights[1, 8:], 1)
     assert window_axis(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
-    assert build_window_grid((3, 2, 1), 1, None, periodic=True).count == 6, (
-        "windows are at least one cell apart by default"
-    )
+    assert build_window_grid((3, 2, 1), 1, None, True).count == 6, "windows are at least one cell apart by default"
 
 
 INPUT_VECTORS, OUTPUT_VECTORS = [(1, 2, 3)], [(2, 3, 1)]  # the target's components in another order
