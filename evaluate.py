@@ -99,8 +99,7 @@ def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
     """Opens a box, and a network or else the predicted file; UserError if they do not fit. Every rank calls it."""
     weights, content = load_weights(checkpoint, world) if checkpoint else (None, None)
     with world.raise_together():
-        calibrated = not options.no_calibration
-        trained = TrainedNetwork.load(weights, world.device, content, calibrated) if weights else None
+        trained = TrainedNetwork.load(weights, world.device, content, not options.no_calibration) if weights else None
         config = trained.config if trained else config_of_files(path, str(options.prediction))
         config = config.model_copy(update={"evaluation": options.evaluation})
         fields = VolumeFields(path, options.prediction, config)
@@ -120,7 +119,6 @@ def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
 
 
 def build_parser() -> cli.Parser:
-    """The parser of the command line."""
     parser = cli.Parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     cli.add_checkpoint_option(source, nargs="+")

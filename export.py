@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_parser() -> cli.Parser:
-    """The parser of the command line."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--output", required=True, help="file to write, named *.pt2")

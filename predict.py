@@ -58,8 +58,7 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
         layout = choose_layout(options.format, options.physical, trained.channels, source)
-        wanted = options.uncertainty is not None
-        predictor = build_predictor(trained, source, options, world, networks[1:], spread=wanted)
+        predictor = build_predictor(trained, source, options, world, networks[1:], options.uncertainty is not None)
     if options.uncertainty is not None:
         measured = calibration(weights, networks, options.uncertainty, options, world)
         layout = with_deviations(layout, trained.channels[1], measured)
@@ -71,7 +70,6 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
 
 
 def build_parser() -> cli.Parser:
-    """The parser of the command line."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True, nargs="+")
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} [C, X, Y, Z]")

@@ -41,10 +41,7 @@ class Modes:
         squares = [(waves * longest / cells) ** 2 for waves, cells in zip((x, y, z), shape, strict=True)]
         self._squares = squares[0][:, None, None], squares[1][self._own, None], squares[2]
         # A real field's transform is stored for half of k space: all but its boundary planes stand for two modes.
-        self._weight = torch.full_like(z, 2.0)
-        self._weight[0] = 1.0
-        if shape[2] % 2 == 0:
-            self._weight[-1] = 1.0
+        self._weight = 1.0 + ((z > 0) & (2 * z < shape[2])).double()
 
     def transform(self, field: Tensor) -> Tensor:
         """The transform of the own planes along y and z, [X, own columns, Z / 2 + 1]; the field's mean is removed."""
@@ -72,8 +69,7 @@ class Modes:
 
     def amplitudes(self, transformed: Tensor, columns: Columns) -> Tensor:
         """Real and imaginary parts of the modes in some columns, [x, columns, z / 2 + 1, 2], float64."""
-        modes = torch.fft.fft(transformed[:, columns.place], dim=0, norm="forward")
-        return torch.view_as_real(modes).double()
+        return torch.view_as_real(torch.fft.fft(transformed[:, columns.place], dim=0, norm="forward")).double()
 
     def sum(self, values: Tensor, bins: Tensor, number: int) -> Tensor:
         """Sums of some columns' values per bin 0 … `number` − 1, both halves of k space counted, in float64.
@@ -147,11 +143,8 @@ class Bispectra:
 
     def _sums(self, modes: Tensor) -> np.ndarray:
         """Sums over the triangles of the product of their modes, [2, shells]."""
-        fields = [self._field(modes * inside) for inside in self._shells]
+        x, y, z = self._sides
+        padded = (modes.new_zeros(x, y, z // 2 + 1).index_put_(self._places, modes * inside) for inside in self._shells)
+        fields = [torch.fft.irfftn(part, s=self._sides, norm="forward") for part in padded]
         equilateral = [float(field.pow(3).mean()) for field in fields]
         return np.array([equilateral, [float((fields[0] * field * field).mean()) for field in fields]])
-
-    def _field(self, modes: Tensor) -> Tensor:
-        x, y, z = self._sides
-        padded = modes.new_zeros(x, y, z // 2 + 1).index_put_(self._places, modes)
-        return torch.fft.irfftn(padded, s=self._sides, norm="forward")

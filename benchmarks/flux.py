@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
+from analysis.lyman_alpha.flux import Universe, fgpa_relation, optical_depth, power_law
 from benchmarks import common
 
 UNIVERSE = Universe(redshift=3.0, h=0.675, omega_m=0.31, omega_l=0.69, omega_b=0.0487)
@@ -38,7 +38,7 @@ def make_lines(lines: int, side: int, cell: float, generator: torch.Generator) -
     density = torch.exp(DENSITY_SPREAD * normal - DENSITY_SPREAD**2 / 2)
     flow = smooth_noise(lines, side, FLOW_LENGTH / cell, generator)
     heat = torch.exp((HEAT * (flow.abs() - HOT_FROM)).clamp(0, math.log(MOST_HEAT)))
-    return density, VELOCITY_SPREAD * flow, fgpa_temperature(density, UNIVERSE.redshift) * heat
+    return density, VELOCITY_SPREAD * flow, power_law(density, *fgpa_relation(UNIVERSE.redshift)) * heat
 
 
 def seconds_of_box(side: int, axes: int, cell: float, device: torch.device) -> float:

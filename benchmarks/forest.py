@@ -31,7 +31,7 @@ import torch
 from analysis.evaluation.results import PhaseDiagram, Results
 from analysis.evaluation.volume import VolumeFields, config_of_files, fit_gas
 from analysis.lyman_alpha.forest import FluxStatistics
-from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux, band_name
+from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
 from analysis.lyman_alpha.setup import FluxSetup, GasFit
 from analysis.slabs import SlabFields, Slabs
 from benchmarks import boxes, common, study
@@ -40,7 +40,7 @@ from utils.errors import UserError
 from utils.files import read_json
 
 SIZES = {"demo": "forest", "full": "forest_full", "fine": "forest_fine"}  # studies
-BAND = band_name(BANDS[2])  # of the fit of the smoothing
+BAND = "0.003 to 0.03 s/km"  # of the fit of the smoothing
 LENGTHS = (0.0, 0.05, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.16)  # Mpc/h
 FIT_LINES = 1024  # sight-lines along each axis, for the fit of the smoothing
 FIT = (-0.5, 0.5)  # log10 of density / mean

@@ -43,8 +43,7 @@ def pages() -> list[Path]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(_escape, line))} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(_escape, line))} |\n" for line in [head, ["---"] * len(head), *rows])
 
 
 def _escape(cell: str) -> str:
@@ -72,8 +71,7 @@ def _spelling(action: argparse.Action) -> str:
 
 def comments_of(section: type[Section]) -> dict[str, str]:
     """The comment of each key of a section: the one in its line, or those in the lines directly above."""
-    sources = [inspect.getsource(base) for base in section.__mro__ if issubclass(base, Section)]
-    keys = KEY.findall("".join(sources))
+    keys = KEY.findall("".join(inspect.getsource(base) for base in section.__mro__ if issubclass(base, Section)))
     return {key: " ".join([*re.findall("# (.*)", above), *filter(None, [behind])]) for above, key, behind in keys}
 
 

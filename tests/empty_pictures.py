@@ -11,7 +11,7 @@ from analysis.evaluation import drawing
 PNG = base64.b64decode(
     b"iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 )
-DRAWING = {drawing.import_matplotlib, drawing.picture, drawing.slices, drawing.curves}
+DRAWING = {drawing.import_matplotlib, drawing.picture}
 
 
 def empty_picture(function: Any, *_: object) -> Future[bytes]:

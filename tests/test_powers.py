@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
+from analysis.lyman_alpha.flux import Universe, fgpa_relation, optical_depth, power_law
 from networks.film import EMBEDDING
 from networks.unet import UNet
 from utils.powers import power
@@ -91,7 +91,7 @@ def test_simulation_uses_no_function_that_rounds_by_place(monkeypatch: pytest.Mo
 def test_optical_depth_uses_no_function_that_rounds_by_place() -> None:
     density = values().view(27, 64)
     with SameBitsAtAllPlaces():
-        temperature = fgpa_temperature(density, 3.0)
+        temperature = power_law(density, *fgpa_relation(3.0))
         optical_depth(density, 100 * density, temperature, Universe(3.0, 0.675, 0.31, 0.69, 0.0487), 0.5)
 
 

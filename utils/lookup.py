@@ -64,8 +64,7 @@ def _find(key: str, name: str, base: type) -> Any:
         raise UserError(f"{key} {name!r} is not the name of a class; write it as my_module.MyClass")
     with _working_directory_first():
         if module_name not in sys.modules:
-            spec = importlib.util.find_spec(module_name.partition(".")[0])
-            if spec is None:
+            if (spec := importlib.util.find_spec(module_name.partition(".")[0])) is None:
                 raise UserError(f"{key} {name}: no module {module_name} in {os.getcwd()}; correct the name")
             file = spec.origin or list(spec.submodule_search_locations or [])
             log.info("%s %s from %s", key.partition(".")[0], name, file)
@@ -132,10 +131,8 @@ def warn_of_other_code(source: str, weights: Mapping[str, Any]) -> None:
         return  # an old checkpoint
     now = own_code(weights["config"])
     kinds = dict.fromkeys(now, "new") | {file: "changed" if file in now else "missing" for file in before}
-    files = [f"{file} ({kinds[file]})" for file in sorted(kinds) if before.get(file) != now.get(file)]
-    if files:
-        listed = ", ".join(files)
-        log.warning("%s was trained with other code: %s; restore it, or expect other results", source, listed)
+    if files := [f"{file} ({kinds[file]})" for file in sorted(kinds) if before.get(file) != now.get(file)]:
+        log.warning("%s was trained with other code: %s; restore it, or expect other results", source, ", ".join(files))
 
 
 @contextlib.contextmanager

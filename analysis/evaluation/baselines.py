@@ -25,9 +25,7 @@ def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: Worl
 
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     """Cross-entropy of predicting each class with its frequency in the validation samples."""
-    labels_seen: Counter[int] = Counter()
-    for batch in _batches(loader, world):
-        labels_seen.update(batch.targets.tolist())
+    labels_seen = Counter(label for batch in _batches(loader, world) for label in batch.targets.tolist())
     gathered = world.gather_json([*labels_seen.items()])
     counts: Counter[int] = sum((Counter(dict(part)) for part in gathered), Counter())
     samples = counts.total()
@@ -72,8 +70,7 @@ def _histograms(loader: Loader, world: World) -> torch.Tensor:
         # Unlike histc, bincount is deterministic on a GPU.
         histograms = [torch.bincount(channel.flatten(), minlength=HISTOGRAM_BINS) for channel in bins.unbind(1)]
         counts = counts + torch.stack(histograms).double().cpu()
-    channel_count = max(world.gather_json(len(counts)))
-    return world.sum(counts.expand(channel_count, -1))  # some ranks may have no batch
+    return world.sum(counts.expand(max(world.gather_json(len(counts))), -1))  # some ranks may have no batch
 
 
 def _best_constants(loss: nn.Module, counts: torch.Tensor) -> torch.Tensor:

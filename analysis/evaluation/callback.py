@@ -5,7 +5,7 @@ import logging
 import time
 from concurrent.futures import Future
 
-from analysis.evaluation import tables, training_pictures
+from analysis.evaluation import drawing, tables, training_pictures
 from analysis.evaluation.baselines import baseline_losses
 from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, open_fitted, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
@@ -70,8 +70,7 @@ class VolumeEvaluation(Evaluation):
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
         if self._world.is_root:
             self.drawn = training_pictures.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
-        seconds = time.perf_counter() - started
-        log.info(f"  Evaluation of the validation volume: {seconds:.3f} sec")
+        log.info(f"  Evaluation of the validation volume: {time.perf_counter() - started:.3f} sec")
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
         return evaluation.scalars()
@@ -81,8 +80,7 @@ def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
     """The windows of an evaluation; UserError if they do not suit the volume."""
     options = config.evaluation
     try:
-        window = options.window or config.data_size
-        return build_window_grid(volume.shape, window, options.overlap, periodic=volume.periodic)
+        return build_window_grid(volume.shape, options.window or config.data_size, options.overlap, volume.periodic)
     except UserError as error:
         raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
 
@@ -110,7 +108,7 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
 def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
     """The evaluation after each epoch; `volume` None: none."""
     if config.report_pictures and run.world.is_root:
-        training_pictures.prepare()  # while the first step compiles
+        drawing.submit(drawing.import_matplotlib)  # which needs a second, while the first step compiles
     return Evaluation() if volume is None else VolumeEvaluation(config, volume, parts, run)
 
 

@@ -12,17 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from analysis.evaluation.results import Results
 from utils.errors import UserError
-from utils.volumes.channels import Channel
 
 ATTEMPTS = 2  # of a call, each in a process of its own: it may have been killed for memory that others used
 
@@ -105,24 +102,12 @@ def import_matplotlib() -> bytes:
     return b""
 
 
-def picture(name: str, results: Results) -> bytes:
-    from analysis.evaluation import figures
-
-    return figures.encode_png(figures.draw(name, results))
-
-
-def slices(
-    inputs: Sequence[Channel], targets: Sequence[Channel], planes: Mapping[str, np.ndarray], title: str
-) -> bytes:
-    from analysis.evaluation import figures
-
-    return figures.encode_png(figures.draw_slices(inputs, targets, planes, None, title))
-
-
-def curves(records: Sequence[Mapping[str, Any]], loss: str, title: str) -> bytes:
+def picture(name: str, *arguments: Any) -> bytes:
+    """A picture of an evaluation by its name, or one of a training run: "crop" by draw_slices, or "loss_curves"."""
     from analysis.evaluation import figures, loss_curves
 
-    return figures.encode_png(loss_curves.loss_curves(records, loss, title))
+    of_run: dict[str, Callable[..., Any]] = {"crop": figures.draw_slices, "loss_curves": loss_curves.loss_curves}
+    return figures.encode_png(of_run[name](*arguments) if name in of_run else figures.draw(name, *arguments))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ class Fields:
         self._sums[field.spectrum] += self._shells.sums(stored)
 
     def results(self) -> dict[str, Spectrum]:
-        """The spectra by their names."""
         return {name: self._shells.spectrum(self._world.sum(sums)) for name, sums in self._sums.items()}
 
     def _stored(self, read: ReadPlanes, field: Field) -> Tensor:

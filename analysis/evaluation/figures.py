@@ -350,8 +350,7 @@ def _draw_plane(
 
 
 def _add_color_bar(figure: Figure, image: AxesImage, axes: Axes, panels: int, label: str) -> None:
-    bar = figure.colorbar(image, cax=axes, orientation="horizontal", extend="both", extendfrac=0.06 / panels)
-    bar.set_label(label)
+    figure.colorbar(image, cax=axes, orientation="horizontal", extend="both", extendfrac=0.06 / panels, label=label)
 
 
 def coverage(results: Results) -> Figure:

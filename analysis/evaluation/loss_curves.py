@@ -14,6 +14,7 @@ LOSSES = {
     tags.TRAIN_LOSS: "training, per epoch",
     tags.VALID_LOSS: "validation",
 }
+STYLES: dict[str, dict[str, Any]] = {tags.STEP_LOSS: {"color": "0.7"}, tags.STEP_LEARNING_RATE: {"color": "black"}}
 MEASURES = {"l1": "mean absolute error", "mse": "mean squared error"}
 
 Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl
@@ -50,9 +51,7 @@ def _draw(axes: Axes, records: Records, labels: Mapping[str, str]) -> float:
     for tag, label in labels.items():
         points = [(record["step"], record[tag]) for record in records if tag in record]
         if points:
-            style = {"color": "0.7"} if tag == tags.STEP_LOSS else {"marker": "o", "markersize": 4}
-            style = {"color": "black"} if tag == tags.STEP_LEARNING_RATE else style
-            axes.plot(*zip(*points, strict=True), label=label, **style)
+            axes.plot(*zip(*points, strict=True), label=label, **STYLES.get(tag, {"marker": "o", "markersize": 4}))
             highest = max(highest, *(value for _, value in points))
     axes.grid(alpha=0.3)
     if any(labels.values()) and axes.lines:

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from analysis.evaluation import drawing, results, tables
 from analysis.evaluation.results import Results
@@ -22,18 +22,13 @@ from utils.run import tags
 from utils.run.directory import RunDirectory
 
 PAGE, SUMMARY, ARRAYS, MEANS = "report.html", "evaluation.json", "evaluation.npz", "summary.json"
-PAGES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-)
-TRAINING = "loss_curves"  # a picture of the page
+PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+TRAINING = "loss_curves"  # a picture of the page, and its name in drawing.py
 ORIGIN = ["run", "checkpoint", "prediction", "epoch", "step", "input", "windows"]  # shown in this order
 ORIGIN += ["date", "git_commit", "device", "goodput"]
 SPACE = 2**20  # bytes that a report needs at least
 
 log = logging.getLogger(__name__)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def check_directories(outputs: Sequence[Path], overwrite: bool) -> None:
@@ -93,12 +88,10 @@ def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[st
 
     `drawn` are its pictures; empty: it draws them.
     """
-    steps = run.evaluated_steps()
-    if not steps:
+    if not (steps := run.evaluated_steps()):
         return None
     evaluation = results.load(run.evaluation(steps[-1]))
-    records = run.read_metrics()
-    losses = {record["step"]: record[tags.VALID_LOSS] for record in records if tags.VALID_LOSS in record}
+    losses = {record["step"]: record[tags.VALID_LOSS] for record in run.read_metrics() if tags.VALID_LOSS in record}
     known = {"run": str(run), "final_loss": losses.get(evaluation.metadata["step"])}
     known |= {} if goodput is None else {"goodput": f"{goodput:.1%}"}
     evaluation = replace(evaluation, metadata={**evaluation.metadata, **known})
@@ -126,10 +119,10 @@ def _completed(drawn: Mapping[str, Future[bytes]]) -> dict[str, bytes]:
 def _training_curves(evaluation: Results) -> dict[str, Future[bytes]]:
     """The picture of the training run's losses, if its records are there."""
     run = evaluation.run
-    records = run.read_metrics() if run else []
-    if not (run and records):
+    if not (run and (records := run.read_metrics())):
         return {}
-    return {TRAINING: drawing.submit(drawing.curves, records, evaluation.metadata.get("loss", ""), run.title)}
+    loss = evaluation.metadata.get("loss", "")
+    return {TRAINING: drawing.submit(drawing.picture, TRAINING, records, loss, run.title)}
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,9 +157,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, np.ndarray | list):
         return [_rounded(part) for part in value]
     return float(f"{value:.6g}")
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
 
 
 def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping[str, Any]) -> str:

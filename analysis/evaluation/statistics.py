@@ -32,10 +32,6 @@ class _Bins(NamedTuple):
     slope: float  # bin = slope · channel + offset
     offset: float
 
-    @property
-    def number(self) -> int:
-        return len(self.edges) - 1
-
 
 class Errors:
     """L1 and R² of each channel, and the L1 of the input channel that the target has, too."""
@@ -76,18 +72,18 @@ class Histograms:
             return torch.tensor(values, dtype=torch.float64, device=device)[:, None, None]
 
         self._bins = [_bins(channel) for channel in channels]
+        numbers = [len(bins.edges) - 1 for bins in self._bins]
         self._slope = by_channel([bins.slope for bins in self._bins])
         self._offset = by_channel([bins.offset for bins in self._bins])
-        self._last = by_channel([bins.number - 1 for bins in self._bins])
-        self._ends = list(itertools.accumulate(bins.number for bins in self._bins))  # all channels' bins in one row
+        self._last = by_channel([number - 1 for number in numbers])
+        self._ends = list(itertools.accumulate(numbers))  # all channels' bins in one row
         self._begins = by_channel([0, *self._ends[:-1]]).long()
         self._counts = torch.zeros(2, self._ends[-1], dtype=torch.int64, device=device)
         units = [channel.unit for channel in channels]
-        self._phase: list[int] = []  # the density and temperature channels
-        if DENSITY_UNIT in units and TEMPERATURE_UNIT in units:
-            self._phase = [units.index(DENSITY_UNIT), units.index(TEMPERATURE_UNIT)]
-        numbers = [self._bins[channel].number for channel in self._phase]
-        self._phase_counts = torch.zeros(2, *numbers, dtype=torch.int64, device=device)
+        phase = [units.index(unit) for unit in (DENSITY_UNIT, TEMPERATURE_UNIT) if unit in units]
+        self._phase = phase if len(phase) == 2 else []  # the density and temperature channels
+        sizes = (numbers[channel] for channel in self._phase)
+        self._phase_counts = torch.zeros(2, *sizes, dtype=torch.int64, device=device)
 
     def add(self, *fields: Tensor) -> None:
         """Adds one plane [C, Y, Z] of prediction and target."""
@@ -196,9 +192,8 @@ def _plane(read: ReadPlanes, channels: int, plane: int, slabs: Slabs) -> Tensor:
 
 
 def _bins(channel: Channel) -> _Bins:
-    slope, offset = channel.scale, channel.center
-    if channel.is_log:
-        slope, offset = slope / math.log(10), offset / math.log(10)
+    base = math.log(10) if channel.is_log else 1.0
+    slope, offset = channel.scale / base, channel.center / base
     unit = channel.unit or "unknown"
     low, high = LOG10_RANGES.get(unit, tuple(slope * end + offset for end in CHANNEL_RANGE))
     number = BINS.get(unit, OTHER_BINS)

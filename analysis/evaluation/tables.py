@@ -58,11 +58,11 @@ def conclusion(evaluation: Results) -> str:
 def _better_baseline(flux: Flux) -> str:
     """A sentence if a baseline without a network has a smaller error of P1D than the prediction."""
     errors = {name: flux.power_error(name) for name in flux.ratios}
-    better = [name for name in errors if errors[name] < errors[PREDICTION]]
     return "".join(
         f" {name}, which needs no network, has a smaller mean |P1D ratio − 1| to {flux.largest_k:.2g} s/km: "
-        f"{errors[name]:.3f}, the prediction {errors[PREDICTION]:.3f}."
-        for name in better
+        f"{error:.3f}, the prediction {errors[PREDICTION]:.3f}."
+        for name, error in errors.items()
+        if error < errors[PREDICTION]
     )
 
 
@@ -104,8 +104,7 @@ def _power(spectrum: Spectrum, evaluation: Results) -> str:
     factor = f"{spectrum.ratio[worst]:.2g} times the target's at k = {spectrum.k[worst]:.2g}"
     if wrong[0] == 0:
         return f"wrong on the largest scales, at worst {factor}"
-    scale = _scale(spectrum.k[wrong[0]], evaluation)
-    return f"right to {POWER_TOLERANCE:.0%} above {scale}, at worst {factor}"
+    return f"right to {POWER_TOLERANCE:.0%} above {_scale(spectrum.k[wrong[0]], evaluation)}, at worst {factor}"
 
 
 def _scale(k: float, evaluation: Results) -> str:
@@ -120,8 +119,7 @@ def channel_table(evaluation: Results) -> Table:
     for channel, l1, copied, r2 in zip(evaluation.channels, *errors, strict=True):
         error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
         mean = f"{_number(error)} {residual_unit(channel)}" if channel.unit else "unknown"
-        copied_text = "" if np.isnan(copied) else f"{copied:.5f}"
-        rows.append([channel.name, f"{l1:.5f}", copied_text, _number(r2, 4), mean])
+        rows.append([channel.name, f"{l1:.5f}", "" if np.isnan(copied) else f"{copied:.5f}", _number(r2, 4), mean])
     rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
     if math.isfinite(evaluation.divergence_r2):
         rows.append(["velocity divergence", "", "", _number(evaluation.divergence_r2, 4), ""])

@@ -26,11 +26,6 @@ EXAMINED = 16  # validation crops from which those of the slices are chosen, at 
 STRUCTURE, ERROR = "the most structure", "the largest error"
 
 
-def prepare() -> None:
-    """Starts the process that draws, which needs a second."""
-    drawing.submit(drawing.import_matplotlib)
-
-
 @contextlib.contextmanager
 def errors_as_warnings(run: Run) -> Iterator[None]:
     """Context in which an error is logged as a warning, because a run does not end because of its pictures."""
@@ -65,13 +60,14 @@ def draw_run(
     `drawn` are the pictures of that evaluation; empty: it draws them. The slices are also in TensorBoard.
     """
     directory, records = run.directory, run.directory.read_metrics()
-    pictures = [(directory.loss_curves, "", drawing.submit(drawing.curves, records, config.loss, directory.title))]
+    curves = drawing.submit(drawing.picture, report.TRAINING, records, config.loss, directory.title)
+    pictures = [(directory.loss_curves, "", curves)]
     if not config.is_classification:
         title = ", ".join(filter(None, (directory.title, tags.progress(records))))
         places = (directory.slices, tags.SLICES), (directory.error_slices, tags.SLICES_LARGEST_ERROR)
         for (name, planes), place in zip(choose_planes(step, loader).items(), places, strict=True):
-            crop = f"{title}\nvalidation crop with {name}"
-            pictures.append((*place, drawing.submit(drawing.slices, *volume_channels(config), planes, crop)))
+            crop = *volume_channels(config), planes, None, f"{title}\nvalidation crop with {name}"
+            pictures.append((*place, drawing.submit(drawing.picture, "crop", *crop)))
     for path, tag, picture in pictures:
         with atomic_write([path]) as (partial,):  # since the disk may be full
             partial.write_bytes(picture.result())

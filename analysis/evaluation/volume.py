@@ -23,7 +23,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
 from utils.volumes.attributes import Simulation, differences_of, file_transform
-from utils.volumes.channels import INPUTS, TARGETS, VELOCITY, volume_channels
+from utils.volumes.channels import INPUTS, TARGETS, vectors_of, volume_channels
 from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset
 from utils.volumes.storage import open_file, reading
 from utils.volumes.values import check_sample
@@ -73,7 +73,7 @@ def config_of_files(inputs: str, prediction: str) -> Config:
             channels = checked_dataset(file, path, name).shape[0]
         if channels in known:
             keys[count] = channels
-            keys["vector_channels"][vectors] = [[*triple] for triple in VELOCITY if "velocity" in known[channels]]
+            keys["vector_channels"][vectors] = vectors_of(channels)
     return Config.model_validate(keys)
 
 
@@ -108,9 +108,8 @@ class VolumeFields:
                 log.warning("%s was predicted from %s, not from %s", prediction, source, path)
         transform = file_transform(transform, {field.path: field.attributes for field in self._all})
         self.config = config.model_copy(update={"transform": transform})
-        physical = config.allow_physical_values or prediction is not None
         for field in self._all:
-            check_sample(field.path, field.name, field.values, physical)
+            check_sample(field.path, field.name, field.values, config.allow_physical_values or prediction is not None)
 
     @property
     def periodic(self) -> bool:

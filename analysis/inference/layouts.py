@@ -16,11 +16,8 @@ from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCI
 INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"
 DEVIATION, PHYSICAL_DEVIATION = f"{OUTPUT}_std", f"{PHYSICAL}_std"
 # Names of the channels of a gas, and of their fields in Nyx's layout.
-NYX_FIELDS = {
-    "gas density": GAS_DENSITY,
-    **{f"gas velocity {name[-1]}": name for name in GAS_VELOCITY},
-    "temperature": TEMPERATURE,
-}
+NYX_FIELDS = {"gas density": GAS_DENSITY, "temperature": TEMPERATURE}
+NYX_FIELDS |= {f"gas velocity {name[-1]}": name for name in GAS_VELOCITY}
 
 
 class Layout(NamedTuple):

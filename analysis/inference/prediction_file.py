@@ -12,7 +12,7 @@ from typing import Any
 from analysis.inference.layouts import Layout
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
-from analysis.inference.window_grid import Box, split_blocks, window_count
+from analysis.inference.window_grid import Box, window_count
 from utils.config import to_yaml
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
@@ -98,7 +98,7 @@ class PredictionFile:
 
     def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any], per_node: int) -> ResumableHDF5File:
         grid, options, layout = predictor.grid, self.options, self.layout
-        origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
+        origins = [axis.origins for axis in grid.axes]
         box, source = self.source.attributes, Path(self.source.path).resolve()
         sha256, status = [*map(file_digest, self.weights)], source.stat()
         records = [network.record for network in self.networks]
@@ -135,7 +135,7 @@ class PredictionFile:
         }
         path = Path(options.output)
         side = options.block or BLOCK_WINDOWS * grid.x.window
-        blocks = split_blocks(grid, side, predictor.world.size, predictor.most_cells(per_node))
+        blocks = grid.split_blocks(side, predictor.world.size, predictor.most_cells(per_node))
         file = ResumableHDF5File(path, layout.datasets, file_attributes, identity, blocks, options.overwrite)
         if file.changed:
             changed = ", ".join(file.changed)

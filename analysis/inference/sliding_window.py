@@ -13,22 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from analysis.inference.window_grid import (
-    AxisPart,
-    Box,
-    Segment,
-    WindowGrid,
-    axis_windows,
-    split_windows,
-    window_count,
-    wrapped_segments,
-)
+from analysis.inference.window_grid import Axis, AxisPart, Box, Segment, WindowGrid, window_count
 from analysis.slabs import Slabs
 from utils.data.symmetry import Vectors, apply_on_device, channel_table, inverse
 from utils.distributed.world import World
 from utils.volumes.page_cache import memory_limit
 
-ReadBox = Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
 Predict = Callable[[torch.Tensor], torch.Tensor]
 
 # Blocks of windows whose planes go to several ranks: enough to share them evenly, and small next to the planes.
@@ -48,7 +38,7 @@ class SlidingWindowPredictor:
     """Predicts a volume window by window; if `read` raises UserError on one rank, all ranks raise it."""
 
     predict: Predict  # [N, C_in, W, W, W] -> [N, C_out, W, W, W], on the world's device
-    read: ReadBox
+    read: Callable[[slice, slice, slice], np.ndarray]  # -> input cells [C, x, y, z], float32, within the volume
     grid: WindowGrid
     channels: tuple[int, int]  # C_in, C_out
     batch_size: int  # windows per rank and forward pass
@@ -100,8 +90,8 @@ class SlidingWindowPredictor:
         """Blocks of windows, in lists of one block per rank; the last list may be shorter."""
         ranks, grid = self.world.size, self.grid
         count = max(ranks, min(BLOCKS_PER_RANK * ranks, grid.count // self.batch_size))
-        ranges = split_windows(grid, max(grid.shape), count, BLOCK_CELLS)
-        along = [[axis_windows(axis, part) for part in parts] for axis, parts in zip(grid.axes, ranges, strict=True)]
+        ranges = grid.split_windows(max(grid.shape), count, BLOCK_CELLS)
+        along = [[*map(axis.consecutive, parts)] for axis, parts in zip(grid.axes, ranges, strict=True)]
         # Large ones first: the last turn, which some ranks may miss, is short.
         blocks = sorted(itertools.product(*along), key=window_count, reverse=True)
         return [blocks[first : first + ranks] for first in range(0, len(blocks), ranks)]
@@ -112,11 +102,11 @@ class SlidingWindowPredictor:
         """Adds the cells of all ranks' blocks of windows to the planes of their owners."""
         channels, (x, y, z) = self.channels[1], self.grid.axes
         sender = turn[self.world.rank][:1] if blended is not None else []
-        places = [[place for part in sender for place in _within(part, x.size, planes)] for planes in slabs.shares]
+        places = [[place for part in sender for place in _within(part, x, planes)] for planes in slabs.shares]
         sent = [[blended[:, place.window].flatten() for place in of_rank] for of_rank in places if blended is not None]
         sizes, pieces = [0] * self.world.size, []
         for number, parts in enumerate(turn):
-            for place in _within(parts[0], x.size, slabs.planes):
+            for place in _within(parts[0], x, slabs.planes):
                 shape = channels, place.window.stop - place.window.start, parts[1].length, parts[2].length
                 sizes[number] += math.prod(shape)
                 pieces.append((parts, place.volume, shape))
@@ -125,11 +115,8 @@ class SlidingWindowPredictor:
         received = self.world.exchange(flat, sent_sizes, sizes)
         values = received.split([math.prod(shape) for *_, shape in pieces])
         for (parts, planes, shape), piece in zip(pieces, values, strict=True):
-            along_y, along_z = (
-                [*wrapped_segments(part.first, part.length, axis.size)]
-                for part, axis in zip(parts[1:], (y, z), strict=True)
-            )
-            for row, line in itertools.product(along_y, along_z):
+            along = (axis.segments(part.first, part.length) for axis, part in zip((y, z), parts[1:], strict=True))
+            for row, line in itertools.product(*along):
                 cells = piece.view(shape)[:, :, row.window, line.window]
                 total[:, slabs.local(planes), row.volume, line.volume] += cells
 
@@ -160,19 +147,16 @@ class SlidingWindowPredictor:
     def _read_box(self, parts: Sequence[AxisPart]) -> torch.Tensor:
         """The input cells of all windows, [C_in, x, y, z]."""
         inputs = torch.empty((self.channels[0], *(part.length for part in parts)), device=self.world.device)
-        pieces = (
-            wrapped_segments(part.first % axis.size, part.length, axis.size)
-            for part, axis in zip(parts, self.grid.axes, strict=True)
-        )
+        pieces = (axis.segments(part.first, part.length) for axis, part in zip(self.grid.axes, parts, strict=True))
         for x, y, z in itertools.product(*pieces):
             values = np.array(self.read(x.volume, y.volume, z.volume))
             inputs[:, x.window, y.window, z.window] = torch.from_numpy(values).to(inputs.device)
         return inputs
 
 
-def _within(part: AxisPart, size: int, planes: slice) -> Iterator[Segment]:
+def _within(part: AxisPart, axis: Axis, planes: slice) -> Iterator[Segment]:
     """The cells of a part of an axis that lie in `planes`."""
-    for cells, volume in wrapped_segments(part.first % size, part.length, size):
+    for cells, volume in axis.segments(part.first, part.length):
         start, stop = max(volume.start, planes.start), min(volume.stop, planes.stop)
         if start < stop:
             begin = cells.start + start - volume.start

@@ -171,14 +171,12 @@ def build_predictor(
             log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
-    periodic = volume.periodic and not options.not_periodic
-    grid = build_window_grid(volume.shape, window, options.overlap, periodic)
+    grid = build_window_grid(volume.shape, window, options.overlap, volume.periodic and not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
-    channel_counts = (config.N_in_channels, config.N_out_channels)
+    inputs, outputs = config.N_in_channels, config.N_out_channels
     forward = (forward_pass(model.network, options.precision, world.device) for model in networks)
     scalars = (conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
     predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
     vectors = config.vector_channels.inputs, config.vector_channels.targets
-    predict = symmetry_mean(predicts, options.symmetries, channel_counts, vectors, world, spread)
-    channel_counts = config.N_in_channels, config.N_out_channels * (1 + spread)
-    return SlidingWindowPredictor(predict, volume.box, grid, channel_counts, batch_size, world)
+    predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), vectors, world, spread)
+    return SlidingWindowPredictor(predict, volume.box, grid, (inputs, outputs * (1 + spread)), batch_size, world)

@@ -16,6 +16,13 @@ import numpy as np
 from utils.errors import UserError
 
 
+class Segment(NamedTuple):
+    """Cells of a window, and the cells of the volume that they are."""
+
+    window: slice
+    volume: slice
+
+
 @dataclass(frozen=True)
 class Axis:
     """Windows along one axis of `size` cells; on a periodic axis they may wrap around its end."""
@@ -25,15 +32,22 @@ class Axis:
     origins: tuple[int, ...]
     weights: np.ndarray  # [windows, window], float32: the weight of each window in its cells; they add up to 1 per cell
 
+    def segments(self, start: int, length: int) -> Iterator[Segment]:
+        """The cells [start, start + length), split where they wrap around the end of the axis."""
+        done = 0
+        while done < length:
+            place = (start + done) % self.size
+            count = min(length - done, self.size - place)
+            yield Segment(slice(done, done + count), slice(place, place + count))
+            done += count
+
+    def consecutive(self, numbers: range) -> "AxisPart":
+        """Consecutive windows, and all cells in them."""
+        start, stop = self.origins[numbers[0]], self.origins[numbers[-1]] + self.window
+        return axis_part(self, *((start, stop) if stop - start < self.size else (0, self.size)), numbers)
+
 
 Box = tuple[slice, slice, slice]  # cells along x, y and z, with start and stop
-
-
-class Segment(NamedTuple):
-    """Cells of a window, and the cells of the volume that they are."""
-
-    window: slice
-    volume: slice
 
 
 def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
@@ -55,21 +69,9 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
         count = -(-(size - window) // step) + 1
         origins = tuple(number * (size - window) // max(count - 1, 1) for number in range(count))
     shape = np.sin(np.pi * (np.arange(window) + 0.5) / window) ** 2  # [window]
-    total = np.zeros(size)
-    for origin in origins:
-        total[(origin + np.arange(window)) % size] += shape
-    weights = np.stack([shape / total[(origin + np.arange(window)) % size] for origin in origins])
-    return Axis(size, window, origins, weights.astype(np.float32))
-
-
-def wrapped_segments(start: int, length: int, size: int) -> Iterator[Segment]:
-    """The cells [start, start + length) of a periodic axis, split where they wrap around its end."""
-    done = 0
-    while done < length:
-        place = (start + done) % size
-        count = min(length - done, size - place)
-        yield Segment(slice(done, done + count), slice(place, place + count))
-        done += count
+    places = (np.array(origins)[:, None] + np.arange(window)) % size  # [windows, window]
+    total = np.bincount(places.flatten(), np.tile(shape, count), size)
+    return Axis(size, window, origins, (shape / total[places]).astype(np.float32))
 
 
 class PlacedWindow(NamedTuple):
@@ -103,19 +105,12 @@ def axis_part(axis: Axis, start: int, stop: int, numbers: range | None = None) -
         first, length = 0, axis.size
     windows = []
     for number, cells in placed.items():
-        inputs = tuple(wrapped_segments((cells[0] - first) % axis.size, axis.window, axis.size))
         outputs = []
         for cell in cells:
             begin, end = max(cell, start), min(cell + axis.window, stop)
             outputs.append(Segment(slice(begin - cell, end - cell), slice(begin - start, end - start)))
-        windows.append(PlacedWindow(number, inputs, outputs))
+        windows.append(PlacedWindow(number, tuple(axis.segments(cells[0] - first, axis.window)), outputs))
     return AxisPart(start, stop, first, length, windows)
-
-
-def axis_windows(axis: Axis, numbers: range) -> AxisPart:
-    """Consecutive windows of an axis, and all cells in them."""
-    start, stop = axis.origins[numbers[0]], axis.origins[numbers[-1]] + axis.window
-    return axis_part(axis, *((start, stop) if stop - start < axis.size else (0, axis.size)), numbers)
 
 
 @dataclass(frozen=True)
@@ -142,50 +137,44 @@ class WindowGrid:
         """The windows that touch a box, along each axis."""
         return [axis_part(axis, cells.start, cells.stop) for axis, cells in zip(self.axes, box, strict=True)]
 
+    def split_windows(self, side: int, count: int, limit: int) -> list[list[range]]:
+        """Divides the windows along each axis into ranges of their numbers, so that blocks of cells begin with each.
+
+        The blocks have at most `side` cells per side and at most `limit` cells, and there are at least `count` of them,
+        as far as blocks of one step of the windows allow.
+        """
+        parts = [min(-(-axis.size // side), len(axis.origins)) for axis in self.axes]
+        while True:
+            sizes = [axis.size / number for axis, number in zip(self.axes, parts, strict=True)]
+            divisible = [number for number in range(3) if parts[number] < len(self.axes[number].origins)]
+            if not divisible or (math.prod(parts) >= count and math.prod(sizes) <= limit):
+                break
+            parts[max(divisible, key=lambda number: sizes[number])] += 1  # x first: its planes are contiguous
+        ranges = []
+        for axis, number in zip(self.axes, parts, strict=True):
+            ends = [part * len(axis.origins) // number for part in range(number + 1)]
+            ranges.append([range(*pair) for pair in itertools.pairwise(ends)])
+        return ranges
+
+    def split_blocks(self, side: int, count: int, limit: int) -> list[Box]:
+        """The blocks of cells of `split_windows`."""
+        cuts = []
+        for axis, ranges in zip(self.axes, self.split_windows(side, count, limit), strict=True):
+            starts = [axis.origins[numbers[0]] for numbers in ranges]
+            cuts.append([slice(*pair) for pair in itertools.pairwise([*starts, axis.size])])
+        return list(itertools.product(*cuts))
+
     def describe(self) -> str:
         """One phrase for logs and reports."""
-        steps = {end - start for axis in (self.x, self.y, self.z) for start, end in itertools.pairwise(axis.origins)}
+        steps = {end - start for axis in self.axes for start, end in itertools.pairwise(axis.origins)}
         overlap = f", overlapping by {self.x.window - max(steps)} cells" if steps else ""
         return f"{self.count} windows of {self.x.window}³ cells{overlap}"
 
 
-def build_window_grid(
-    shape: tuple[int, int, int], window: int, overlap: int | None = None, periodic: bool = True
-) -> WindowGrid:
+def build_window_grid(shape: tuple[int, int, int], window: int, overlap: int | None, periodic: bool) -> WindowGrid:
     """Cubic windows that overlap by at least `overlap` cells (None: half a window); UserError if they do not fit."""
     overlap = window - max(window // 2, 1) if overlap is None else overlap
     return WindowGrid(*(window_axis(size, window, overlap, periodic) for size in shape))
-
-
-def split_windows(grid: WindowGrid, side: int, count: int, limit: int) -> list[list[range]]:
-    """Divides the windows along each axis into ranges of their numbers, so that blocks of cells begin with each range.
-
-    The blocks have at most `side` cells per side and at most `limit` cells, and there are at least `count` of them, as
-    far as blocks of one step of the windows allow.
-    """
-    parts = [min(-(-axis.size // side), len(axis.origins)) for axis in grid.axes]
-    while True:
-        sizes = [axis.size / number for axis, number in zip(grid.axes, parts, strict=True)]
-        if math.prod(parts) >= count and math.prod(sizes) <= limit:
-            break
-        divisible = [number for number in range(3) if parts[number] < len(grid.axes[number].origins)]
-        if not divisible:
-            break
-        parts[max(divisible, key=lambda number: sizes[number])] += 1  # x first: its planes are contiguous
-    ranges = []
-    for axis, number in zip(grid.axes, parts, strict=True):
-        ends = [part * len(axis.origins) // number for part in range(number + 1)]
-        ranges.append([range(*pair) for pair in itertools.pairwise(ends)])
-    return ranges
-
-
-def split_blocks(grid: WindowGrid, side: int, count: int, limit: int) -> list[Box]:
-    """The blocks of cells of `split_windows`."""
-    cuts = []
-    for axis, ranges in zip(grid.axes, split_windows(grid, side, count, limit), strict=True):
-        starts = [axis.origins[numbers[0]] for numbers in ranges]
-        cuts.append([slice(*pair) for pair in itertools.pairwise([*starts, axis.size])])
-    return list(itertools.product(*cuts))
 
 
 def window_count(parts: Sequence[AxisPart]) -> int:

@@ -119,19 +119,19 @@ def neutral_fraction(density: Tensor, temperature: Tensor, universe: Universe) -
     return 2 * c / (1 + (1 - 4 * c * (down + up) / b).sqrt())
 
 
-def fgpa_temperature(density: Tensor, redshift: float) -> Tensor:
-    """Temperature in K of photo-ionized gas of this density in units of the mean: T0 density**(gamma - 1).
+def fgpa_relation(redshift: float) -> tuple[float, float]:
+    """T0 in K and gamma of photo-ionized gas, whose temperature is T0 density**(gamma - 1), see `power_law`.
 
-    T0 and gamma were measured at 2 ≤ z ≤ 3.8 (Gaikwad et al. 2021); beyond, those of the nearest end are used. Together
+    They were measured at 2 ≤ z ≤ 3.8 (Gaikwad et al. 2021); beyond, those of the nearest end are used. Together
     with the density and velocity of dark matter this is the fluctuating Gunn-Peterson approximation.
     """
     redshifts, temperatures, gammas = TEMPERATURE_DENSITY
     kelvin, gamma = (float(np.interp(redshift, redshifts, values)) for values in (temperatures, gammas))
-    return power_law(density, kelvin, gamma)
+    return kelvin, gamma
 
 
 def power_law(density: Tensor, kelvin: float, gamma: float) -> Tensor:
-    """Temperature in K of gas that has `kelvin` at the mean density."""
+    """Temperature in K of gas of this density in units of the mean, which has `kelvin` at the mean density."""
     return kelvin * power(density, gamma - 1)
 
 
@@ -147,8 +147,7 @@ def optical_depth(density: Tensor, velocity: Tensor, temperature: Tensor, univer
     """
     lines = max(1, CELLS_AT_ONCE // density.shape[1])
     result = torch.empty(density.shape, device=density.device)
-    groups = zip(*(field.split(lines) for field in (density, velocity, temperature, result)), strict=True)
-    for *fields, out in groups:
+    for *fields, out in zip(*(field.split(lines) for field in (density, velocity, temperature, result)), strict=True):
         out.copy_(_depth_of_group(fields, universe, cell))
     return result
 
@@ -251,10 +250,9 @@ def power_sums(flux_contrast: Tensor) -> Tensor:
     return sums
 
 
-def flux_power(sums: Tensor, lines: int, cells: int, width: float) -> tuple[Tensor, Tensor]:
-    """Wavenumbers k in s/km and P1D(k) in km/s, of `power_sums` over lines of `cells` pixels of `width` km/s.
+def flux_power(sums: Tensor, lines: int, cells: int, width: float) -> Tensor:
+    """P1D(k) in km/s, of `power_sums` over lines of `cells` pixels of `width` km/s.
 
     P1D(k) = L / N² ⟨|FFT|²⟩ with L = N width, k = 2 π m / L. The constant, m = 0, is not included.
     """
-    modes = torch.arange(1, len(sums), dtype=torch.float64, device=sums.device)
-    return 2 * math.pi / (cells * width) * modes, sums[1:] * (width / (cells * lines))
+    return sums[1:] * (width / (cells * lines))

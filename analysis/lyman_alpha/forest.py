@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_law, power_sums, solve_scale
+from analysis.lyman_alpha.flux import fgpa_relation, flux_power, optical_depth, power_law, power_sums, solve_scale
 from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
 from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxSetup, GasFit
@@ -83,10 +83,9 @@ class FluxStatistics:
         if setup.dark and setup.baseline not in known:
             known |= {name: self._measure(depths) for name, depths in self._baselines(fields.inputs)}
         width = setup.universe.pixel_width(setup.cell)
-        wavenumbers = [
-            2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
-        ]
-        axis_k, k = self._average(wavenumbers)
+        axis_k, k = self._average(
+            [2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines]
+        )
         return Flux(
             redshift=setup.universe.redshift,
             mean_flux=setup.mean_flux,
@@ -126,16 +125,13 @@ class FluxStatistics:
         gas = fit and _transferred(dark, fit, setup.cell, slabs)
         if setup.smoothing:
             dark = smooth(dark, setup.smoothing / setup.cell, slabs)
-        published = functools.partial(fgpa_temperature, redshift=setup.universe.redshift)
-        yield setup.baseline, self._baseline_depths(dark, published, read)
+        yield setup.baseline, self._baseline_depths(dark, fgpa_relation(setup.universe.redshift), read)
         if fit and gas is not None:
-            fitted = functools.partial(power_law, kelvin=fit.kelvin, gamma=fit.gamma)
+            fitted = fit.kelvin, fit.gamma
             yield f"{setup.baseline}, {FITTED}", self._baseline_depths(dark, fitted, read)
             yield TRANSFER, self._baseline_depths(gas, fitted, read)
 
-    def _baseline_depths(
-        self, dark: Tensor, temperature_of: Callable[[Tensor], Tensor], read: ReadPlanes
-    ) -> list[Tensor]:
+    def _baseline_depths(self, dark: Tensor, relation: tuple[float, float], read: ReadPlanes) -> list[Tensor]:
         """Of gas with this density in the own planes, the temperature that follows, and the velocity of dark matter."""
         (_, *velocity_channels), setup, slabs = self._setup.dark, self._setup, self._slabs
 
@@ -145,7 +141,7 @@ class FluxStatistics:
         def depth(axis: int, row: Tensor) -> Tensor:
             density = row[0]
             velocity = velocity_channels[axis].to_physical(row[1]) if velocity_channels else torch.zeros_like(density)
-            return optical_depth(density, velocity, temperature_of(density), setup.universe, setup.cell)
+            return optical_depth(density, velocity, power_law(density, *relation), setup.universe, setup.cell)
 
         return self._depths(2 if velocity_channels else 1, values, depth)
 
@@ -219,7 +215,7 @@ class FluxStatistics:
                 deviation, true_deviation = (part.double() - self._setup.mean_flux for part in (flux, true.to(flux)))
                 products = deviation * true_deviation, deviation.square(), true_deviation.square()
                 moments += torch.stack([product.sum() for product in products])
-            powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width)[1].cpu().numpy())
+            powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width).cpu().numpy())
         (axis_power, power), (p3d, bispectrum) = self._average(powers), self._structure(depths, scale, mean)
         product, square, true_square = world.sum(moments).tolist()
         return FluxField(

@@ -75,12 +75,12 @@ class Flux:
         return float(np.abs(self.ratios[name][self.k <= self.largest_k] - 1).mean())
 
     def band_errors(self, name: str) -> dict[str, float]:
-        """Rms of P1D / that of the target − 1 in each of BANDS that has a mode, by `band_name`."""
+        """Rms of P1D / that of the target − 1 in each of BANDS that has a mode, by "0.003 to 0.01 s/km"."""
         errors = {}
         for low, high in BANDS:
             inside = (low <= self.k) & (self.k <= high)
             if inside.any():
-                errors[band_name((low, high))] = float(np.sqrt(np.mean((self.ratios[name][inside] - 1) ** 2)))
+                errors[f"{low:g} to {high:g} s/km"] = float(np.sqrt(np.mean((self.ratios[name][inside] - 1) ** 2)))
         return errors
 
     def p3d_errors(self, name: str) -> dict[str, float]:
@@ -96,8 +96,7 @@ class Flux:
 
         A target may pass zero, where a ratio says nothing. k³ gives all shells about the same weight.
         """
-        weights = self.flux_bispectrum_k**3
-        ours, target = (weights * self.fields[field].flux_bispectrum for field in (name, TARGET))
+        ours, target = (self.flux_bispectrum_k**3 * self.fields[field].flux_bispectrum for field in (name, TARGET))
         shells = np.isfinite(target).all(0)
         difference, size = (np.linalg.norm(values[:, shells], axis=1) for values in (ours - target, target))
         return dict(zip(SHAPES, quotient(difference, size).tolist(), strict=True)) if shells.any() else {}
@@ -108,9 +107,8 @@ class Flux:
 
     def measures(self, name: str) -> dict[str, float]:
         """All comparisons of a field with the target, by name; ideal are ratios and a correlation of 1, errors of 0."""
-        measures = {
-            f"P1D ratio at k = {self.k[mode]:.3g}": float(self.ratios[name][mode]) for mode in self.reference_modes
-        }
+        ratio = self.ratios[name]
+        measures = {f"P1D ratio at k = {self.k[mode]:.3g}": float(ratio[mode]) for mode in self.reference_modes}
         measures["P1D error"] = self.power_error(name)
         quantities = {"P1D": self.band_errors, "P3D": self.p3d_errors, "bispectrum": self.bispectrum_errors}
         for quantity, errors in quantities.items():
@@ -122,11 +120,6 @@ class Flux:
         values = {f"{label}, {name}": value for name in self.ratios for label, value in self.measures(name).items()}
         values |= {f"mean before rescaling, {name}": field.unscaled_mean for name, field in self.fields.items()}
         return {tags.evaluation("flux", name): value for name, value in values.items()}
-
-
-def band_name(band: tuple[float, float]) -> str:
-    """The text "0.003 to 0.01 s/km"."""
-    return f"{band[0]:g} to {band[1]:g} s/km"
 
 
 def quotient(values: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -229,8 +229,7 @@ def conditions_of(network: NetworkConfig, path: str, simulation: Simulation) -> 
 def warn_of_untrained_conditions(network: NetworkConfig, path: str, conditions: Sequence[float]) -> None:
     """Logs a warning for each condition of a volume outside the range of the training volumes."""
     for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
-        nearest = min(max(value, low), high)
-        if not _is_close(value, nearest):
+        if not _is_close(value, min(max(value, low), high)):
             log.warning(
                 f"{path}: {name} {value:.6g} is outside the trained range {low:.6g} to {high:.6g}; check the prediction"
             )

@@ -5,8 +5,9 @@ A channel x holds ln(value) or the value itself, scaled: value = exp(center + sc
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,32 +68,17 @@ class Channel:
         return f"(log10(value / {self.unit}) - {self.center / ten:.10g}) / {self.scale / ten:.10g}"
 
 
-def volume_channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-    transform, vectors = config.transform, config.vector_channels
-    inputs = input_channels(config.N_in_channels, transform, vectors.inputs)
-    return inputs, target_channels(config.N_out_channels, transform, vectors.targets)
-
-
-def input_channels(count: int, transform: TransformConfig, vectors: Vectors = VELOCITY) -> tuple[Channel, ...]:
-    """Channels of `Nbody`: those of INPUTS if the vectors are as expected, else unknown ones."""
-    return _channels(count, INPUTS.get(count, ()), DARK_MATTER, transform, vectors)
-
-
-def target_channels(count: int, transform: TransformConfig, vectors: Vectors = VELOCITY) -> tuple[Channel, ...]:
-    """Channels of `Hydro`: those of TARGETS if the vectors are as expected, else unknown ones."""
-    return _channels(count, TARGETS.get(count, ()), GAS, transform, vectors)
-
-
 def vectors_of(count: int) -> list[list[int]]:
     """The default vector_channels of a dataset: the velocity, if it has at least four channels."""
     return [list(triple) for triple in VELOCITY if max(triple) < count]
 
 
 def _channels(
-    count: int, quantities: Sequence[str], prefix: str, transform: TransformConfig, vectors: Vectors
+    known: Mapping[int, Sequence[str]], prefix: str, count: int, transform: TransformConfig, vectors: Vectors = VELOCITY
 ) -> tuple[Channel, ...]:
-    expected = VELOCITY if "velocity" in quantities else ()
-    if not quantities or [*map(tuple, vectors)] != [*map(tuple, expected)]:
+    """The channels of `known` if the vectors are as expected, else unknown ones."""
+    quantities = known.get(count, ())
+    if not quantities or [*map(list, vectors)] != vectors_of(count):
         return tuple(Channel(f"{UNKNOWN}{number}") for number in range(count))
     return tuple(channel for quantity in quantities for channel in _quantity(quantity, prefix, transform))
 
@@ -110,6 +96,16 @@ def _quantity(quantity: str, prefix: str, transform: TransformConfig) -> list[Ch
     return [Channel("temperature", TEMPERATURE_UNIT, scale * ten, center * ten, is_log=True)]
 
 
+input_channels = partial(_channels, INPUTS, DARK_MATTER)  # of `Nbody`
+target_channels = partial(_channels, TARGETS, GAS)  # of `Hydro`
+
+
+def volume_channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+    transform, vectors = config.transform, config.vector_channels
+    inputs = input_channels(config.N_in_channels, transform, vectors.inputs)
+    return inputs, target_channels(config.N_out_channels, transform, vectors.targets)
+
+
 def common_channels(inputs: Sequence[Channel], targets: Sequence[Channel]) -> int:
     """Number of first channels that hold the same quantity of dark matter and gas; if unknown, all that both have."""
     pairs = list(zip(inputs, targets, strict=False))
@@ -121,6 +117,5 @@ def common_channels(inputs: Sequence[Channel], targets: Sequence[Channel]) -> in
 
 def check_physical_units(channels: Iterable[Channel], remedy: str) -> None:
     """Raises UserError if the physical values of a channel are unknown."""
-    unknown = [channel.name for channel in channels if channel.unit is None]
-    if unknown:
+    if unknown := [channel.name for channel in channels if channel.unit is None]:
         raise UserError(f"the checkpoint's config does not define physical values of {', '.join(unknown)}; {remedy}")

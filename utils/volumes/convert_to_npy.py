@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("-o", "--output_dir", metavar="DIR", help="directory for the .npy files (that of FILE)")
         parser.add_argument("--overwrite", action="store_true", help="replace existing .npy files")
         options = parser.parse_args(argv)
-        names = (options.data, options.label)
-        for path in convert(options.input, names, options.output_dir, options.overwrite):
+        for path in convert(options.input, (options.data, options.label), options.output_dir, options.overwrite):
             print(f"wrote {path}")
 
 

@@ -125,8 +125,7 @@ class FieldReader:
         cells = (channels, x, y, z)
         with reading(self.path):
             values = np.asarray(self.values[cells])
-        place = nonfinite_place(values)
-        if place is None:
+        if (place := nonfinite_place(values)) is None:
             return values
         where = ", ".join(str((axis.start or 0) + index) for axis, index in zip(cells, place, strict=True))
         raise UserError(f"{self.path}: {self.name}[{where}] is {values[place]}; fix the file")
@@ -193,13 +192,11 @@ def checked_dataset(
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
     is_last = len(shape) == 4 and shape[0] == shape[1] > shape[3]  # no crop fits into so flat a volume
     if len(shape) != 4 or 0 in shape or is_last or shape[0] != (channels or shape[0]):
-        fix = "choose or write one of that shape"
-        if is_last:
-            fix = "channels come first: write numpy.moveaxis(values, -1, 0)"
+        first = "channels come first: write numpy.moveaxis(values, -1, 0)"
+        fix = first if is_last else "choose or write one of that shape"
         raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {fix}")
     check_real(dataset.dtype, f"{path}: {name}")
-    chunk = math.prod(dataset.chunks or ()) * dataset.dtype.itemsize
-    if chunk > LARGE_CHUNK:
+    if (chunk := math.prod(dataset.chunks or ()) * dataset.dtype.itemsize) > LARGE_CHUNK:
         text = f"{path}: {name} has chunks of {chunk / 1e9:.1f} GB, and a crop needs whole ones: this is slow"
         warn_once(f"{text}; rewrite it contiguously, or use --data_loader_config=inmem")
     return dataset

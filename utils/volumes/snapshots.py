@@ -33,11 +33,7 @@ FIELDS = (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY, GAS_DENSITY, *GAS_VELOCITY
 VECTORS = {"dark_matter_velocity": DARK_MATTER_VELOCITY, "velocity": GAS_VELOCITY}  # [X, Y, Z, 3], in place of these
 CAMELS = {DARK_MATTER_DENSITY: "Grids_Mcdm_*.npy", GAS_DENSITY: "Grids_Mgas_*.npy", TEMPERATURE: "Grids_T_*.npy"}
 # Factors to the units of channels.py. A density in any other unit is divided by its mean.
-UNITS = {
-    "density": {"mean": 1.0},
-    "velocity": {"km/s": 1.0, "m/s": 1e-3, "cm/s": 1e-5},
-    "temperature": {"K": 1.0},
-}
+UNITS = {"density": {"mean": 1.0}, "velocity": {"km/s": 1.0, "m/s": 1e-3, "cm/s": 1e-5}, "temperature": {"K": 1.0}}
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of Nyx's datasets that state none
 PER_SECOND = re.compile(r" */ *s$|[ .*]+s(\*\*|\^)?-1$")  # astropy's and yt's "km / s", "cm*s**-1", "km s^-1"
@@ -205,13 +201,11 @@ def _nyx_field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
 
 def nyx_attributes(names: Sequence[str], shape: Shape, cell: float, simulation: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of a file of Nyx, its groups and datasets; texts have a fixed length, as programs in C expect."""
-    sizes = {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)}
-    universe = {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()}
     units = DEFAULT_UNITS | {"density": "(mean)"}
     return {
         "": {"format": np.bytes_("nyx-lyaf")},
-        "domain": sizes,
-        "universe": universe,
+        "domain": {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)},
+        "universe": {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()},
         "derived_fields": {},  # where such tools write their results
         **{f"{NATIVE}/{name}": {"units": np.bytes_(units[quantity_of(name)])} for name in names},
     }

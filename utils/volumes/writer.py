@@ -126,9 +126,8 @@ class ResumableHDF5File:
         with self._record.open("wb") as record:
             record.write(bytes(1 + len(journal["blocks"])))
             os.fsync(record.fileno())
-        _write_at(
-            self._journal, 0, memoryview(json.dumps({**journal, PLACES: places, "sizes": self._sizes()}).encode())
-        )
+        text = json.dumps({**journal, PLACES: places, "sizes": self._sizes()})
+        _write_at(self._journal, 0, memoryview(text.encode()))
         os.fsync(self._journal.fileno())
 
 
@@ -182,10 +181,9 @@ class BlockWriter:
     def _write_part(self, offset: int, shape: Sequence[int], box: Sequence[slice], part: np.ndarray) -> None:
         """Writes one field of a block, [x, y, z], in pieces that are contiguous in the file."""
         data = np.ascontiguousarray(part, dtype="<f4")
-        axes = 3  # of the field's axes, those that a piece does not span
-        while axes > 1 and data.shape[axes - 1] == shape[axes - 1]:
+        axes = 2  # of the field's axes, those along which there are several pieces
+        while axes and data.shape[axes] == shape[axes]:
             axes -= 1
-        axes -= 1
         pitch = [shape[1] * shape[2], shape[2], 1]  # cells of the file
         first = sum(axis.start * cells for axis, cells in zip(box, pitch, strict=True))
         for place in itertools.product(*map(range, data.shape[:axes])):

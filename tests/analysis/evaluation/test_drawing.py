@@ -32,12 +32,12 @@ def test_a_process_of_its_own_draws_and_a_rank_never_holds_its_lock() -> None:
         process.send_signal(number)
     with pytest.raises(AttributeError):
         drawing.submit(drawing.picture, "spectra", replace(results, spectra=None)).result()
-    assert drawing.submit(drawing.curves, [], "l1", "").result().startswith(b"\x89PNG")
+    assert drawing.submit(drawing.picture, "loss_curves", [], "l1", "").result().startswith(b"\x89PNG")
     with pytest.raises(FileNotFoundError):
         drawing.submit(os.stat, "/no_style").result()
     assert process.poll() is None
     process.kill()
-    assert drawing.submit(drawing.curves, [], "l1", "").result().startswith(b"\x89PNG")
+    assert drawing.submit(drawing.picture, "loss_curves", [], "l1", "").result().startswith(b"\x89PNG")
     assert drawing._drawing_process()[0] is not process
     with pytest.raises(UserError, match="was ended 2 times, at last with exit code 9"):
         drawing.submit(os._exit, 9).result()

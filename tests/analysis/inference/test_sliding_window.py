@@ -17,7 +17,7 @@ from volume_files import smooth_field
 import predict
 from analysis.inference.sliding_window import Predict, SlidingWindowPredictor, symmetry_mean
 from analysis.inference.trained_network import SYMMETRIES
-from analysis.inference.window_grid import build_window_grid, split_blocks, window_axis, window_count
+from analysis.inference.window_grid import build_window_grid, window_axis, window_count
 from analysis.slabs import Slabs
 from networks.unet import UNet
 from utils.data import symmetry
@@ -107,7 +107,7 @@ def test_a_cell_has_the_same_bits_in_blocks_of_any_size(
         return field[:, x, y, z]
 
     seen = torch.zeros(shape)
-    for x, y, z in split_blocks(predictor.grid, side, count, limit=10**9):
+    for x, y, z in predictor.grid.split_blocks(side, count, limit=10**9):
         reported, read = [0], 0
         with ALONE.pulse.using(show=lambda count, _, reported=reported: reported.append(count)):
             block = replace(predictor, read=counted).predict_box((x, y, z))
@@ -126,15 +126,15 @@ def test_the_memory_of_a_block_is_limited_to_a_third(monkeypatch: pytest.MonkeyP
 
 
 def test_blocks_are_as_many_and_as_small_as_requested() -> None:
-    grid = build_window_grid((128, 64, 64), 16)
+    grid = build_window_grid((128, 64, 64), 16, None, periodic=True)
     for side, count, limit in ((32, 1, 10**9), (128, 5, 10**9), (128, 1, 40_000)):
-        blocks = split_blocks(grid, side, count, limit)
+        blocks = grid.split_blocks(side, count, limit)
         sizes = [[axis.stop - axis.start for axis in block] for block in blocks]
         assert len(blocks) >= count
         assert max(map(max, sizes)) <= side
         assert max(map(np.prod, sizes)) <= limit
         assert all(axis.start % 8 == 0 for block in blocks for axis in block), "blocks begin where windows begin"
-    assert len(split_blocks(grid, 1, 1, 1)) == 16 * 8 * 8, "no block is smaller than a step of the windows"
+    assert len(grid.split_blocks(1, 1, 1)) == 16 * 8 * 8, "no block is smaller than a step of the windows"
 
 
 CASES = [((16, 24, 8), 8, 4, True), ((20, 9, 8), 8, 0, False), ((8, 8, 8), 8, 0, True), ((2, 9, 13), 2, 1, True)]
@@ -231,7 +231,7 @@ def test_weights_and_origins_of_known_grids() -> None:
     np.testing.assert_array_equal(faces.weights[0, :8], 1)  # only one window covers the cells at a face
     np.testing.assert_array_equal(faces.weights[1, 8:], 1)
     assert window_axis(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
-    assert build_window_grid((3, 2, 1), 1).count == 6, "windows are at least one cell apart by default"
+    assert build_window_grid((3, 2, 1), 1, None, True).count == 6, "windows are at least one cell apart by default"
 
 
 INPUT_VECTORS, OUTPUT_VECTORS = [(1, 2, 3)], [(2, 3, 1)]  # the target's components in another order

@@ -13,7 +13,7 @@ from sample_results import SIMULATION, slab_fields
 from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
-from analysis.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
+from analysis.lyman_alpha.flux import Universe, fgpa_relation, optical_depth, power_law
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
 from analysis.lyman_alpha.power import RATIO, AnisotropicPower
 from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, REAL_FGPA, TARGET, TRANSFER, Flux, FluxField
@@ -116,7 +116,7 @@ def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
     inputs, predicted, target = fields()
     dark = np.exp(14 * inputs[0].astype(np.float64))
     dark = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
-    temperature = fgpa_temperature(torch.from_numpy(dark), SIMULATION["redshift"]).numpy()
+    temperature = power_law(torch.from_numpy(dark), *fgpa_relation(SIMULATION["redshift"])).numpy()
     expected = {
         TARGET: depths_of_gas(target),
         PREDICTION: depths_of_gas(predicted),
