@@ -82,9 +82,7 @@ class GasPhysics:
 
 
 @one_thread()
-def evolve(
-    particles: Particles, gas: Gas, physics: GasPhysics, clock: GrowthClock, progress: Progress | None = None
-) -> None:
+def evolve(particles: Particles, gas: Gas, physics: GasPhysics, clock: GrowthClock, progress: Progress) -> None:
     """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place.
 
     The half kicks at the end of one step and the start of the next have the same force and are combined.
@@ -104,5 +102,4 @@ def evolve(
             redshift = clock.redshift(times[step + 1])
             gas.advance(drift / clock.rate(end))
             physics.exchange_heat(gas, clock.redshift(now), redshift)
-            if progress:
-                progress.advance(1, f"z = {redshift:.1f}")
+            progress.advance(1, f"z = {redshift:.1f}")

@@ -153,9 +153,7 @@ def _nearby(positions: Tensor, grid: int, base: int, rows: int, width: int) -> I
             yield torch.add(plane, indices[2][k], out=index), torch.mul(plane_weight, weights[2][k], out=weight)
 
 
-def add_particles(
-    mesh: Tensor, positions: Tensor, values: Sequence[Tensor], grid: int, base: int = 0, width: int = TRIANGLE
-) -> None:
+def add_particles(mesh: Tensor, positions: Tensor, values: Sequence[Tensor], grid: int, base: int, width: int) -> None:
     """Adds particles at positions [3, particles], in cells, to rows of a periodic mesh that start at row `base`.
 
     Each is a cloud of `width` cells per axis (Hockney & Eastwood 1981). `mesh` is [1 + len(values), rows * n * n]: the

@@ -174,18 +174,16 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     }
 
 
-def write(
-    target: Path, fields: tuple[np.ndarray, np.ndarray], attributes: dict[str, Any], options: SimulationOptions
-) -> None:
+def write(target: Path, fields: tuple[np.ndarray, np.ndarray], options: SimulationOptions) -> None:
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
-    datasets, attributes_by_place = dict(zip(DATASETS, fields, strict=True)), {"": attributes}
+    datasets, attributes = dict(zip(DATASETS, fields, strict=True)), {"": file_attributes(options)}
     if options.format == "nyx":
         datasets = nyx_datasets(dict(zip(FIELDS, itertools.chain(*fields), strict=True)))
-        attributes_by_place = nyx_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes)
+        attributes = nyx_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes[""])
     with atomic_write([target]) as (partial,), h5py.File(partial, "w") as file:
         for name, values in datasets.items():
             file[name] = values
-        write_attributes(file, attributes_by_place)
+        write_attributes(file, attributes)
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
@@ -232,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"warning: {options.n_steps} steps are for tests only; give --n_steps 40\n")
         for target, member in members.items():
             fields = simulate(member) if member.format == "volume" else simulate_fields(member)
-            write(target, fields, file_attributes(member), member)
+            write(target, fields, member)
             sides = f"{member.grid} cells and {member.box_length:g} Mpc/h per side"
             print(f"wrote {target}: {sides}, z = {member.redshift:g}")
     return 0

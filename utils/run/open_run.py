@@ -78,7 +78,7 @@ class Run:
             choice = choice or Choice(RunDirectory(Path(place[0])), place[1])
             directory = choice.directory
             world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
-            start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
+            start = find_start(choice, request.init_from, request.config.model_dump(), world)
             run = cls(request, volumes, choice, world, start, files)
             try:
                 yield run
