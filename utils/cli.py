@@ -201,12 +201,6 @@ def read_changes(texts: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _check_name(flag: str, name: str) -> None:
-    """Raises UserError for a name that is no single part of a path."""
-    if not name.isprintable() or {"/", "\\"} & set(name) or name in ("", ".", ".."):
-        raise UserError(f"{flag} {name!r} must be a plain name, because it is a part of the run directory's path")
-
-
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of train.py; raises UserError for an invalid command line."""
     arguments = build_parser().parse_args(argv)
@@ -220,8 +214,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     # Each is translated on its own, so that --set overrides flags regardless of the spelling of either.
     flags, changes = map(translate, (flags, changes))
     name = default_name(arguments.yaml_config) if arguments.config is None else arguments.config
-    _check_name("--run_num", arguments.run_num)
-    _check_name("--config", name)
+    for flag, part in (("--run_num", arguments.run_num), ("--config", name)):
+        if not part.isprintable() or {"/", "\\"} & set(part) or part in ("", ".", ".."):
+            raise UserError(f"{flag} {part!r} must be a plain name, because it is a part of the run directory's path")
     if arguments.plot is not None and arguments.preflight is None:
         raise UserError("--plot needs --preflight; add --preflight or remove --plot")
     options = Options(

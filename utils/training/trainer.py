@@ -142,7 +142,11 @@ class Trainer:
                 seconds = clock.lap()
                 state.step_seconds += seconds
                 state.epoch_seconds += seconds
-                self._save_or_stop(ends_epoch=state.batch == steps)
+                self._stop_if_requested()
+                every_steps = self.config.checkpoint.every_steps
+                self._save_is_due |= every_steps is not None and state.step % every_steps == 0
+                if self._save_is_due and state.batch < steps:
+                    self._save()
                 state.epoch_seconds += clock.lap()
 
     def _train_step(self, batches: Generator[Batch, None, None]) -> torch.Tensor:
@@ -184,14 +188,6 @@ class Trainer:
         validation = Validation.of(results, self.config.metrics, clock.seconds())
         self.state.metrics, self.state.density_factor = validation.metrics, validation.density_factor
         return validation
-
-    def _save_or_stop(self, ends_epoch: bool) -> None:
-        """Saves or stops if that is due; all ranks do so after the same step."""
-        self._stop_if_requested()
-        every_steps = self.config.checkpoint.every_steps
-        self._save_is_due |= every_steps is not None and self.state.step % every_steps == 0
-        if self._save_is_due and not ends_epoch:
-            self._save()
 
     def _stop_if_requested(self) -> None:
         """Agrees on one request with all ranks, which call it at the same points; a stop saves and raises Stopped."""
