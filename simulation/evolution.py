@@ -24,16 +24,14 @@ INITIAL_KELVIN = 0.02  # T / (1 + z)^2 of gas that has expanded since it decoupl
 # single cells, since nothing else, such as star formation, would stop it.
 JEANS_CELLS = 2.0
 
-
-def attributes() -> dict[str, Any]:
-    """Solver and physics of the gas as HDF5 attributes; the names contain the units."""
-    return {
-        "gas_solver": "MUSCL-Hancock, HLLC, dual energy, no feedback, no self-shielding",
-        "gas_adiabatic_index": GAMMA,
-        "gas_courant_number": hydro.COURANT,
-        "gas_cooling_needs_jeans_length_cells": JEANS_CELLS,
-        **cooling.attributes(),
-    }
+# Solver and physics of the gas as HDF5 attributes; the names contain the units.
+ATTRIBUTES: dict[str, Any] = {
+    "gas_solver": "MUSCL-Hancock, HLLC, dual energy, no feedback, no self-shielding",
+    "gas_adiabatic_index": GAMMA,
+    "gas_courant_number": hydro.COURANT,
+    "gas_cooling_needs_jeans_length_cells": JEANS_CELLS,
+    **cooling.ATTRIBUTES,
+}
 
 
 @dataclass(frozen=True)

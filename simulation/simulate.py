@@ -26,7 +26,7 @@ from torch import Tensor
 from simulation import channels, evolution
 from simulation.cooling import PrimordialGas
 from simulation.fourier import backward, forward, multiplied, one_thread
-from simulation.linear_theory import GrowthClock, cosmology_names, linear_power, make_cosmology, velocity_unit
+from simulation.linear_theory import COSMOLOGIES, GrowthClock, linear_power, make_cosmology, velocity_unit
 from simulation.particle_mesh import lpt_particles, mass_and_momentum
 from utils.cli import Parser, positive
 from utils.distributed.threads import usable_cpus
@@ -169,8 +169,8 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
         "start_redshift": START_REDSHIFT,
         **{name: getattr(options, name) for name in (*stored, *(["paired"] if options.paired else []))},
         **{f"cosmology_{name}": float(getattr(cosmology, name)) for name in parameters},
-        **evolution.attributes(),
-        **channels.attributes(),
+        **evolution.ATTRIBUTES,
+        **channels.ATTRIBUTES,
     }
 
 
@@ -194,7 +194,7 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.add_argument("--grid", type=positive, default=128, help="cells per side of the box (%(default)s)")
     parser.add_argument("--box_size", type=float, help="side of the box in comoving Mpc/h (0.15625 times grid)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial conditions (%(default)s)")
-    parser.add_argument("--cosmology", choices=cosmology_names(), default="planck18", help="%(default)s by default")
+    parser.add_argument("--cosmology", choices=COSMOLOGIES, default="planck18", help="%(default)s by default")
     parser.add_argument("--redshift", type=float, default=3.0, help="redshift of the fields (%(default)s)")
     parser.add_argument("--n_steps", type=positive, default=40, help=steps)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the simulation (%(default)s)")
