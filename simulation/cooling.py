@@ -93,8 +93,7 @@ class PrimordialGas:
         start = THETAS.expand(len(DENSITIES), -1).contiguous()
         end = start
         crossing = [REIONIZATION] if start_redshift > REIONIZATION > end_redshift else []
-        edges = [start_redshift, *crossing, end_redshift]
-        for first, last in itertools.pairwise(edges):
+        for first, last in itertools.pairwise([start_redshift, *crossing, end_redshift]):
             duration = math.log((1 + first) / (1 + last))
             longest = NEUTRAL_SUBSTEP if first > REIONIZATION else longest_substep
             substeps = max(1, math.ceil(duration / longest))

@@ -203,8 +203,7 @@ def deposit(
         return base, window.view(len(window), touched, grid, grid)
 
     total = torch.zeros(1 + len(velocity), grid, grid, grid, device=device)
-    deposits = in_order(deposit_slab, split_rows(grid, slabs), threads)
-    for done, (base, window) in enumerate(deposits):
+    for done, (base, window) in enumerate(in_order(deposit_slab, split_rows(grid, slabs), threads)):
         for row in range(window.shape[1]):
             total[:, (base + row) % grid] += window[:, row]
         if progress:

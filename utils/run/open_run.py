@@ -134,8 +134,7 @@ class Run:
         if self.directory.path.exists():  # it may have been renamed; the loggers would create it
             self.records.hparams(self.request.config, results, result.steps + 1)
         losses = {self.start.initial_network: result.initial_loss, **baselines}
-        table = [*result.table(losses), f"run directory  {self.directory}", *lines]
-        log.info("\n  ".join(["Result:", *table]))
+        log.info("\n  ".join(["Result:", *result.table(losses), f"run directory  {self.directory}", *lines]))
         with self.world.raise_together():
             self.checkpoint_writer.check()
             self.records.flush()

@@ -146,8 +146,7 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
         density, *_ = volume_channels(config)[1]
         if density.unit == DENSITY_UNIT and not config.is_classification:
             metrics += mean_densities(density.scale)
-        has_tail = config.fused_tail and not config.fused_tail_obstacle
-        kind = NetworkWithFusedTail if has_tail else NetworkWithLoss
+        kind = NetworkWithFusedTail if config.fused_tail and not config.fused_tail_obstacle else NetworkWithLoss
         return kind(network(config), loss(config), metrics)
 
 

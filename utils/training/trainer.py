@@ -199,8 +199,7 @@ class Trainer:
             self._since_save = Stopwatch()
         answer = self._coordinator.exchange(request)
         if answer is Request.STOP:
-            reason = self.signals.received or "a signal to another rank"
-            log.info(f"Stopping after step {self.state.step}: {reason}")
+            log.info(f"Stopping after step {self.state.step}: {self.signals.received or 'a signal to another rank'}")
             if self.state.step > self.reporter.first_step:  # otherwise there is nothing to lose
                 self._save(wait=True)
             with self.world.raise_together():  # otherwise a launcher may kill a rank that still writes
