@@ -1,8 +1,8 @@
 """Builds network, loss and step from the config."""
 
-import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     step: EagerStep
 
 
-@contextlib.contextmanager
+@contextmanager
 def assemble(
     volumes: Volumes, world: World, step_class: type[EagerStep], size: ModelSize | None = None
 ) -> Iterator[Parts]:
@@ -61,8 +61,8 @@ def assemble(
         model = network_with_loss(config)
     size = size or model_size(config)
     reserve = size.reserve(world.device)
-    with open_loaders(volumes, world, reserve) as loaders, step(config, world, model, step_class) as train_step:
-        yield Parts(size, loaders, train_step)
+    with open_loaders(volumes, world, reserve) as loaders, closing(step(config, world, model, step_class)) as built:
+        yield Parts(size, loaders, built)
 
 
 def network(config: Config) -> nn.Module:
