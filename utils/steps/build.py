@@ -205,11 +205,9 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
         convolutions.select(module, config.convolutions)
     if "." in config.loss:
         own_network.check_loss(config, model.loss, world.device)
-    capturable = step_class.capturable and world.device.type == "cuda"
+    capturable, lr = step_class.capturable and world.device.type == "cuda", config.lr_schedule.start_lr
     with value_errors_for_users():
-        optimizer = build_optimizer(
-            config.optimizer, module.named_parameters(), config.lr_schedule.start_lr, capturable
-        )
+        optimizer = build_optimizer(config.optimizer, module.named_parameters(), lr, capturable)
     train_step = step_class(model, optimizer, config, world)
     log.info(describe_optimizer(config.optimizer.name, optimizer))
     torch.manual_seed(config.seed + world.rank)
