@@ -61,7 +61,7 @@ def simulated(options: argparse.Namespace, grid: int, seed: int, sign: int) -> s
             modes = simulate.initial_modes(finest, make_cosmology(finest.cosmology))
             dark, gas = simulate.simulate_fields(mesh, torch.from_numpy(of_waves(modes.numpy(), grid)))
             path.parent.mkdir(parents=True, exist_ok=True)
-            simulate.write(path, (to_channels(dark), to_channels(gas)), simulate.file_attributes(mesh), mesh)
+            simulate.write(path, (to_channels(dark), to_channels(gas)), mesh)
     return str(path)
 
 

@@ -24,20 +24,18 @@ TRANSFORM = {
     "temperature_log10_scale": 2.5,
 }
 
-
-def attributes() -> dict[str, Any]:
-    """Constants of the transforms as HDF5 attributes; the names contain the units."""
-    return {
-        "velocity_fill_length_cells": FILL_LENGTH,
-        "velocity_fill_weight": FILL_WEIGHT,
-        FLOOR: DENSITY_FLOOR,
-        **TRANSFORM,
-        "nbody_channels": "rho_DM, v_x, v_y, v_z",
-        "hydro_channels": "rho, v_x, v_y, v_z, T",
-        "density_transform": "x = ln(max(rho / mean, density_floor_of_mean)) / density_log_scale",
-        "velocity_transform": "x = v / velocity_scale_km_s; peculiar velocity; v_i is along array axis 1 + i",
-        "temperature_transform": "x = (log10(T / K) - temperature_log10_center) / temperature_log10_scale",
-    }
+# Constants of the transforms as HDF5 attributes; the names contain the units.
+ATTRIBUTES: dict[str, Any] = {
+    "velocity_fill_length_cells": FILL_LENGTH,
+    "velocity_fill_weight": FILL_WEIGHT,
+    FLOOR: DENSITY_FLOOR,
+    **TRANSFORM,
+    "nbody_channels": "rho_DM, v_x, v_y, v_z",
+    "hydro_channels": "rho, v_x, v_y, v_z, T",
+    "density_transform": "x = ln(max(rho / mean, density_floor_of_mean)) / density_log_scale",
+    "velocity_transform": "x = v / velocity_scale_km_s; peculiar velocity; v_i is along array axis 1 + i",
+    "temperature_transform": "x = (log10(T / K) - temperature_log10_center) / temperature_log10_scale",
+}
 
 
 def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:

@@ -42,19 +42,16 @@ LONGEST_SUBSTEP = 0.01  # in ln a
 NEUTRAL_SUBSTEP = 0.04  # before reionization, when little gas is hot enough to cool
 NEVER = 10.0  # in ln a, longer than any step
 CELLS_AT_ONCE = 2**15  # fit the cache
-
-
-def attributes() -> dict[str, Any]:
-    """Constants of heating and cooling as HDF5 attributes; the names contain the units."""
-    return {
-        "uv_background": "Faucher-Giguere 2020, MNRAS 493, 1614",
-        "cooling_rates": "Katz, Weinberg & Hernquist 1996, ApJS 105, 19; ionization equilibrium, no metals",
-        "hydrogen_fraction": HYDROGEN_FRACTION,
-        "hydrogen_reionization_redshift": REIONIZATION,
-        "hydrogen_reionization_temperature_k": REIONIZATION_TEMPERATURE,
-        "helium_reionization_redshifts": ionization.HELIUM_REDSHIFTS,
-        "helium_reionization_heat_ev": HELIUM_HEAT,
-    }
+# Constants of heating and cooling as HDF5 attributes; the names contain the units.
+ATTRIBUTES: dict[str, Any] = {
+    "uv_background": "Faucher-Giguere 2020, MNRAS 493, 1614",
+    "cooling_rates": "Katz, Weinberg & Hernquist 1996, ApJS 105, 19; ionization equilibrium, no metals",
+    "hydrogen_fraction": HYDROGEN_FRACTION,
+    "hydrogen_reionization_redshift": REIONIZATION,
+    "hydrogen_reionization_temperature_k": REIONIZATION_TEMPERATURE,
+    "helium_reionization_redshifts": ionization.HELIUM_REDSHIFTS,
+    "helium_reionization_heat_ev": HELIUM_HEAT,
+}
 
 
 @one_thread()
@@ -96,8 +93,7 @@ class PrimordialGas:
         start = THETAS.expand(len(DENSITIES), -1).contiguous()
         end = start
         crossing = [REIONIZATION] if start_redshift > REIONIZATION > end_redshift else []
-        edges = [start_redshift, *crossing, end_redshift]
-        for first, last in itertools.pairwise(edges):
+        for first, last in itertools.pairwise([start_redshift, *crossing, end_redshift]):
             duration = math.log((1 + first) / (1 + last))
             longest = NEUTRAL_SUBSTEP if first > REIONIZATION else longest_substep
             substeps = max(1, math.ceil(duration / longest))

@@ -24,16 +24,14 @@ INITIAL_KELVIN = 0.02  # T / (1 + z)^2 of gas that has expanded since it decoupl
 # single cells, since nothing else, such as star formation, would stop it.
 JEANS_CELLS = 2.0
 
-
-def attributes() -> dict[str, Any]:
-    """Solver and physics of the gas as HDF5 attributes; the names contain the units."""
-    return {
-        "gas_solver": "MUSCL-Hancock, HLLC, dual energy, no feedback, no self-shielding",
-        "gas_adiabatic_index": GAMMA,
-        "gas_courant_number": hydro.COURANT,
-        "gas_cooling_needs_jeans_length_cells": JEANS_CELLS,
-        **cooling.attributes(),
-    }
+# Solver and physics of the gas as HDF5 attributes; the names contain the units.
+ATTRIBUTES: dict[str, Any] = {
+    "gas_solver": "MUSCL-Hancock, HLLC, dual energy, no feedback, no self-shielding",
+    "gas_adiabatic_index": GAMMA,
+    "gas_courant_number": hydro.COURANT,
+    "gas_cooling_needs_jeans_length_cells": JEANS_CELLS,
+    **cooling.ATTRIBUTES,
+}
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,7 @@ class GasPhysics:
 
 
 @one_thread()
-def evolve(
-    particles: Particles, gas: Gas, physics: GasPhysics, clock: GrowthClock, progress: Progress | None = None
-) -> None:
+def evolve(particles: Particles, gas: Gas, physics: GasPhysics, clock: GrowthClock, progress: Progress) -> None:
     """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place.
 
     The half kicks at the end of one step and the start of the next have the same force and are combined.
@@ -104,5 +100,4 @@ def evolve(
             redshift = clock.redshift(times[step + 1])
             gas.advance(drift / clock.rate(end))
             physics.exchange_heat(gas, clock.redshift(now), redshift)
-            if progress:
-                progress.advance(1, f"z = {redshift:.1f}")
+            progress.advance(1, f"z = {redshift:.1f}")

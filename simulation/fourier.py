@@ -96,8 +96,7 @@ def backward(modes: Tensor, threads: int) -> Tensor:
 
 def multiplied(modes: Tensor, factor: Callable[..., Tensor], threads: int) -> Tensor:
     """modes * factor(kx, ky, kz), slab by slab, without a full grid of wavenumbers in memory."""
-    n = len(modes)
-    kx, ky, kz = wavenumbers(n, modes.device)
+    kx, ky, kz = wavenumbers(len(modes), modes.device)
     result = torch.empty_like(modes)
     in_slabs(lambda rows: torch.mul(modes[rows], factor(kx[rows], ky, kz), out=result[rows]), modes, threads)
     return result

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 from colossus.cosmology import cosmology as colossus
 
-
-def cosmology_names() -> list[str]:
-    """Names of colossus cosmologies that define all parameters and have baryons."""
-    return [name for name, values in colossus.cosmologies.items() if name != "powerlaw" and values["Ob0"] > 0]
+# Names of colossus cosmologies that define all parameters and have baryons.
+COSMOLOGIES = [name for name, values in colossus.cosmologies.items() if name != "powerlaw" and values["Ob0"] > 0]
 
 
 def make_cosmology(name: str) -> colossus.Cosmology:

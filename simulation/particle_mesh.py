@@ -153,9 +153,7 @@ def _nearby(positions: Tensor, grid: int, base: int, rows: int, width: int) -> I
             yield torch.add(plane, indices[2][k], out=index), torch.mul(plane_weight, weights[2][k], out=weight)
 
 
-def add_particles(
-    mesh: Tensor, positions: Tensor, values: Sequence[Tensor], grid: int, base: int = 0, width: int = TRIANGLE
-) -> None:
+def add_particles(mesh: Tensor, positions: Tensor, values: Sequence[Tensor], grid: int, base: int, width: int) -> None:
     """Adds particles at positions [3, particles], in cells, to rows of a periodic mesh that start at row `base`.
 
     Each is a cloud of `width` cells per axis (Hockney & Eastwood 1981). `mesh` is [1 + len(values), rows * n * n]: the
@@ -205,8 +203,7 @@ def deposit(
         return base, window.view(len(window), touched, grid, grid)
 
     total = torch.zeros(1 + len(velocity), grid, grid, grid, device=device)
-    deposits = in_order(deposit_slab, split_rows(grid, slabs), threads)
-    for done, (base, window) in enumerate(deposits):
+    for done, (base, window) in enumerate(in_order(deposit_slab, split_rows(grid, slabs), threads)):
         for row in range(window.shape[1]):
             total[:, (base + row) % grid] += window[:, row]
         if progress:

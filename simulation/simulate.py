@@ -26,7 +26,7 @@ from torch import Tensor
 from simulation import channels, evolution
 from simulation.cooling import PrimordialGas
 from simulation.fourier import backward, forward, multiplied, one_thread
-from simulation.linear_theory import GrowthClock, cosmology_names, linear_power, make_cosmology, velocity_unit
+from simulation.linear_theory import COSMOLOGIES, GrowthClock, linear_power, make_cosmology, velocity_unit
 from simulation.particle_mesh import lpt_particles, mass_and_momentum
 from utils.cli import Parser, positive
 from utils.distributed.threads import usable_cpus
@@ -169,23 +169,21 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
         "start_redshift": START_REDSHIFT,
         **{name: getattr(options, name) for name in (*stored, *(["paired"] if options.paired else []))},
         **{f"cosmology_{name}": float(getattr(cosmology, name)) for name in parameters},
-        **evolution.attributes(),
-        **channels.attributes(),
+        **evolution.ATTRIBUTES,
+        **channels.ATTRIBUTES,
     }
 
 
-def write(
-    target: Path, fields: tuple[np.ndarray, np.ndarray], attributes: dict[str, Any], options: SimulationOptions
-) -> None:
+def write(target: Path, fields: tuple[np.ndarray, np.ndarray], options: SimulationOptions) -> None:
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
-    datasets, attributes_by_place = dict(zip(DATASETS, fields, strict=True)), {"": attributes}
+    datasets, attributes = dict(zip(DATASETS, fields, strict=True)), {"": file_attributes(options)}
     if options.format == "nyx":
         datasets = nyx_datasets(dict(zip(FIELDS, itertools.chain(*fields), strict=True)))
-        attributes_by_place = nyx_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes)
+        attributes = nyx_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes[""])
     with atomic_write([target]) as (partial,), h5py.File(partial, "w") as file:
         for name, values in datasets.items():
             file[name] = values
-        write_attributes(file, attributes_by_place)
+        write_attributes(file, attributes)
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
@@ -196,7 +194,7 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     parser.add_argument("--grid", type=positive, default=128, help="cells per side of the box (%(default)s)")
     parser.add_argument("--box_size", type=float, help="side of the box in comoving Mpc/h (0.15625 times grid)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial conditions (%(default)s)")
-    parser.add_argument("--cosmology", choices=cosmology_names(), default="planck18", help="%(default)s by default")
+    parser.add_argument("--cosmology", choices=COSMOLOGIES, default="planck18", help="%(default)s by default")
     parser.add_argument("--redshift", type=float, default=3.0, help="redshift of the fields (%(default)s)")
     parser.add_argument("--n_steps", type=positive, default=40, help=steps)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the simulation (%(default)s)")
@@ -232,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"warning: {options.n_steps} steps are for tests only; give --n_steps 40\n")
         for target, member in members.items():
             fields = simulate(member) if member.format == "volume" else simulate_fields(member)
-            write(target, fields, file_attributes(member), member)
+            write(target, fields, member)
             sides = f"{member.grid} cells and {member.box_length:g} Mpc/h per side"
             print(f"wrote {target}: {sides}, z = {member.redshift:g}")
     return 0

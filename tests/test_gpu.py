@@ -287,5 +287,6 @@ def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
     assert field.numel() > 2**31
     plan = EpochPlan(np.zeros(1, int), np.full((1, 3), box - crop), np.array([29]))
     out = torch.empty((1, *corner.shape), device="cuda")
-    TritonGather([field], crop, VECTORS, "full")(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
+    gather = TritonGather([field], crop, VECTORS, "full", False)
+    gather(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
     assert torch.equal(out[0].cpu(), torch.from_numpy(cut(corner.float().cpu().numpy(), np.zeros(3, int), crop, 29)))

@@ -147,15 +147,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", help="name of the config (base, or the only config of the file)")
     text = "last part of the run directory's path (%(default)s); further runs are <run_num>-2, <run_num>-3, …"
     parser.add_argument("--run_num", default="00", help=text)
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="auto",
-        metavar="auto|no|DIR",
-        help="auto: continue the newest run of this run_num, also if it is finished; no: remove the earlier run from "
-        "the run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; "
-        "without it, continue an interrupted run with the same config, otherwise start in a new directory",
-    )
+    text = "auto: continue the newest run of this run_num, also if it is finished; no: remove the earlier run from the "
+    text += "run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; "
+    text += "without it, continue an interrupted run with the same config, otherwise start in a new directory"
+    parser.add_argument("--resume", nargs="?", const="auto", metavar="auto|no|DIR", help=text)
     parser.add_argument("--init_from", metavar="FILE", help="start a new run from the weights of a checkpoint")
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text)
@@ -164,22 +159,10 @@ def build_parser() -> argparse.ArgumentParser:
     text = "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated. "
     text += """VALUE is YAML; ~ and $VAR in paths are expanded. Quote paths with # or ": ": --set 'expdir="a #1"'"""
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
-    parser.add_argument(
-        "--preflight",
-        nargs="?",
-        const=0,
-        type=positive,
-        metavar="RANKS",
-        help="check the config, the data and the run directory for this number of ranks, then exit",
-    )
-    parser.add_argument(
-        "--plot",
-        nargs="?",
-        const="",
-        type=png_output,
-        metavar="FILE",
-        help="with --preflight: plot the learning rate of all steps (learning_rate.png in the run directory)",
-    )
+    text = "check the config, the data and the run directory for this number of ranks, then exit"
+    parser.add_argument("--preflight", nargs="?", const=0, type=positive, metavar="RANKS", help=text)
+    text = "with --preflight: plot the learning rate of all steps (learning_rate.png in the run directory)"
+    parser.add_argument("--plot", nargs="?", const="", type=png_output, metavar="FILE", help=text)
     text = "print the resolved config, with all keys, as a YAML file, then exit"
     parser.add_argument("--print_config", action="store_true", help=text)
     return parser
@@ -201,12 +184,6 @@ def read_changes(texts: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _check_name(flag: str, name: str) -> None:
-    """Raises UserError for a name that is no single part of a path."""
-    if not name.isprintable() or {"/", "\\"} & set(name) or name in ("", ".", ".."):
-        raise UserError(f"{flag} {name!r} must be a plain name, because it is a part of the run directory's path")
-
-
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of train.py; raises UserError for an invalid command line."""
     arguments = build_parser().parse_args(argv)
@@ -220,16 +197,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     # Each is translated on its own, so that --set overrides flags regardless of the spelling of either.
     flags, changes = map(translate, (flags, changes))
     name = default_name(arguments.yaml_config) if arguments.config is None else arguments.config
-    _check_name("--run_num", arguments.run_num)
-    _check_name("--config", name)
+    for flag, part in (("--run_num", arguments.run_num), ("--config", name)):
+        if not part.isprintable() or {"/", "\\"} & set(part) or part in ("", ".", ".."):
+            raise UserError(f"{flag} {part!r} must be a plain name, because it is a part of the run directory's path")
     if arguments.plot is not None and arguments.preflight is None:
         raise UserError("--plot needs --preflight; add --preflight or remove --plot")
-    options = Options(
-        yaml_config=arguments.yaml_config,
-        config=name,
-        overrides=flags | changes,
-        **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from", "plot")},
-    )
+    equal = ("yaml_config", "run_num", "preflight", "resume", "init_from", "plot")
+    options = Options(config=name, overrides=flags | changes, **{key: getattr(arguments, key) for key in equal})
     if arguments.print_config:
         config = load(options.yaml_config, options.config, options.overrides)
         config.for_world(1)  # checks what no section can

@@ -119,7 +119,7 @@ def _find_start(
     parent = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to the run directory {choice.directory}; choose another with --set expdir=DIR")
-    start = find_start(choice.directory, choice.resume, request.init_from, config.model_dump(), world)
+    start = find_start(choice, request.init_from, config.model_dump(), world)
     if choice.directory.is_free:
         log.info("run directory: %s is new", choice)
     elif start.path is not None:

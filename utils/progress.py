@@ -66,12 +66,9 @@ def _rich_bar(description: str, total: int) -> Any:
         from rich.console import Console
     except ImportError:
         return None
-    bar = progress.Progress(
-        *progress.Progress.get_default_columns(),
-        progress.TextColumn("{task.completed}/{task.total} {task.fields[note]}"),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    counts = progress.TextColumn("{task.completed}/{task.total} {task.fields[note]}")
+    columns = *progress.Progress.get_default_columns(), counts
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
     bar.add_task(description, total=total, note="")
     bar.start()
     return bar

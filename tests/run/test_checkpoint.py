@@ -27,6 +27,7 @@ from utils.files import recover
 from utils.run import checkpoint as checkpoints
 from utils.run import writer as checkpoint_writer
 from utils.run.checkpoint import BEST, CHECKSUMS, TRAINING, WEIGHTS, load_newest, read_weights, step_directory
+from utils.run.choice import Choice
 from utils.run.directory import RunDirectory
 from utils.run.start import Start, find_start
 from utils.run.state import TrainState
@@ -259,13 +260,13 @@ def only_rank_0_reads(world: World, folder: str) -> list[Any]:
     worlds.BROADCAST_BYTES = 1000
     if not world.is_root:
         checkpoints.read = mock.Mock(side_effect=AssertionError)
-    saved = find_start(RunDirectory(Path()), None, None, Config().model_dump(), world)._checkpoint
+    saved = find_start(Choice(RunDirectory(Path())), None, Config().model_dump(), world)._checkpoint
     step = mock.Mock()
     Start({}, folder + f"/{world.rank}", None, False).restore(step, Volumes(Config(), None), world)
     if world.is_root:
         flip(saved.path / WEIGHTS, 300)
     with pytest.raises(UserError, match="no usable checkpoint") as caught:
-        find_start(RunDirectory(Path()), None, None, Config().model_dump(), world)
+        find_start(Choice(RunDirectory(Path())), None, Config().model_dump(), world)
     content = [saved.weights, saved.training, saved.state]
     return [str(saved.path), repr(content), repr(step.load_weights.call_args.args), str(caught.value)]
 
@@ -307,7 +308,7 @@ def test_a_copy_without_links_has_the_same_best_checkpoint(tmp_path: Path) -> No
     def best_steps(run: Path) -> list[int]:
         """By all that read it."""
         new, best = RunDirectory(tmp_path / "new"), f"{run}/checkpoints/best"
-        start = find_start(new, best, None, Config().model_dump(), ALONE)
+        start = find_start(Choice(new, best), None, Config().model_dump(), ALONE)
         return [read_weights(run)["step"], read_weights(run / "checkpoints" / BEST)["step"], start.state.step]
 
     for run in (tmp_path / "run", directory, without):
@@ -328,7 +329,7 @@ def test_a_directory_above_runs_is_refused_with_the_runs_in_it(tmp_path: Path) -
     with pytest.raises(UserError, match=f"; give .*, for example {tmp_path}/demo/2ranks/00$"):
         read_weights(tmp_path)
     with pytest.raises(UserError, match=f"^--resume={tmp_path}: it holds no .*, for example .*/demo/2ranks/00$"):
-        find_start(RunDirectory(tmp_path / "new"), str(tmp_path), None, Config().model_dump(), ALONE)
+        find_start(Choice(RunDirectory(tmp_path / "new"), str(tmp_path)), None, Config().model_dump(), ALONE)
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])

@@ -21,6 +21,7 @@ from simulation.hydro import GAMMA, Gas
 from simulation.ionization import CollisionRates, Equilibrium
 from simulation.particle_mesh import Particles
 from utils.errors import UserError
+from utils.progress import Progress
 
 COSMOLOGY = linear_theory.make_cosmology("planck18")
 
@@ -92,7 +93,7 @@ def test_zeldovichs_pancake(axis: int) -> None:
     contrast = np.broadcast_to(amplitude * clock.times[0] * np.cos(k * np.arange(n)).reshape(shape), (n, n, n))
     gas = physics.start(torch.from_numpy(contrast.astype(np.float32)), particles, clock, 2)
     entropy = float(gas.state[4].double().sum())
-    evolution.evolve(particles, gas, physics, clock)
+    evolution.evolve(particles, gas, physics, clock, Progress("", 1, live_only=True))
     lagrange = np.arange(-n, 2 * n, 0.01)
     edges = lagrange - 0.72 / k * np.sin(k * lagrange)  # of equal masses
     exact = np.histogram(edges, np.arange(n + 1) - 0.5)[0] * 0.01

@@ -26,6 +26,7 @@ from simulation import channels, evolution, fourier, gravity, linear_theory, par
 from simulation.cooling import PrimordialGas
 from simulation.simulate import SimulationOptions
 from utils.config.sections import TransformConfig
+from utils.progress import Progress
 from utils.volumes import import_volume
 from utils.volumes.channels import input_channels, target_channels
 
@@ -102,7 +103,7 @@ def test_plane_waves_from_rest_grow_and_decay_as_in_einstein_de_sitter() -> None
     particles = particle_mesh.Particles(torch.from_numpy(displaced.copy()), torch.zeros(3, 32, 32, 32))
     physics = evolution.GasPhysics(PrimordialGas(linear_theory.make_cosmology("planck18")), 0.5, 0.0, 1.0)
     gas = physics.start(torch.zeros(32, 32, 32), particles, clock, 1)
-    evolution.evolve(particles, gas, physics, clock)
+    evolution.evolve(particles, gas, physics, clock, Progress("", 1, live_only=True))
     ratio = clock.times[-1] / clock.times[0]
     for end, start in zip(particles.displacement.numpy(), displaced, strict=True):
         assert np.vdot(end, start) / np.vdot(start, start) == pytest.approx(0.6 * ratio + 0.4 * ratio**-1.5, rel=0.03)
@@ -134,7 +135,7 @@ def test_forces_cancel_between_particles_and_with_the_gas() -> None:
         for most, shape in ((16, (3, 4096)), (2, (16, 16, 16)))
     )
     dark = torch.zeros(1, 16**3)
-    particle_mesh.add_particles(dark, positions, (), 16)
+    particle_mesh.add_particles(dark, positions, (), 16, 0, particle_mesh.TRIANGLE)
     on_particles, on_gas = gravity.accelerations(dark.view(16, 16, 16), gas / gas.mean(), share)
     force = particle_mesh.interpolate(on_particles, positions).double().mean(1)
     pull = (gas / gas.mean() * on_gas).double().mean((1, 2, 3))

@@ -22,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def on_rank(world: World) -> tuple[Any, ...]:
-    recorder = LossRecorder(5, world)
+    recorder = LossRecorder(5, world, StepTimer(torch.ones(1, requires_grad=True), world.device))
     assert recorder.read() == []
     for value in (1.0, 2.0):
         recorder.record(torch.tensor(value + world.rank), torch.tensor(value * (1 + world.rank)))

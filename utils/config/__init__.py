@@ -113,8 +113,7 @@ def changes_result(key: str) -> bool:
 
 def run_changes(before: Config, now: Config) -> list[str]:
     """The dotted keys with different values that make another run: those that change its result or its speed."""
-    earlier, current = flatten(before), flatten(now)
-    return [key for key in current if earlier[key] != current[key] and (changes_result(key) or key in SPEED_KEYS)]
+    return [key for key in differences(now, before) if changes_result(key) or key in SPEED_KEYS]
 
 
 def to_yaml(config: Config, name: str) -> str:

@@ -38,14 +38,6 @@ def expand(path: str) -> str:
     return VARIABLE.sub(value, home)
 
 
-def _read(path: str, info: pydantic.ValidationInfo) -> str:
-    return expand(path) if info.context == EXPAND else path
-
-
-def _write(path: str, info: pydantic.SerializationInfo) -> str:
-    return path.replace("$", "$$") if info.mode == FOR_A_FILE else path
-
-
 def _distinct(paths: list[str]) -> list[str]:
     for path in paths:
         if paths.count(path) > 1:
@@ -53,7 +45,12 @@ def _distinct(paths: list[str]) -> list[str]:
     return paths
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_read), pydantic.PlainSerializer(_write)]
+PathText = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(lambda path, info: expand(path) if info.context == EXPAND else path),
+    pydantic.PlainSerializer(lambda path, info: path.replace("$", "$$") if info.mode == FOR_A_FILE else path),
+]
 
 # Tags of the two types of a value that may also be a list; error messages omit them.
 ONE, LIST = "=one", "=list"

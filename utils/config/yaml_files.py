@@ -180,8 +180,7 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
         _apply_merge_keys(configs, path, set())
     if configs is None:
         raise UserError(f"{path} is empty; write named configs, such as base: {{seed: 1}}")
-    entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]
-    for name, values in entries:
+    for name, values in configs.items() if isinstance(configs, dict) else [("the file", configs)]:
         if not isinstance(name, str):
             raise UserError(f"{path}: the name of a config must be a text, got {name!r}; write it in quotes")
         if not isinstance(values, dict) and name != EXTENDS:

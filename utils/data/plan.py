@@ -110,8 +110,7 @@ def _random_words(*key: int) -> np.random.Philox:
 
 def _below(words: np.random.Philox, bound: int, count: int) -> np.ndarray:
     """`count` integers in [0, bound); the bias of the remainder is below bound / 2**63."""
-    raw = words.random_raw(count) >> np.uint64(1)
-    return (raw % np.uint64(bound)).astype(np.int64)
+    return ((words.random_raw(count) >> np.uint64(1)) % np.uint64(bound)).astype(np.int64)
 
 
 def _sample_without_replacement(words: np.random.Philox, count: int, bound: int) -> np.ndarray:

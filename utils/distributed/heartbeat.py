@@ -204,9 +204,8 @@ class Heartbeat:
         self._beats += 1
         self._note_progress()
         calls, changed = self._own
-        report = self.pulse.report._replace(
-            beat=self._beats, calls=calls, idle=round(self._now - changed, 2), collectives=_collectives()
-        )
+        idle = round(self._now - changed, 2)
+        report = self.pulse.report._replace(beat=self._beats, calls=calls, idle=idle, collectives=_collectives())
         self._reports.write(self.rank, report)
         end, reports, is_lost = self._reports.read(reads_all=self.diagnoser.is_lost)
         self.diagnoser.add(self._now, reports, is_lost)

@@ -110,24 +110,15 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
 
 
 def _read_slurm(env: Mapping[str, str]) -> Launch:
+    rank, local_rank = (_integer(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
     # On a single node use the loopback address: the node's name may not resolve inside a container.
     one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
-    return Launch(
-        "slurm",
-        _integer(env, "SLURM_PROCID"),
-        _integer(env, "SLURM_LOCALID"),
-        _slurm_tasks(env),
-        env.get("MASTER_ADDR") or ("" if one_node else first_host(nodes)) or "127.0.0.1",
-        _integer(env, "MASTER_PORT", _slurm_port(env)),
-    )
-
-
-def _slurm_port(env: Mapping[str, str]) -> int:
-    """A port derived from job and step, because jobs may share a node, and steps a job; as in export_DDP_vars.sh."""
-    step = env["SLURM_STEP_ID"]
-    number = int(step) if step.isdecimal() else 0
-    return 15000 + (_integer(env, "SLURM_JOB_ID", 0) * 7 + number * 1009) % 15000
+    # Jobs may share a node, and steps a job; as in export_DDP_vars.sh.
+    step = int(env["SLURM_STEP_ID"]) if env["SLURM_STEP_ID"].isdecimal() else 0
+    port = 15000 + (_integer(env, "SLURM_JOB_ID", 0) * 7 + step * 1009) % 15000
+    address = env.get("MASTER_ADDR") or ("" if one_node else first_host(nodes)) or "127.0.0.1"
+    return Launch("slurm", rank, local_rank, _slurm_tasks(env), address, _integer(env, "MASTER_PORT", port))
 
 
 def _find_mpi(env: Mapping[str, str]) -> Sequence[str] | None:

@@ -33,6 +33,7 @@ waiting = threading.Event()  # is set while this rank waits for the others; a st
 Meeting = tuple[dist.Store, torch.device, bool]
 # The name of the start; the reason why these ranks cannot train together, if any; whether any ranks share a GPU.
 Answer = tuple[str, str, bool]
+Call = dict[str, str]  # of a rank: its process and device, what differs from rank 0, and its error
 
 
 def rendezvous(device: str, launch: Launch, timeouts: TimeoutsConfig, identity: Mapping[str, str]) -> Meeting:
@@ -114,9 +115,7 @@ def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identit
     return dist.PrefixStore(start, store), chosen, shared
 
 
-def _answer_calls(
-    store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
-) -> Answer:
+def _answer_calls(store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: Call) -> Answer:
     """Rank 0's part of `meet`."""
     start = secrets.token_hex(8)
     keys = {f"{start}, rank {rank}": rank for rank in range(1, launch.world_size)}
@@ -133,9 +132,7 @@ def _answer_calls(
     return answer
 
 
-def _call_root(
-    store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
-) -> Answer:
+def _call_root(store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: Call) -> Answer:
     """The part of the other ranks in `meet`."""
     deadline, called, is_first, answer = time.monotonic() + seconds, "", False, None
     while answer is None and time.monotonic() < deadline:

@@ -181,7 +181,8 @@ def connect(
     store, chosen, shared = rendezvous(device, launch, timeouts, identity)
     heartbeat = Heartbeat(timeouts, launch, store)
     with _beating(heartbeat):
-        store.set_timeout(timedelta(seconds=timeouts.collective))
+        limit = timedelta(seconds=timeouts.collective)
+        store.set_timeout(limit)
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
         nccl = nccl and chosen.type == "cuda" and not shared
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
@@ -193,13 +194,8 @@ def connect(
             _lower_debug_level()
         # Gloo's own limit is that of a collective.
         heartbeat.diagnoser.hang_seconds = min(timeouts.hang or timeouts.rendezvous, timeouts.rendezvous)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeouts.collective),
-        )
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
         world = World(launch, chosen, heartbeat)
         set_threads(world.rank, world.hosts, world.gather_json)
         heartbeat.diagnoser.hang_seconds = timeouts.hang

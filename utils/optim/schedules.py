@@ -53,14 +53,10 @@ def step_decay(config: Config, peak: float, step: int) -> float:
     return peak * options.drop_factor ** sum(epoch >= drop for drop in options.drop_epochs)
 
 
-def constant(config: Config, peak: float, step: int) -> float:
-    return peak
-
-
 SCHEDULES: dict[str, Callable[[Config, float, int], float]] = {
     "cosine": cosine,
     "step": step_decay,
-    "constant": constant,
+    "constant": lambda config, peak, step: peak,
 }
 
 

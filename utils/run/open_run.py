@@ -78,7 +78,7 @@ class Run:
             choice = choice or Choice(RunDirectory(Path(place[0])), place[1])
             directory = choice.directory
             world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
-            start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), world)
+            start = find_start(choice, request.init_from, request.config.model_dump(), world)
             run = cls(request, volumes, choice, world, start, files)
             try:
                 yield run
@@ -134,8 +134,7 @@ class Run:
         if self.directory.path.exists():  # it may have been renamed; the loggers would create it
             self.records.hparams(self.request.config, results, result.steps + 1)
         losses = {self.start.initial_network: result.initial_loss, **baselines}
-        table = [*result.table(losses), f"run directory  {self.directory}", *lines]
-        log.info("\n  ".join(["Result:", *table]))
+        log.info("\n  ".join(["Result:", *result.table(losses), f"run directory  {self.directory}", *lines]))
         with self.world.raise_together():
             self.checkpoint_writer.check()
             self.records.flush()

@@ -27,7 +27,6 @@ DIGEST = "sha256_of_samples"
 
 def provenance(world: World) -> dict[str, Any]:
     """The record that is stored with every result. Every rank calls it."""
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
         "command": command(),
         "git_commit": git_commit(),
@@ -45,7 +44,7 @@ def provenance(world: World) -> dict[str, Any]:
             "numpy": np.__version__,
             "h5py": h5py.__version__,
             "cuda": str(torch.version.cuda),
-            "cudnn": str(cudnn),
+            "cudnn": str(torch.backends.cudnn.version()),
         },
     }
 

@@ -19,6 +19,7 @@ from utils.errors import UserError
 from utils.lookup import warn_of_other_code
 from utils.run import checkpoint
 from utils.run.checkpoint import WEIGHTS, Checkpoint, load_weights, stored_config, verify
+from utils.run.choice import Choice
 from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 from utils.steps.eager import EagerStep
@@ -96,14 +97,12 @@ class Start:
         )
 
 
-def find_start(
-    directory: RunDirectory, resume: str | None, init_from: str | None, config: Mapping[str, Any], world: World
-) -> Start:
+def find_start(choice: Choice, init_from: str | None, config: Mapping[str, Any], world: World) -> Start:
     """The start of a training run in a run directory; every rank calls it, and rank 0 reads the files.
 
-    `resume` is None, auto, no, or the directory of another run or of a checkpoint. The checkpoints in the run directory
-    take precedence, except with no.
+    The checkpoints in the run directory take precedence over those of `choice.resume`, except with no.
     """
+    directory, resume = choice.directory, choice.resume
     saved: Checkpoint | None = None
     with world.raise_together():
         if world.is_root and resume != "no":

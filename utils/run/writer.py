@@ -58,18 +58,15 @@ class HostCopy:
 
     def _map(self, value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._copy(value.detach(), name)
+            key = name, value.shape, value.dtype, value.stride()
+            if key not in self._buffers:
+                self._buffers[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            return self._buffers[key].copy_(value.detach(), non_blocking=True)
         if isinstance(value, Mapping):
             return {key: self._map(item, f"{name}/{key}") for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._map(item, f"{name}/{index}") for index, item in enumerate(value)]
         return value
-
-    def _copy(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        key = name, tensor.shape, tensor.dtype, tensor.stride()
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return self._buffers[key].copy_(tensor, non_blocking=True)
 
 
 class CheckpointWriter:

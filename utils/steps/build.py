@@ -1,8 +1,8 @@
 """Builds network, loss and step from the config."""
 
-import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     step: EagerStep
 
 
-@contextlib.contextmanager
+@contextmanager
 def assemble(
     volumes: Volumes, world: World, step_class: type[EagerStep], size: ModelSize | None = None
 ) -> Iterator[Parts]:
@@ -61,8 +61,8 @@ def assemble(
         model = network_with_loss(config)
     size = size or model_size(config)
     reserve = size.reserve(world.device)
-    with open_loaders(volumes, world, reserve) as loaders, step(config, world, model, step_class) as train_step:
-        yield Parts(size, loaders, train_step)
+    with open_loaders(volumes, world, reserve) as loaders, closing(step(config, world, model, step_class)) as built:
+        yield Parts(size, loaders, built)
 
 
 def network(config: Config) -> nn.Module:
@@ -146,8 +146,7 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
         density, *_ = volume_channels(config)[1]
         if density.unit == DENSITY_UNIT and not config.is_classification:
             metrics += mean_densities(density.scale)
-        has_tail = config.fused_tail and not config.fused_tail_obstacle
-        kind = NetworkWithFusedTail if has_tail else NetworkWithLoss
+        kind = NetworkWithFusedTail if config.fused_tail and not config.fused_tail_obstacle else NetworkWithLoss
         return kind(network(config), loss(config), metrics)
 
 
@@ -206,11 +205,9 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
         convolutions.select(module, config.convolutions)
     if "." in config.loss:
         own_network.check_loss(config, model.loss, world.device)
-    capturable = step_class.capturable and world.device.type == "cuda"
+    capturable, lr = step_class.capturable and world.device.type == "cuda", config.lr_schedule.start_lr
     with value_errors_for_users():
-        optimizer = build_optimizer(
-            config.optimizer, module.named_parameters(), config.lr_schedule.start_lr, capturable
-        )
+        optimizer = build_optimizer(config.optimizer, module.named_parameters(), lr, capturable)
     train_step = step_class(model, optimizer, config, world)
     log.info(describe_optimizer(config.optimizer.name, optimizer))
     torch.manual_seed(config.seed + world.rank)

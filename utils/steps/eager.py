@@ -33,7 +33,7 @@ def load_network(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> Non
         raise ValueError(first.strip(" \t.")) from None
 
 
-class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
+class EagerStep:
     """Trains and evaluates one network on one rank: step(batch, lr) -> loss.
 
     Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update. Subclasses compute the same in
@@ -241,9 +241,6 @@ class EagerStep(contextlib.AbstractContextManager["EagerStep"]):
 
     def close(self) -> None:
         """Releases what depends on the process group. Do not call the step after this."""
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _accumulate(self, batch: Batch) -> torch.Tensor:
         """Computes gradients of the mean loss over all micro-batches. Ranks exchange them in the last one only."""

@@ -105,7 +105,7 @@ class LossRecorder:
     Reading a value waits for the device; recording one does not. The times of all ranks are read with them.
     """
 
-    def __init__(self, interval: int, world: World, timer: StepTimer | None = None) -> None:
+    def __init__(self, interval: int, world: World, timer: StepTimer) -> None:
         self._world, self._timer = world, timer
         # Loss, gradient norm, squared norm of a part; the last row: seconds of computation and of waiting for data.
         self._values = torch.zeros(interval + 1, 3, device=world.device)
@@ -127,9 +127,8 @@ class LossRecorder:
         count, self._count = self._count, 0
         if count == 0:
             return []
-        if self._timer is not None:
-            for column, seconds in enumerate(self._timer.read()):
-                self._values[count, column] = seconds
+        for column, seconds in enumerate(self._timer.read()):
+            self._values[count, column] = seconds
         # [ranks, steps + 1, 3]; .cpu() waits for the device
         values = self._world.gather(self._values[: count + 1]).cpu().double()
         self.slowest = SlowestRank.of(values[:, count, :2])

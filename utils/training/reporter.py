@@ -167,19 +167,16 @@ class Reporter:
             raise UserError(f"training failed: all {state.step} updates were skipped, nothing was learned; {REMEDY}")
         if self._noise is not None and (sentence := self._noise.sentence()):
             log.info(sentence)
+        equal = ("initial_loss", "final_loss", "best_loss", "best_step", "samples_per_second")
         return FitResult(
+            **{name: getattr(state, name) for name in equal},
             steps=state.step,
-            initial_loss=state.initial_loss,
-            final_loss=state.final_loss,
-            best_loss=state.best_loss,
-            samples_per_second=state.samples_per_second,
             seconds=self.clock.seconds(),
             metrics=dict(state.metrics),
             noise_scale=self._noise.result if self._noise else None,
             early_stop=self._early_stop(state),
             skipped_updates=state.skipped,
             goodput=self._run.goodput(state.step_seconds),
-            best_step=state.best_step,
         )
 
 

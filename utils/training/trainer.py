@@ -142,7 +142,11 @@ class Trainer:
                 seconds = clock.lap()
                 state.step_seconds += seconds
                 state.epoch_seconds += seconds
-                self._save_or_stop(ends_epoch=state.batch == steps)
+                self._stop_if_requested()
+                every_steps = self.config.checkpoint.every_steps
+                self._save_is_due |= every_steps is not None and state.step % every_steps == 0
+                if self._save_is_due and state.batch < steps:
+                    self._save()
                 state.epoch_seconds += clock.lap()
 
     def _train_step(self, batches: Generator[Batch, None, None]) -> torch.Tensor:
@@ -185,14 +189,6 @@ class Trainer:
         self.state.metrics, self.state.density_factor = validation.metrics, validation.density_factor
         return validation
 
-    def _save_or_stop(self, ends_epoch: bool) -> None:
-        """Saves or stops if that is due; all ranks do so after the same step."""
-        self._stop_if_requested()
-        every_steps = self.config.checkpoint.every_steps
-        self._save_is_due |= every_steps is not None and self.state.step % every_steps == 0
-        if self._save_is_due and not ends_epoch:
-            self._save()
-
     def _stop_if_requested(self) -> None:
         """Agrees on one request with all ranks, which call it at the same points; a stop saves and raises Stopped."""
         request = Request.CONTINUE
@@ -203,8 +199,7 @@ class Trainer:
             self._since_save = Stopwatch()
         answer = self._coordinator.exchange(request)
         if answer is Request.STOP:
-            reason = self.signals.received or "a signal to another rank"
-            log.info(f"Stopping after step {self.state.step}: {reason}")
+            log.info(f"Stopping after step {self.state.step}: {self.signals.received or 'a signal to another rank'}")
             if self.state.step > self.reporter.first_step:  # otherwise there is nothing to lose
                 self._save(wait=True)
             with self.world.raise_together():  # otherwise a launcher may kill a rank that still writes

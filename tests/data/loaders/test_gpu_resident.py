@@ -112,7 +112,7 @@ def test_addresses_of_the_full_volume_do_not_overflow() -> None:
     start, strides = table[:, 1], table[:, 2:5]
     assert (start + 63 * strides.clip(max=0).sum(1) == 0).all(), "each path starts at the first cell"
     assert (start + 63 * strides.clip(min=0).sum(1) + rows[0, 0] == 1024**3 - 1).all()
-    assert TritonGather([random_field(5)], 1, VECTORS, "full")._inputs[2].dtype == torch.int64
+    assert TritonGather([random_field(5)], 1, VECTORS, "full", False)._inputs[2].dtype == torch.int64
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,7 @@ class TritonGather:
     """Gathers samples of one field of the volumes on the device, on the current stream, with one kernel per batch."""
 
     def __init__(
-        self,
-        fields: Sequence[torch.Tensor],
-        crop: int,
-        vectors: symmetry.Vectors,
-        mode: str,
-        channels_last: bool = False,
+        self, fields: Sequence[torch.Tensor], crop: int, vectors: symmetry.Vectors, mode: str, channels_last: bool
     ) -> None:
         """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage."""
         field = fields[0]

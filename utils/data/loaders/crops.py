@@ -94,11 +94,10 @@ class CropReader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, rows: EpochPlan, number: int) -> tuple[EpochPlan, Batch, list[Future[None]]]:
+        samples = zip(rows.volumes, rows.origins, rows.symmetries, *self._arrays[number], strict=False)
         tasks = [
             self._pool.submit(self._read, int(volume), origin, int(index), sample)
-            for volume, origin, index, *sample in zip(
-                rows.volumes, rows.origins, rows.symmetries, *self._arrays[number], strict=False
-            )
+            for volume, origin, index, *sample in samples
         ]
         return rows, self._buffers[number], tasks
 

@@ -41,13 +41,9 @@ class DaliLoader(CropLoader):
         super().__init__(plan, config, world)
         self._volumes, self._on_gpu = volumes, world.device.type == "cuda"
         # For each field the source channels [48, C] and their signs [48, C], on the device.
-        self._tables = [
-            [
-                torch.from_numpy(table).to(world.device)
-                for table in symmetry.channel_table(shape[1], vectors, config.symmetries)
-            ]
-            for shape, vectors in zip(self.shapes, self.vectors, strict=True)
-        ]
+        fields = zip(self.shapes, self.vectors, strict=True)
+        tables = [symmetry.channel_table(shape[1], vectors, config.symmetries) for shape, vectors in fields]
+        self._tables = [[torch.from_numpy(table).to(world.device) for table in pair] for pair in tables]
         buffers = [
             Batch(*(torch.zeros((n, *sides, c), pin_memory=self._on_gpu) for n, c, *sides in self.shapes))
             for _ in range(QUEUE + SPARE)
@@ -118,12 +114,9 @@ class DaliLoader(CropLoader):
 
     def _build(self) -> Any:
         fn, types, pipeline_class = import_dali()
-        pipeline = pipeline_class(
-            batch_size=self.shapes[0][0],
-            num_threads=max(1, self.config.num_data_workers),
-            device_id=(self.world.device.index or 0) if self._on_gpu else None,
-            prefetch_queue_depth=QUEUE,
-        )
+        size, threads = self.shapes[0][0], max(1, self.config.num_data_workers)
+        gpu = (self.world.device.index or 0) if self._on_gpu else None
+        pipeline = pipeline_class(batch_size=size, num_threads=threads, device_id=gpu, prefetch_queue_depth=QUEUE)
         with pipeline:
             crops = [fn.external_source(name=name, dtype=types.FLOAT, ndim=4, no_copy=True) for name in ENDINGS]
             pipeline.set_outputs(*(crop.gpu() if self._on_gpu else crop for crop in crops))

@@ -50,10 +50,9 @@ class GpuResidentLoader(CropLoader):
 
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
-        fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._gathers = [
-            TritonGather(volume_fields, plan.crop, vectors, config.symmetries, config.channels_last)
-            for volume_fields, vectors in zip(fields, self.vectors, strict=True)
+            TritonGather(fields, plan.crop, vectors, config.symmetries, config.channels_last)
+            for *fields, vectors in zip(*(volume.fields for volume in volumes), self.vectors, strict=True)
         ]
         self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=volumes[0].inputs.device)
         self._prefetcher = CudaPrefetcher(world.device, self.shapes, config.channels_last)

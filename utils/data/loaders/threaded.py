@@ -56,10 +56,9 @@ def build_inmem(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
 class ThreadedCropLoader(CropLoader):
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
-        fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._copiers = [
-            CropCopier(volume_fields, plan.crop, vectors, config.symmetries)
-            for volume_fields, vectors in zip(fields, self.vectors, strict=True)
+            CropCopier(fields, plan.crop, vectors, config.symmetries)
+            for *fields, vectors in zip(*(volume.fields for volume in volumes), self.vectors, strict=True)
         ]
         on_gpu, form = world.device.type == "cuda", memory_format(config.channels_last)
         buffers = [

@@ -26,19 +26,11 @@ PROJECT = "nbody-unet"
 PROVENANCE = ("command", "git_commit", "device", "world_size", "launcher", "versions")
 # Only what this module logs is uploaded. The console and the exit codes stay the run's own.
 SETTINGS: dict[str, Any] = {
-    "silent": True,
+    **dict.fromkeys(("silent", "disable_code", "disable_git", "disable_job_creation", "finish_timeout_raises"), True),
+    **dict.fromkeys(("x_disable_machine_info", "x_disable_meta", "x_disable_stats"), True),
+    **dict.fromkeys(("save_code", "x_save_requirements"), False),
+    **dict.fromkeys(("init_timeout", "finish_timeout"), 30.0),
     "console": "off",
-    "save_code": False,
-    "disable_code": True,
-    "disable_git": True,
-    "disable_job_creation": True,
-    "x_disable_machine_info": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_save_requirements": False,
-    "init_timeout": 30.0,
-    "finish_timeout": 30.0,
-    "finish_timeout_raises": True,
 }
 
 
