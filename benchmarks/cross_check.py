@@ -80,7 +80,7 @@ def right(volume: Volume) -> Iterator[tuple[str, Volume]]:
     yield "without velocities", replace(volume, inputs=volume.inputs[:1], targets=volume.targets[[0, 4]])
     if side <= SMALL:
         yield "two boxes side by side", changed(volume, lambda field: np.tile(field, (1, 2, 1)))
-    if side > GRIDS[0]:
+    if side > GRIDS[0]:  # parts have at least 24 cells per side, smaller ones are not checked
         yield "cubic parts", part(volume, *[slice(max(24, 3 * side // 4))] * 3, periodic=False)
         yield "parts, not cubic", part(volume, slice(None), slice(2, 26), slice(side - 28, side), periodic=False)
 
@@ -103,7 +103,7 @@ def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, s
     yield "kpc/h for Mpc/h", "kpc/h", replace(volume, simulation=simulation)
     yield "gas of a later redshift", "two redshifts", replace(volume, targets=later.targets)
     yield "cut-out as periodic", "cut out", part(volume, *[slice(0, max(24, side * 3 // 4))] * (1 + side % 3))
-    gaps = np.random.default_rng(0).random(volume.shape) < 0.005
+    gaps = np.random.default_rng(0).random(volume.shape) < 0.005  # one cell in 200
     yield "-9999 for no value", "no value", changed(volume, lambda field: np.where(gaps, np.float32(-9999), field))
 
 

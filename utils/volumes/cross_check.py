@@ -33,7 +33,7 @@ GRADIENT = "correlation of -dv_i/dx_i with the log density, worst axis"
 MOMENTUM, FACES = "slope of ln v² on the log density", "step between opposite faces / largest step inside"
 DENSITIES, GROWTH = "correlation of gas and dark-matter log density", "slope of gas on dark-matter density"
 VELOCITIES = "correlation of gas and dark-matter velocity, worst component"
-BOUNDS = {
+BOUNDS = {  # between right boxes and mistakes of the study; a correlation's upper bound is never exceeded
     **{SLOPE: (0.7, 1.25), FIT: (0.88, 1.0), GRADIENT: (0.2, 1.0), MOMENTUM: (-0.5, 1.2), FACES: (0.0, 1.5)},
     **{DENSITIES: (0.65, 1.0), GROWTH: (0.9, 1.1), VELOCITIES: (0.6, 1.0)},
 }
@@ -41,7 +41,8 @@ EXPECTED = {name: f"expected {low:g} to {high:g}" for name, (low, high) in BOUND
 OF_GAS = (DENSITIES, GROWTH, VELOCITIES)
 TYPICAL_SLOPE, FACTOR = 0.95, 1.4  # a unit is named if it explains the slope within this factor
 SIMILAR = 0.7  # correlation of log densities if gas fits dark matter after a rotation, reflection or shift
-WAVES = np.array([wave for wave in itertools.product((-1, 0, 1), repeat=3) if 0 < np.dot(wave, wave) < 3])  # [18, 3]
+# Numbers of waves along each axis, [18, 3]: wavenumbers of at most √2 fundamental ones.
+WAVES = np.array([wave for wave in itertools.product((-1, 0, 1), repeat=3) if 0 < np.dot(wave, wave) < 3])
 
 log = once_per_job(__name__)
 
@@ -253,7 +254,7 @@ class _Comparison:
         if SLOPE not in wrong:
             return "velocity of another snapshot, or shifted"
         ratio, scale = values[SLOPE] / TYPICAL_SLOPE, 1 + float(self.volume.simulation["redshift"])
-        hubble = float(self.volume.simulation.get("cosmology_H0", 70)) / 100
+        hubble = float(self.volume.simulation.get("cosmology_H0", 70)) / 100  # a typical h if it is unknown
         units = {"velocities in √a units (Gadget)": scale**0.5, "comoving velocities": scale, "velocities in m/s": 1e3}
         units |= {"box size in Mpc, not Mpc/h": hubble, "box size in kpc/h, not Mpc/h": 1e-3}
         near = [name for name, factor in units.items() if 1 / FACTOR < abs(ratio) / factor < FACTOR]

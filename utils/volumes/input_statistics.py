@@ -95,7 +95,7 @@ def distance(trained: Mapping[str, Any], path: str, field: Any, config: Config) 
     for number, channel in enumerate(volume_channels(config)[0]):
         for name, (low, high, scatter) in trained["channels"].get(channel.name, {}).items():
             mean = float(found[name][:, number].mean()) if name in found else low
-            unit = max(scatter, 1e-3 * max(abs(low), abs(high)), TINY)
+            unit = max(scatter, 1e-3 * max(abs(low), abs(high)), TINY)  # crops of a smooth channel hardly scatter
             distances.append((max(low - mean, mean - high, 0.0) / unit, f"{channel.name}, {name}"))
     is_small = np.prod(field.shape[1:]) < LEAST_VOLUME * trained["crop"] ** 3
     return *max(distances), max(distances)[0] > LIMIT * (1 + is_small)
