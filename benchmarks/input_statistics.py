@@ -14,8 +14,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-from scipy.ndimage import gaussian_filter, laplace
-from scipy.stats import spearmanr
 
 from benchmarks import boxes, common, study
 from utils.volumes.channels import volume_channels
@@ -36,11 +34,21 @@ CHANGES: dict[str, Any] = {  # of density / mean and velocity in km/s, at z = 3
     "momentum": lambda density, velocity: (density, velocity * density),
     "velocities of the wrong sign": lambda density, velocity: (density, -velocity),
     "v_x and v_z swapped": lambda density, velocity: (density, velocity[::-1]),
-    "density smoothed as by TSC": lambda density, velocity: (density + laplace(density, mode="wrap") / 24, velocity),
-    "density smoothed over a cell": lambda density, velocity: (gaussian_filter(density, 1, mode="wrap"), velocity),
-    "density sharpened": lambda density, velocity: (density - laplace(density, mode="wrap") / 12, velocity),
+    "density smoothed as by TSC": lambda density, velocity: (density + laplacian(density) / 24, velocity),
+    "density smoothed over a cell": lambda density, velocity: (smoothed(density, 1), velocity),
+    "density sharpened": lambda density, velocity: (density - laplacian(density) / 12, velocity),
     CLOSURE: lambda density, velocity: (density, velocity),  # the target is dark matter smoothed over 0.6 Mpc/h
 }
+
+
+def laplacian(density: np.ndarray) -> np.ndarray:
+    return sum(np.roll(density, step, axis) - density for step in (-1, 1) for axis in range(3))
+
+
+def smoothed(density: np.ndarray, cells: float) -> np.ndarray:
+    from scipy.ndimage import gaussian_filter
+
+    return gaussian_filter(density, cells, mode="wrap")
 
 
 def changed(file: str, name: str, channels: Sequence[Any]) -> str:
@@ -53,12 +61,14 @@ def changed(file: str, name: str, channels: Sequence[Any]) -> str:
             density, velocity = CHANGES[name](values[0], np.stack(values[1:]))
             fields = np.maximum(density, 1e-3), *velocity
             if name == CLOSURE:
-                box["Hydro"][0] = channels[0].from_physical(gaussian_filter(density, 0.6 / 0.15625, mode="wrap"))
+                box["Hydro"][0] = channels[0].from_physical(smoothed(density, 0.6 / 0.15625))
             box["Nbody"][...] = [channel.from_physical(field) for channel, field in zip(channels, fields, strict=True)]
     return str(path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    from scipy.stats import spearmanr
+
     options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
     options.output = options.output.absolute()
     os.chdir(common.REPOSITORY)
@@ -76,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, group in files.items():
         found = [distance(trained, file, open_volume(file).inputs, config) for file in group]
         distances, places, far = zip(*found, strict=True)
-        losses = [
-            [boxes.evaluation(run.checkpoint, file, options.runs, flux=False).l1 for run in training] for file in group
-        ]
-        errors = np.mean(losses, axis=1).tolist()  # over networks
+        errors = []
+        for file in group:
+            losses = [boxes.evaluation(run.checkpoint, file, options.runs, flux=False).l1 for run in training]
+            errors.append(float(np.mean(losses)))  # over channels and networks
         pairs += zip(distances, errors, strict=True)
         spreads = {"distance": common.over_seeds(distances), "L1": common.over_seeds(errors)}
         results[name] = {**spreads, "detected": sum(far), "differs most": places}
