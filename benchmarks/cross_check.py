@@ -8,9 +8,8 @@ first half of them; the mistakes are made in the boxes of the second half.
 
 import itertools
 import math
-import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,13 @@ def simulated(number: int, half: int, runs: Path, later: float = 0) -> list[Volu
     cell, redshift = 0.05 * 25 ** (number * GOLDEN % 1), 2 + 2 * (number * math.sqrt(2) % 1) - later
     paths = [runs / "cross_check" / f"{number}_{redshift:.2f}.h5"]
     flags = [f"--output={paths[0]}", f"--grid={grid}", f"--box_size={cell * grid:.4g}", f"--redshift={redshift:.2f}"]
-    flags += [f"--seed={1000 + number}", f"--cosmology={('planck18', 'WMAP9')[number // 2 % 2]}"]
+    flags += [f"--seed={1000 + number}", f"--cosmology={('planck18', 'WMAP9')[number // 2 % 2]}", "--overwrite"]
     if number % 6 == 5 and grid < LARGEST:
         flags.append("--paired")
         paths.append(paths[0].with_stem(f"{paths[0].stem}_paired"))
     if not all(path.exists() for path in paths):
-        simulate.main([*flags, "--overwrite"])
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        simulate.main(flags)
     return [open_volume(path) for path in paths]
 
 
@@ -56,37 +56,33 @@ def check(volume: Volume, world: World | None = None, limit: float = math.inf) -
     return cross_check(volume, volume.fields, channels, world or common.this_machine(), limit)
 
 
-def right(volume: Volume) -> Iterator[tuple[str, Volume]]:
-    """A box, the box without velocities, two of them side by side, and parts of it."""
-    side, inputs, targets = volume.shape[0], volume.inputs, volume.targets
-    yield "boxes", volume
-    if side >= GRIDS[-1]:
-        yield SOME_PLANES, volume
-    yield "without velocities", replace(volume, inputs=inputs[:1], targets=targets[[0, 4]])
-    if side <= SMALL:
-        two = (1, 2, 1)  # along y
-        yield "two boxes side by side", replace(volume, inputs=np.tile(inputs, two), targets=np.tile(targets, two))
-    if side > GRIDS[0]:
-        yield "cubic parts", part(volume, *[slice(max(24, 3 * side // 4))] * 3, periodic=False)
-        yield "parts, not cubic", part(volume, slice(None), slice(2, 26), slice(side - 28, side), periodic=False)
+def changed(volume: Volume, change: Callable[[np.ndarray], np.ndarray], **changes: Any) -> Volume:
+    return replace(volume, inputs=change(volume.inputs), targets=change(volume.targets), **changes)
 
 
 def part(volume: Volume, *cells: slice, **changes: Any) -> Volume:
     place = (slice(None), *cells)
-    inputs, targets = (np.ascontiguousarray(field[place]) for field in volume.fields)
-    return replace(volume, inputs=inputs, targets=targets, **changes)
+    return changed(volume, lambda field: field[place], **changes)
 
 
 def moved(volume: Volume, factor: Any, order: Sequence[int] = (0, 1, 2)) -> Volume:
     """The volume with other velocities: `factor` of the density's channel, times the components in this order."""
-    fields = [field.copy() for field in volume.fields]
-    for field in fields:
-        field[1:4] = factor(field[0]) * field[1:4][list(order)]
-    return replace(volume, inputs=fields[0], targets=fields[1])
+    places = [1 + axis for axis in order]
+    return changed(volume, lambda field: np.concatenate([field[:1], factor(field[:1]) * field[places], field[4:]]))
 
 
-def swapped(field: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(field.transpose(0, 3, 2, 1))
+def right(volume: Volume) -> Iterator[tuple[str, Volume]]:
+    """A box, the box without velocities, two of them side by side, and parts of it."""
+    side = volume.shape[0]
+    yield "boxes", volume
+    if side >= GRIDS[-1]:
+        yield SOME_PLANES, volume
+    yield "without velocities", replace(volume, inputs=volume.inputs[:1], targets=volume.targets[[0, 4]])
+    if side <= SMALL:
+        yield "two boxes side by side", changed(volume, lambda field: np.tile(field, (1, 2, 1)))
+    if side > GRIDS[0]:  # parts have at least 24 cells per side, smaller ones are not checked
+        yield "cubic parts", part(volume, *[slice(max(24, 3 * side // 4))] * 3, periodic=False)
+        yield "parts, not cubic", part(volume, slice(None), slice(2, 26), slice(side - 28, side), periodic=False)
 
 
 def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, str, Volume]]:
@@ -98,8 +94,8 @@ def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, s
     yield "momentum", "momentum", moved(volume, lambda density: np.exp(scale * density))
     yield "wrong sign", "wrong sign", moved(volume, lambda _: -1)
     yield "v_x and v_z swapped", "v_x and v_z swapped", moved(volume, lambda _: 1, (2, 1, 0))
-    yield "Fortran order", "Fortran", replace(volume, inputs=swapped(volume.inputs), targets=swapped(targets))
-    yield "gas transposed", "gas transposed", replace(volume, targets=swapped(targets))
+    yield "Fortran order", "Fortran", changed(volume, lambda field: field.swapaxes(1, 3))
+    yield "gas transposed", "gas transposed", replace(volume, targets=targets.swapaxes(1, 3))
     yield "gas shifted by half a box", "gas shifted", replace(volume, targets=np.roll(targets, half, (1, 2, 3)))
     yield "gas reflected", "gas reflected", replace(volume, targets=targets[:, ::-1])
     yield "gas of another seed", "another snapshot", replace(volume, targets=other.targets)
@@ -107,17 +103,15 @@ def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, s
     yield "kpc/h for Mpc/h", "kpc/h", replace(volume, simulation=simulation)
     yield "gas of a later redshift", "two redshifts", replace(volume, targets=later.targets)
     yield "cut-out as periodic", "cut out", part(volume, *[slice(0, max(24, side * 3 // 4))] * (1 + side % 3))
-    gaps = np.random.default_rng(0).random(volume.shape) < 0.005
-    inputs, targets = (np.where(gaps, np.float32(-9999), field) for field in volume.fields)
-    yield "-9999 for no value", "no value", replace(volume, inputs=inputs, targets=targets)
+    gaps = np.random.default_rng(0).random(volume.shape) < 0.005  # one cell in 200
+    yield "-9999 for no value", "no value", changed(volume, lambda field: np.where(gaps, np.float32(-9999), field))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.Parser(__doc__, boxes=80, runs=common.RUNS).parse_args(argv)
     half = options.boxes // 2
-    values: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    values = defaultdict[str, list[list[float]]](lambda: [[], []])
     alarms, named = defaultdict[str, list[bool]](list), defaultdict[str, list[bool]](list)
-    (options.runs / "cross_check").mkdir(parents=True, exist_ok=True)
     for number in range(options.boxes):
         boxes = simulated(number, half, options.runs)
         for kind, volume in itertools.chain(*map(right, boxes)):
@@ -129,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             others = simulated(number - half, half, options.runs)[0], simulated(number, half, options.runs, LATER)[0]
             for kind, text, volume in wrong(boxes[0], *others):
                 named[kind].append(any(text in line.partition("?")[0] for line in check(volume).warnings))
-        sys.stderr.write(f"{number + 1}/{options.boxes}\n")
     ranges = {name: [[*BOUNDS[name]], *([min(part), max(part)] for part in parts)] for name, parts in values.items()}
     rows = [[name, *(f"{low:.3g} – {high:.3g}" for low, high in pairs)] for name, pairs in ranges.items()]
     tables = [common.table(["statistic", "bounds", "right, first half", "right, second half"], rows)]
@@ -137,8 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, head, lists in (("right", "false alarms", alarms), ("wrong", "named", named)):
         lists["all"] = list(itertools.chain(*lists.values()))
         result[name] = {kind: {"n": len(found), head: sum(found)} for kind, found in lists.items()}
-        rows = [[kind, *found.values()] for kind, found in result[name].items()]
-        tables.append(common.table([name, "n", head], rows))
+        tables.append(common.table([name, "n", head], ([kind, *row.values()] for kind, row in result[name].items())))
     common.publish("cross_check", options, result, "\n\n".join(tables))
 
 

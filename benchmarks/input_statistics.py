@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import boxes, common, study
 from utils.volumes.channels import volume_channels
 from utils.volumes.hdf5 import open_volume
-from utils.volumes.input_statistics import LIMIT, distance, limit, training_statistics
+from utils.volumes.input_statistics import LIMIT, distance, training_statistics
 
 KIND, UNCHANGED = "the training's kind", "z = 3"
 VOLUMES: dict[str, dict[str, Any]] = {KIND: {"held_out": {"grid": 96, "seeds": [*range(51, 63)]}}}
@@ -66,11 +66,6 @@ def changed(file: str, name: str, channels: Sequence[Any]) -> str:
     return str(path)
 
 
-def error(training: Sequence[study.Training], file: str, runs: Path) -> float:
-    """L1 of all channels, the mean over networks."""
-    return float(np.mean([boxes.evaluation(run.checkpoint, file, runs, flux=False).l1 for run in training]))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     from scipy.stats import spearmanr
 
@@ -90,12 +85,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, results, pairs = [], {}, list[tuple[float, float]]()
     for name, group in files.items():
         found = [distance(trained, file, open_volume(file).inputs, config) for file in group]
-        distances, errors = [largest for largest, _ in found], [error(training, file, options.runs) for file in group]
+        distances, places, far = zip(*found, strict=True)
+        errors = []
+        for file in group:
+            losses = [boxes.evaluation(run.checkpoint, file, options.runs, flux=False).l1 for run in training]
+            errors.append(float(np.mean(losses)))  # over channels and networks
         pairs += zip(distances, errors, strict=True)
         spreads = {"distance": common.over_seeds(distances), "L1": common.over_seeds(errors)}
-        detected = sum(largest > limit(trained, open_volume(group[0]).inputs) for largest in distances)
-        results[name] = {**spreads, "detected": detected, "differs most": [place for _, place in found]}
-        cells = common.plus_minus(spreads["distance"], ".2f"), f"{max(distances):.2f}", f"{detected} of {len(group)}"
+        results[name] = {**spreads, "detected": sum(far), "differs most": places}
+        cells = common.plus_minus(spreads["distance"], ".2f"), f"{max(distances):.2f}", f"{sum(far)} of {len(group)}"
         rows.append([name, *cells, common.plus_minus(spreads["L1"], ".5f"), max(found)[1]])
     rank = float(spearmanr(*zip(*pairs, strict=True)).statistic)
     text = common.table(("inputs", "distance", "largest", "warnings", "L1", "differs most"), rows)

@@ -91,7 +91,9 @@ def import_volume(options: Options) -> list[str]:
     write_volumes(sources)
     lines = [f"wrote {path}: {cells_text(shape)} cells" for path, shape in volumes.items()]
     lines += [f"channels of {name}: {', '.join(named)}" for name, named in sources[0].channel_names.items()]
-    lines += itertools.chain(*(check_file(str(path), options.transform) for path in volumes))
+    channels = [[channel for _, channel, _ in part] for part in sources[0].datasets.values()]
+    for path in volumes:
+        check_file(str(path), channels)
     if len(counts) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
     if options.split is None and len({(Path(source.input).resolve(), source.index) for source in inputs}) == 1:
@@ -150,15 +152,12 @@ def plan_channels(snapshot: Snapshot, options: Options, means: Mapping[str, floa
             f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {DARK_MATTER_DENSITY}, with gas also "
             f"{GAS_DENSITY}, and all components of a velocity or none"
         )
-    datasets = {}
-    for dataset, names, channels in zip(DATASETS, (dark, gas), (input_channels, target_channels), strict=True):
-        known = channels(len(names), options.transform, vectors_of(len(names)))
-        fields = [(name, snapshot.fields[name]) for name in names]
-        datasets[dataset] = [
-            (field, channel, _factor(field, options, means.get(name)))
-            for (name, field), channel in zip(fields, known, strict=True)
-        ]
-    return {dataset: channels for dataset, channels in datasets.items() if channels}
+    datasets: dict[str, list[FieldChannel]] = {}
+    for dataset, names, make in zip(DATASETS, (dark, gas), (input_channels, target_channels), strict=True):
+        for name, channel in zip(names, make(len(names), options.transform, vectors_of(len(names))), strict=True):
+            field = snapshot.fields[name]
+            datasets.setdefault(dataset, []).append((field, channel, _factor(field, options, means.get(name))))
+    return datasets
 
 
 def _factor(field: GridField, options: Options, mean: float | None) -> float:

@@ -85,23 +85,20 @@ def training_statistics(volumes: Sequence[Volume], config: Config) -> dict[str, 
     return {"crop": side, "channels": channels}
 
 
-def distance(trained: Mapping[str, Any], path: str, field: Any, config: Config) -> tuple[float, str]:
-    """The largest distance of the mean of a field's crops from those of the training, and its channel and name.
+def distance(trained: Mapping[str, Any], path: str, field: Any, config: Config) -> tuple[float, str, bool]:
+    """The largest distance of the mean of a field's crops from those of the training, its place, and if it is too far.
 
-    In units of the standard deviation over the training's crops. `trained` is the entry of a checkpoint.
+    In units of the standard deviation over the training's crops; the place is the name of a channel and a statistic.
+    LIMIT is doubled for a field of few crops, whose mean is uncertain. `trained` is the entry of a checkpoint.
     """
     found, distances = measure(path, field, min(trained["crop"], *field.shape[1:]), CROPS, config), [(0.0, "nothing")]
     for number, channel in enumerate(volume_channels(config)[0]):
         for name, (low, high, scatter) in trained["channels"].get(channel.name, {}).items():
             mean = float(found[name][:, number].mean()) if name in found else low
-            unit = max(scatter, 1e-3 * max(abs(low), abs(high)), TINY)
+            unit = max(scatter, 1e-3 * max(abs(low), abs(high)), TINY)  # crops of a smooth channel hardly scatter
             distances.append((max(low - mean, mean - high, 0.0) / unit, f"{channel.name}, {name}"))
-    return max(distances)
-
-
-def limit(trained: Mapping[str, Any], field: Any) -> float:
-    """The largest distance without a warning: LIMIT, twice that for a field of few crops, whose mean is uncertain."""
-    return LIMIT * (1 + (np.prod(field.shape[1:]) < LEAST_VOLUME * trained["crop"] ** 3))
+    is_small = np.prod(field.shape[1:]) < LEAST_VOLUME * trained["crop"] ** 3
+    return *max(distances), max(distances)[0] > LIMIT * (1 + is_small)
 
 
 def compare(
@@ -109,7 +106,7 @@ def compare(
 ) -> None:
     """Logs the `distance` of a volume's inputs [C, X, Y, Z], as a warning beyond `limit`; nothing without `trained`."""
     if trained:
-        largest, place = distance(trained, path, field, config)
+        largest, place, is_far = distance(trained, path, field, config)
         line = f"{path}: the inputs are {largest:.2g} standard deviations of crops from those of {whose} ({place})"
         remedy = "; check units, order of axes, redshift and cells (docs/generalization.md)"
-        log.log(*(logging.WARNING, line + remedy) if largest > limit(trained, field) else (logging.INFO, line))
+        log.log(*(logging.WARNING, line + remedy) if is_far else (logging.INFO, line))
