@@ -1,7 +1,7 @@
 """Evaluates a predicted volume whose true gas is known: errors, spectra, distributions, and a report.
 
 python evaluate.py --checkpoint runs/demo/2ranks/00 --input data/demo_val.h5 --output evaluation
-torchrun --local-addr=127.0.0.1 --nproc-per-node=2 evaluate.py --checkpoint runs/demo/2ranks/00 --input data/demo_val.h5 --output evaluation
+srun -n 8 python evaluate.py --checkpoint runs/demo/2ranks/00 --input data/demo_val.h5 --output evaluation
 python evaluate.py --checkpoint runs/study/1ranks/0? --input data/held_out_?.h5 --output evaluation
 python evaluate.py --prediction gas.h5 --input data/demo_val.h5 --output evaluation
 

@@ -21,7 +21,6 @@ from benchmarks import (
     last_layers,
     loaders,
     published_logs,
-    whole_box,
 )
 from benchmarks.last_layers import SubPixelConv3d
 from utils import config as configs
@@ -69,13 +68,6 @@ def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypat
     assert (tmp_path / f"{name}.md").read_text() in capsys.readouterr().out
     if benchmark is loaders:
         assert {"lowmem", "inmem", "memory copy (bound)", "plain DataLoader, 1 processes"} <= set(result["results"])
-
-
-def test_an_exported_network_is_compared_on_whole_boxes(trained_run: Path, volume_file: Any, tmp_path: Path) -> None:
-    file = volume_file(tmp_path / "box.h5", box=32)
-    whole_box.main([f"--checkpoint={trained_run}", f"--input={file}", f"--output={tmp_path}"])
-    errors = check(tmp_path, "whole_box", 1)["errors"]
-    assert len({error["mean"] for error in errors.values()}) == 4
 
 
 def run(*words: str) -> None:
