@@ -70,7 +70,7 @@ def _keys(volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> dict[
 
 
 def _parent(smallest: int, machine: str | None) -> tuple[str, str]:
-    """The config to extend for volumes whose smallest side has so many cells, and the reason."""
+    """The config to extend for volumes with a smallest side of `smallest` cells, and the reason."""
     # A login node may have no GPU.
     found = "a GPU" if torch.cuda.is_available() else next(filter(shutil.which, ("sbatch", "qsub")), None)
     if machine == "cpu":
