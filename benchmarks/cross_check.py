@@ -99,6 +99,10 @@ def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, s
     yield "gas shifted by half a box", "gas shifted", replace(volume, targets=np.roll(targets, half, (1, 2, 3)))
     yield "gas reflected", "gas reflected", replace(volume, targets=targets[:, ::-1])
     yield "gas of another seed", "another snapshot", replace(volume, targets=other.targets)
+    faster = np.concatenate([targets[:1], ratio**0.5 * targets[1:4], targets[4:]])
+    yield "√a units of the gas", "gas velocity in other units", replace(volume, targets=faster)
+    denser = np.concatenate([targets[:1] + math.log(5) / scale, targets[1:]])
+    yield "gas density with another mean", "divided by other means", replace(volume, targets=denser)
     simulation = {**volume.simulation, CELL: 1000 * volume.attributes["box_size_mpc_h"] / side}
     yield "kpc/h for Mpc/h", "kpc/h", replace(volume, simulation=simulation)
     yield "gas of a later redshift", "two redshifts", replace(volume, targets=later.targets)

@@ -98,7 +98,7 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
             seen.extend([x, torch.tanh(torch.cat([x, x[:, :1]], dim=1))])
             return seen[-1]
 
-    transform = file_transform(TransformConfig(), {"simulated": simulated.attributes()})
+    transform = file_transform(TransformConfig(), {"simulated": simulated.ATTRIBUTES})
     channels = input_channels(4, transform), target_channels(5, transform)
     physical = PhysicalNetwork(FiveChannels(), *channels, DENSITY_FLOOR)(fields)
     for x, values in zip(seen, (fields, physical), strict=True):

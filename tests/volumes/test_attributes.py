@@ -25,7 +25,7 @@ from utils.volumes.opened import Volumes
 
 DEFAULT = TransformConfig()
 OTHER = {"velocity_scale_km_s": 500.0, "temperature_log10_center": 4.0}
-SIMULATED = simulated.attributes()
+SIMULATED = simulated.ATTRIBUTES
 
 
 def from_files(*files: dict[str, Any], **keys: float | None) -> TransformConfig:

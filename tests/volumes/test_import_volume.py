@@ -117,6 +117,22 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
         np.testing.assert_allclose(imported["Hydro"], [density, np.log(1e-5 * grid + 1) / 8 - 1.5], atol=3e-7)
 
 
+def test_what_a_new_user_overlooked_is_named(box: Path, tmp_path: Path, capsys: Any) -> None:
+    """The training volume as validation, a misspelled file, and a few velocities of -9999, which no channel shows."""
+    _, flags = write_layout(tmp_path, "npy")
+    (tmp_path / "temperature.npy").rename(tmp_path / "Temperature.npy")
+    velocities = np.load(tmp_path / "velocity_x.npy")
+    velocities[3, 2, 1] = -9999
+    np.save(tmp_path / "velocity_x.npy", velocities)
+    main([f"--input={tmp_path}", f"--validation={tmp_path}", f"--output={box}", *flags])
+    printed = capsys.readouterr().err
+    assert "box_train.h5 and " in printed
+    assert "training and validation use the same volume" in printed
+    assert "Temperature.npy is not used; did you mean temperature?" in printed
+    assert "velocity_x.npy has cells of (-9999.0, " in printed
+    assert not [name for name in contents(box.with_name("box_val.h5"))[1] if name.startswith("temperature")]
+
+
 @pytest.mark.parametrize(
     ("inputs", "targets"),
     [([DARK], list(GAS)), ([DARK, *DARK_VELOCITY], list(GAS[:4])), ([DARK], ["baryon_density", "temperature"])],
@@ -245,7 +261,11 @@ TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
         (nyx(baryon_density=1e-30 * FIELDS[DARK]), [], "1e-30 mean density is implausible; correct its attribute"),
         (nyx(velocity_x=None), [], "all components of a velocity"),
         (nyx("domain", "size", [6.0, 3.0, 4.1]), [], "are not cubes"),
-        (nyx("universe", "hubble", 67.5), [], "cosmology_H0 is 6750, expected 10 to 200; correct it: lengths are in"),
+        (
+            nyx("universe", "hubble", 67.5),
+            [],
+            "cosmology_H0 is 6750, expected 10 to 200; correct it: --hubble is H0 / (100 km/s/Mpc)",
+        ),
         (nyx("universe", "redshift", np.nan), [], "redshift is nan, expected 0 to 10000"),
         (nyx("universe", "redshift", -0.5), [], "redshift is -0.5, expected 0 to 10000"),
         (nyx("universe", "omega_m", "flat"), [], "attribute universe omega_m is 'flat', expected a number"),
@@ -310,7 +330,7 @@ def test_a_file_of_yt_is_imported_as_its_refusal_says(
     for name in FIELDS:
         line = command.replace(str(path), str(linked)).replace(DARK, name).replace("/NAME", f"/grid/{name}")
         exec(line, {"h5py": h5py})
-    assert "warning: validation uses the training volume" in run(linked, f"--validation={linked}")
+    assert "channels of Hydro: " in run(linked, f"--validation={linked}")
     velocities = contents(box.with_name("box_val.h5"))[0]["Hydro"][1:4] * 900
     np.testing.assert_allclose(velocities, [FIELDS[name] for name in GAS[1:4]], rtol=1e-5)
 

@@ -131,18 +131,25 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
     known: dict[str, tuple[float | None, str | None]]  # value, and the file that states it; None: the config
     known = {key: (getattr(config, key), None) for key in config.model_fields_set}
     for path, attributes in files.items():
+        others: dict[str, tuple[float, float]] = {}
         stated = {key: attributes[key] for key in TransformConfig.model_fields if key in attributes}
         validate_section(TransformConfig, stated, f"attributes of {path}")
         for key, number in stated.items():
             expected, source = known.setdefault(key, (number, path))
             if expected is None or math.isclose(number, expected, rel_tol=TRANSFORM_TOLERANCE):
                 continue
-            fault = f"the channels of {path} were computed with {key} {number:.8g}"
+            fault = f"the channels of {path} were computed with "
             if source is not None:
-                raise UserError(f"{fault}, those of {source} with {expected:.8g}; rescale the channels of one file")
+                fault += f"{key} {number:.8g}, those of {source} with {expected:.8g}"
+                raise UserError(f"{fault}; rescale the channels of one file")
+            others[key] = number, expected
+        if others:
+            stated_values = ", ".join(f"{key} {number:.8g}" for key, (number, _) in others.items())
+            expected_values = ", ".join(f"{expected:.8g}" for _, expected in others.values())
+            flags = " ".join(f"--{key} {expected:.8g}" for key, (_, expected) in others.items())
             raise UserError(
-                f"{fault}, the config has {expected:.8g}; import the file again with --{key} {expected:.8g}, or "
-                f"remove transform.{key} from the config of a run on such files"
+                f"{fault}{stated_values}, the config has {expected_values}; import the file again with {flags}, or "
+                f"remove {', '.join(f'transform.{key}' for key in others)} from the config of a run on such files"
             )
     transform = TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
     for path, attributes in files.items():
@@ -197,6 +204,9 @@ def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
 
 
 def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:
+    for fault in implausible(simulation):
+        warn_once(f"{path}: {fault}; correct its attributes")
+    simulation = {name: value for name, value in simulation.items() if name != FLOOR}  # matters to empty cells only
     if differences := differences_of(simulation, trained):
         log.warning("%s differs from the training data: %s; see docs/generalization.md", path, differences)
 

@@ -33,12 +33,13 @@ GRADIENT = "correlation of -dv_i/dx_i with the log density, worst axis"
 MOMENTUM, FACES = "slope of ln v² on the log density", "step between opposite faces / largest step inside"
 DENSITIES, GROWTH = "correlation of gas and dark-matter log density", "slope of gas on dark-matter density"
 VELOCITIES = "correlation of gas and dark-matter velocity, worst component"
+MEANS, SPEEDS = "mean density of the gas / of the dark matter", "slope of gas on dark-matter velocity"
 BOUNDS = {  # between right boxes and mistakes of the study; a correlation's upper bound is never exceeded
     **{SLOPE: (0.7, 1.25), FIT: (0.88, 1.0), GRADIENT: (0.2, 1.0), MOMENTUM: (-0.5, 1.2), FACES: (0.0, 1.5)},
-    **{DENSITIES: (0.65, 1.0), GROWTH: (0.9, 1.1), VELOCITIES: (0.6, 1.0)},
+    **{DENSITIES: (0.65, 1.0), GROWTH: (0.9, 1.1), VELOCITIES: (0.6, 1.0), MEANS: (0.5, 2.0), SPEEDS: (0.7, 1.35)},
 }
 EXPECTED = {name: f"expected {low:g} to {high:g}" for name, (low, high) in BOUNDS.items()}
-OF_GAS = (DENSITIES, GROWTH, VELOCITIES)
+OF_GAS = (DENSITIES, GROWTH, VELOCITIES, SPEEDS)
 TYPICAL_SLOPE, FACTOR = 0.95, 1.4  # a unit is named if it explains the slope within this factor
 SIMILAR = 0.7  # correlation of log densities if gas fits dark matter after a rotation, reflection or shift
 # Numbers of waves along each axis, [18, 3]: wavenumbers of at most √2 fundamental ones.
@@ -110,7 +111,8 @@ class _Species:
         for sums in (self.blocks, *self.steps, self.gradients, self.speeds, self.missing):
             sums[:] = world.sum(torch.from_numpy(sums)).numpy()
         self.blocks /= np.einsum("x,y,z->xyz", *(end - first for first, end in self.places))
-        self.blocks[0] /= self.blocks[0].mean()
+        self.mean = self.blocks[0].mean()
+        self.blocks[0] /= self.mean
         contrasts = self.blocks - self.blocks.mean(axis=(1, 2, 3), keepdims=True)
         centers = [part.mean(axis=0) / side for part, side in zip(self.places, self.stored.shape[1:], strict=True)]
         phases = [np.exp(-2j * np.pi * np.outer(WAVES[:, axis], part)) for axis, part in enumerate(centers)]
@@ -207,14 +209,18 @@ class _Comparison:
             values[GROWTH] = np.vdot(density, gas[0]).real / power
             pairs = zip(*([np.log(one.blocks[0]), *one.blocks[1:]] for one in self.species), strict=False)
             values[DENSITIES], *velocities = [np.corrcoef(np.reshape(pair, (2, -1)))[0, 1] for pair in pairs]
+            values[MEANS] = self.species[1].mean / self.species[0].mean
             if velocities:
-                values[VELOCITIES] = min(velocities)
+                first, second = (one.blocks[1:].ravel() for one in self.species)
+                values |= {VELOCITIES: min(velocities), SPEEDS: first @ second / (first @ first)}
         return values
 
     def _divergence(self, velocity: np.ndarray) -> np.ndarray:
         """−div v / (a H f), from waves of the velocity; NaN if cosmology, redshift or size of a cell are unknown."""
         known, keys = self.volume.simulation, ("cosmology_Om0", "redshift", CELL)
         matter, redshift, cell = np.array([known.get(key, math.nan) for key in keys], float)
+        if not (redshift >= 0 and matter > 0):  # impossible ones get a warning elsewhere
+            redshift = math.nan
         vacuum = float(known.get("cosmology_Ode0", 1 - matter))
         square = matter * (1 + redshift) ** 3 + (1 - matter - vacuum) * (1 + redshift) ** 2 + vacuum  # (H / H0)²
         growth = (matter * (1 + redshift) ** 3 / square) ** 0.55  # f; Linder 2005, Phys. Rev. D 72, 043529
@@ -233,13 +239,17 @@ class _Comparison:
         """The mistake that a statistic beyond its bounds looks like."""
         if statistic == FACES:
             return "a part cut out of a box (set its attribute periodic to false, or import it with --not_periodic)"
+        if statistic == MEANS:
+            return "densities divided by other means (--mean_density of the importer)"
         if statistic in OF_GAS and DENSITIES in wrong:
             return self._gas_reason()
         if statistic in OF_GAS and GROWTH in wrong:
             return "gas and dark matter of one simulation at two redshifts"
         if MOMENTUM in wrong:
             return "momentum in place of velocity"
-        if statistic == VELOCITIES:
+        if statistic == SPEEDS and VELOCITIES not in wrong:
+            return "gas velocity in other units than the dark matter's"
+        if statistic in (VELOCITIES, SPEEDS):
             return "components of the gas's or the dark matter's velocity swapped or of the wrong sign"
         return self._velocity_reason(values, wrong)
 

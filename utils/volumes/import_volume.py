@@ -25,17 +25,19 @@ from utils.config import validate_section
 from utils.config.sections import TransformConfig
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
-from utils.log import configure_logging
+from utils.log import configure_logging, warn_once
 from utils.progress import Progress
 from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, implausible, write_attributes
 from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
 from utils.volumes.cross_check import check_file
-from utils.volumes.hdf5 import DATASETS, cells_text, stored_slabs
+from utils.volumes.hdf5 import DATASETS, cells_text, open_volume, stored_slabs
 from utils.volumes.import_config import write_config
+from utils.volumes.opened import SPLITS
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, UNITS, GridField, Shape, Snapshot, open_snapshot
-from utils.volumes.values import MEDIANS
+from utils.volumes.values import MEDIANS, check_distinct
 
 SMALLEST_CROP = 2
+MISSING = (-9999.0, -99999.0, -999.0)  # numbers that stand for no value
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
 IN_A_PART = (0.01, 1000.0)  # plausible mean densities of a part of a box, such as a void or a cluster
@@ -96,7 +98,10 @@ def import_volume(options: Options) -> list[str]:
         check_file(str(path), channels)
     if len(counts) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
-    if options.split is None and len({(Path(source.input).resolve(), source.index) for source in inputs}) == 1:
+    if len(inputs) > 1:
+        for line in check_distinct({key: [open_volume(path)] for key, path in zip(SPLITS, volumes, strict=True)}):
+            log.warning(line)
+    elif options.split is None:
         lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
     return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts, options.machine)]
 
@@ -118,16 +123,18 @@ def plan_source(options: Options) -> Source:
     is_part = options.not_periodic or not snapshot.periodic
     parts, simulation = plan_parts(snapshot.shape[0], options), describe(snapshot, options)
     means, cell = stated_means(snapshot, options, is_part), simulation.pop(CELL, None)
+    datasets = plan_channels(snapshot, options, means)
+    names = [channel.name for channels in datasets.values() for _, channel, _ in channels]
     attributes = {
         "made_by": "utils.volumes.import_volume",
         "input": str(path.resolve()),
         "periodic": options.split is None and not is_part,
         **simulation,
-        **options.transform.model_dump(),
+        **{key: value for key, value in options.transform if any(key.split("_")[0] in name for name in names)},
         # Smaller densities are raised to this one, whose channel is -1.
         FLOOR: math.exp(-options.transform.density_log_scale),
     }
-    return Source(snapshot.shape, plan_channels(snapshot, options, means), parts, attributes, cell, is_part)
+    return Source(snapshot.shape, datasets, parts, attributes, cell, is_part)
 
 
 def stated_means(snapshot: Snapshot, options: Options, is_part: bool) -> dict[str, float | None]:
@@ -201,10 +208,8 @@ def describe(snapshot: Snapshot, options: Options) -> dict[str, float]:
         if not math.isclose(known, value, rel_tol=STATED_TOLERANCE, abs_tol=STATED_TOLERANCE):
             raise UserError(f"{snapshot.path} states {flag} {known:.6g}, not {value:.6g}; remove --{flag}")
     for fault in implausible(stated, LIMITS):
-        raise UserError(
-            f"{snapshot.path}: {fault}; correct it: lengths are in comoving Mpc/h, that is h times those in Mpc, and "
-            f"--hubble is h = H0 / (100 km/s/Mpc)"
-        )
+        units = {"cell": ": lengths are in comoving Mpc/h, not in kpc/h", "cosm": ": --hubble is H0 / (100 km/s/Mpc)"}
+        raise UserError(f"{snapshot.path}: {fault}; correct it{units.get(fault[:4], '')}")
     for fault in implausible(stated):
         log.warning(f"{snapshot.path}: {fault}: lengths are in comoving Mpc/h; are these in kpc/h?")
     return stated
@@ -290,11 +295,13 @@ def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
     """Raises UserError, with the place, for values that the quantity cannot have."""
     possible = {"density": values >= 0, "velocity": True, "temperature": values > 0}[field.quantity]
     wrong = np.argwhere(~(np.isfinite(values) & possible))
+    if field.quantity == "velocity" and np.isin(values, MISSING).any():
+        warn_once(f"{field.name} has cells of {MISSING}; if they mean no value, fill them or cut them out")
     if len(wrong):
         x, y, z = wrong[0].tolist()
         value = f"{field.name}[{slab.start + x}, {y}, {z}] is {values[x, y, z]:g}"
         is_contrast = field.quantity == "density" and -1.001 < values.min() < -0.1 and abs(values.mean()) < 0.5
-        remedy = "if it holds contrasts ρ/ρ̄ - 1, add 1" if is_contrast else "correct the file"
+        remedy = "if it holds contrasts ρ/ρ̄ - 1, add 1" if is_contrast else "correct the file (no logarithms)"
         raise UserError(f"{value}, which is impossible for a {field.quantity}; {remedy}")
 
 

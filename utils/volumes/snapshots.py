@@ -9,6 +9,7 @@ comoving Mpc/h: Nyx's converter multiplies those of its input file, in Mpc, by h
 has hubble (h = H0 / 100), omega_m, omega_l, omega_b and redshift.
 """
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from utils.config import did_you_mean
 from utils.errors import UserError
 from utils.volumes.attributes import CELL, TYPES, UNIVERSE, cubic_cell, domain_of, plain_attributes, universe_of
 from utils.volumes.hdf5 import DATASETS, NATIVE, cells_text, check_real
@@ -34,6 +36,8 @@ VECTORS = {"dark_matter_velocity": DARK_MATTER_VELOCITY, "velocity": GAS_VELOCIT
 CAMELS = {DARK_MATTER_DENSITY: "Grids_Mcdm_*.npy", GAS_DENSITY: "Grids_Mgas_*.npy", TEMPERATURE: "Grids_T_*.npy"}
 # Factors to the units of channels.py. A density in any other unit is divided by its mean.
 UNITS = {"density": {"mean": 1.0}, "velocity": {"km/s": 1.0, "m/s": 1e-3, "cm/s": 1e-5}, "temperature": {"K": 1.0}}
+log = logging.getLogger(__name__)
+
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of Nyx's datasets that state none
 PER_SECOND = re.compile(r" */ *s$|[ .*]+s(\*\*|\^)?-1$")  # astropy's and yt's "km / s", "cm*s**-1", "km s^-1"
@@ -100,8 +104,11 @@ def open_snapshot(path: Path, shape: Shape | None, index: int | None) -> Snapsho
     ending = "npy" if any(path.glob("*.npy")) else "f32"
     if not any(path.glob(f"*.{ending}")):
         raise UserError(f"{path} has neither .f32 nor .npy files; give another --input")
-    fields = {}
-    for name, file in _files(path, ending).items():
+    fields, files = {}, _files(path, ending)
+    for unused in {*path.glob(f"*.{ending}")} - {*files.values()}:
+        if hint := did_you_mean(unused.stem.lower(), (*FIELDS, *VECTORS)):
+            log.warning(f"{unused} is not used{hint}")
+    for name, file in files.items():
         axes = (3,) if name in VECTORS else ()
         values = _read_npy(file, index, axes) if ending == "npy" else _read_raw(file, shape, axes)
         fields[name] = GridField(str(file), quantity_of(name), values)

@@ -86,7 +86,11 @@ class ResumableHDF5File:
         self.close()
 
     def close(self) -> None:
-        """Closes the file, which a later process can resume."""
+        """Closes the file, which a later process can resume; without a block it is removed."""
+        with suppress(OSError):
+            if not any(self._record.read_bytes()[1:]):
+                for path in (self._partial, self._record, self._journal_path):
+                    path.unlink()
         self._opened.close()
 
     def _read_journal(self, identity: Mapping[str, Any]) -> tuple[bool, list[str]]:
