@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from empty_pictures import draw_nothing
-from log_lines import refusal
+from log_lines import messages, refusal
 from processes import run_ranks
 from reference_samples import ALONE
 from volume_files import write_volume
 
 import evaluate
 import predict
+from analysis.evaluation import results
 from analysis.evaluation.results import DENSITIES
 from analysis.evaluation.statistics import coverage
 from analysis.inference.uncertainty import FILE, fit
@@ -147,7 +148,9 @@ def test_what_cannot_be_calibrated_is_refused(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_evaluate_draws_the_coverage_of_a_file_with_deviations(files: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_evaluate_draws_the_coverage_of_a_file_with_deviations(
+    files: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     draw_nothing(monkeypatch)
     for flags, has in (("--uncertainty", True), ("--symmetries=8", False)):
         gas = predicted(files, tmp_path / "gas.h5", flags, "--overwrite", networks="a b")
@@ -161,3 +164,6 @@ def test_evaluate_draws_the_coverage_of_a_file_with_deviations(files: Path, tmp_
             assert summary["coverage"].pop("densities, then all") == [*DENSITIES]
             shares = [part["68 %"][-1] for part in summary["coverage"].values()]
             np.testing.assert_allclose(shares, inside.mean((1, 2, 3)), rtol=1e-4)
+            (temperature,) = results.load(tmp_path / "report" / "evaluation.npz").coverage[:, -1:, -1].T
+            rows = [line.split()[-2:] for line in messages(capsys.readouterr().err) if line.startswith("temperature ")]
+            assert [f"{share:.1%}" for share in temperature] in rows
