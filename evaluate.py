@@ -138,6 +138,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     of_network = "window", "overlap", "batch_size", "precision", "symmetries", "no_calibration"
     if options.prediction and len(options.input) > 1:
         raise UserError("--prediction is that of one box; give one --input")
+    places = [Path(path).resolve() for path in (*options.input, *(options.checkpoint or [str(options.prediction)]))]
+    if repeated := [place for place in places if places.count(place) > 1]:
+        raise UserError(f"{repeated[0]} is given twice; give each path once")
     for name in of_network if options.prediction else ():
         if getattr(options, name) != getattr(InferenceOptions, name):
             raise UserError(f"--{name} has no effect on a stored prediction; remove it, or give --checkpoint")

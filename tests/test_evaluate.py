@@ -250,6 +250,9 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
         ("is a file; give the name of a directory", checkpoint, given, f"--output={box}"),
         ("(20, 20, 20) cells", f"--prediction={larger}", given, new),
         ("Hydro[4, 1, 2, 3] is nan", checkpoint, f"--input={tmp_path / 'nan.h5'}", new),
+        (f"{box} is given twice; give each path once", checkpoint, "--input", str(box), os.path.relpath(box), new),
+        (f"{trained_run} is given twice; give", "--checkpoint", str(trained_run), str(trained_run), given, new),
+        (f"{box} is given twice; give each path once", f"--prediction={box}", given, new),
         ("--symmetries has no effect on a", f"--prediction={larger}", given, new, "--symmetries=8"),
         # Once these ended with "R² nan" and exit code 0. Training refuses them as well.
         ("zero.h5: Hydro is 0 everywhere; write", checkpoint, f"--input={zero}", new),
