@@ -52,7 +52,7 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         trained, config = networks[0], networks[0].config
         for path, network in zip(weights, networks, strict=True):
             if network.channels != trained.channels:
-                raise UserError(f"{path} and {weights[0]} predict different channels; give checkpoints of equal ones")
+                raise UserError(f"channels or transforms of {path} and {weights[0]} differ; predict with one of them")
         source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels)
         file_transform(config.transform, {source.path: source.attributes})
         if Path(options.output).exists() and Path(options.output).samefile(options.input):

@@ -135,7 +135,7 @@ def test_several_networks_have_a_mean_and_a_calibration_of_their_own(files: Path
             "FILES/no.h5 does not exist; name a volume with targets: --uncertainty VOLUME.h5",
         ),
         ("a", "--uncertainty --format=nyx", "--format nyx has no standard deviations; remove --uncertainty"),
-        ("a other", "", "predict different channels; give checkpoints of equal ones"),
+        ("a other", "", "channels or transforms of FILES/other/weights.pt and FILES/a/weights.pt differ"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(
