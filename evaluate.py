@@ -109,11 +109,12 @@ def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
         source: dict[str, Any] = {"prediction": options.prediction}
         if trained and predictor:
             source = {"density_factor": None, **trained.record, "checkpoint": str(weights)}
-            source |= {"input_use": trained.use_of(path), "windows": predictor.grid.describe()}
-            source |= {"symmetries": options.symmetries, "loss": config.loss}
+            source |= {"input_use": trained.use_of(path), "input_differences": trained.differences(fields.inputs)}
+            source |= {"windows": predictor.grid.describe(), "symmetries": options.symmetries, "loss": config.loss}
         elif fields.prediction and "checkpoint" in fields.prediction.attributes:  # predict.py has written it
             stated = fields.prediction.attributes.get
-            source |= {"density_factor": stated("checkpoint_density_factor"), "input_use": stated("input_use")}
+            source |= {"density_factor": stated("checkpoint_density_factor")}
+            source |= {key: stated(key) for key in ("input_use", "input_differences")}
     note = {} if fields.periodic and not options.not_periodic else {"note": NOT_PERIODIC}
     return fields, predictor, {"input": path, **note, **source}
 

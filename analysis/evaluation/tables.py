@@ -40,6 +40,8 @@ def notes(metadata: Mapping[str, Any]) -> list[str]:
         chosen = f"the checkpoint was chosen on it{fitted}"
         reason = "errors on other boxes may be larger" if use.startswith("training") else chosen
         sentences.append(f"the box is {use}: {reason}; evaluate on a box of another seed")
+    if differences := metadata.get("input_differences"):
+        sentences.append(f"the box differs from the training data: {differences}; see docs/generalization.md")
     return sentences
 
 
