@@ -109,11 +109,12 @@ def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
         source: dict[str, Any] = {"prediction": options.prediction}
         if trained and predictor:
             source = {"density_factor": None, **trained.record, "checkpoint": str(weights)}
-            source |= {"input_use": trained.use_of(path), "windows": predictor.grid.describe()}
-            source |= {"symmetries": options.symmetries, "loss": config.loss}
+            source |= {"input_use": trained.use_of(path), "input_differences": trained.differences(fields.inputs)}
+            source |= {"windows": predictor.grid.describe(), "symmetries": options.symmetries, "loss": config.loss}
         elif fields.prediction and "checkpoint" in fields.prediction.attributes:  # predict.py has written it
             stated = fields.prediction.attributes.get
-            source |= {"density_factor": stated("checkpoint_density_factor"), "input_use": stated("input_use")}
+            source |= {"density_factor": stated("checkpoint_density_factor")}
+            source |= {key: stated(key) for key in ("input_use", "input_differences")}
     note = {} if fields.periodic and not options.not_periodic else {"note": NOT_PERIODIC}
     return fields, predictor, {"input": path, **note, **source}
 
@@ -138,6 +139,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     of_network = "window", "overlap", "batch_size", "precision", "symmetries", "no_calibration"
     if options.prediction and len(options.input) > 1:
         raise UserError("--prediction is that of one box; give one --input")
+    places = [Path(path).resolve() for path in (*options.input, *(options.checkpoint or [str(options.prediction)]))]
+    if repeated := [place for place in places if places.count(place) > 1]:
+        raise UserError(f"{repeated[0]} is given twice; give each path once")
     for name in of_network if options.prediction else ():
         if getattr(options, name) != getattr(InferenceOptions, name):
             raise UserError(f"--{name} has no effect on a stored prediction; remove it, or give --checkpoint")

@@ -23,7 +23,7 @@ from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
-from utils.log import configure_logging
+from utils.log import configure_logging, warn_once
 from utils.run.checkpoint import load_weights
 from utils.volumes.attributes import file_transform
 from utils.volumes.cross_check import START_BYTES, cross_check
@@ -52,7 +52,7 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         trained, config = networks[0], networks[0].config
         for path, network in zip(weights, networks, strict=True):
             if network.channels != trained.channels:
-                raise UserError(f"{path} and {weights[0]} predict different channels; give checkpoints of equal ones")
+                raise UserError(f"channels or transforms of {path} and {weights[0]} differ; predict with one of them")
         source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels)
         file_transform(config.transform, {source.path: source.attributes})
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
@@ -62,6 +62,11 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
     if options.uncertainty is not None:
         measured = calibration(weights, networks, options.uncertainty, options, world)
         layout = with_deviations(layout, trained.channels[1], measured)
+        if measured["volume"] == str(Path(source.path).resolve()):
+            warn_once(f"{source.path} is the volume of the calibration: its coverage is right by construction")
+        if differences := trained.differences(source):
+            text = "unless they were calibrated on such a box (docs/inference.md, Error bars)"
+            warn_once(f"Standard deviations do not hold on {source.path}, {text}: {differences}")
     with closing(source):
         source.periodic &= not options.not_periodic
         if not config.allow_physical_values:

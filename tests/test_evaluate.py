@@ -160,12 +160,24 @@ def seen(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
     return [Path(shutil.copy(config[f"{name}_path"], folder / f"{name}.h5")) for name in ("train", "val")]
 
 
+OTHER_REDSHIFT = "the box differs from the training data: redshift 4.0 instead of 2.0; see docs/generalization.md"
+
+
+def other_redshift(box: Path, folder: Path) -> Path:
+    """A copy of a box, with another redshift than the training box."""
+    with h5py.File(shutil.copy(box, folder / "redshift.h5"), "a") as file:
+        file.attrs["redshift"] = 4.0
+        return Path(file.filename)
+
+
 def test_several_networks_and_boxes(
     trained_run: Path, box: Path, seen: list[Path], tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    """Means and deviations are those of the single reports, which name the boxes that the networks have seen."""
+    """Means and deviations are those of the single reports, whose notes name boxes that the networks have seen, and
+    those of another redshift.
+    """
     without_page(monkeypatch)
-    networks, boxes = sorted((trained_run / "checkpoints").glob("step_*")), [box, *seen]
+    networks, boxes = sorted((trained_run / "checkpoints").glob("step_*")), [other_redshift(box, tmp_path), *seen]
     output = tmp_path / "all"
     evaluate.main(["--checkpoint", *map(str, networks), "--input", *map(str, boxes), f"--output={output}"])
     lines, summary = capsys.readouterr().err, json.loads((output / "summary.json").read_text())
@@ -186,9 +198,10 @@ def test_several_networks_and_boxes(
     page = (output / "report.html").read_text()
     for place, part in enumerate(parts):
         notes = " ".join(part["notes"])
-        assert ("training data" in notes, "validation data" in notes) == (place % 3 == 1, place % 3 == 2)
+        assert ("is training data" in notes, "validation data" in notes) == (place % 3 == 1, place % 3 == 2)
         assert ("mean density, to which the calibration was fitted" in notes) == (place % 3 == 2)
         assert "(same content)" in notes or place % 3 == 0
+        assert (OTHER_REDSHIFT in notes) == (place % 3 == 0)
         assert html.escape(notes) in page
         assert notes in lines
         assert f'<a href="{part["report"]}">' in page
@@ -203,6 +216,10 @@ def test_files_of_old_checkpoints_are_recognized_by_their_path(trained_run: Path
         assert trained.use_of(str(copy)) == trained.use_of(path) == f"{name} data of the network (same content)"
         assert old.use_of(os.path.relpath(path)) == f"{name} data of the network (same path)"
         assert old.use_of(str(copy)) == ""
+    volume = Mock(simulation={"redshift": 4.0, "density_floor_of_mean": 0.01})
+    assert old.differences(volume) == ""
+    trained = replace(trained, known={"simulation": {"redshift": 2.0, "density_floor_of_mean": 0.001}})
+    assert trained.differences(volume) == "redshift 4.0 instead of 2.0"
 
 
 def test_a_predicted_file_states_its_calibration_and_the_use_of_its_box(
@@ -212,7 +229,7 @@ def test_a_predicted_file_states_its_calibration_and_the_use_of_its_box(
     factor, output = read_weights(trained_run)["density_factor"], tmp_path / "report"
     for path, label, use, *flags in (
         (seen[1], f"mean gas density / target's, calibrated by {factor:.4f}", "validation data"),
-        (box, "mean gas density / target's, not calibrated", "", "--no_calibration"),
+        (other_redshift(box, tmp_path), "mean gas density / target's, not calibrated", "", "--no_calibration"),
     ):
         given = [f"--input={path}", "--overwrite"]
         predict.main([f"--checkpoint={trained_run}", *given, f"--output={tmp_path / 'gas.h5'}", *flags])
@@ -224,6 +241,7 @@ def test_a_predicted_file_states_its_calibration_and_the_use_of_its_box(
         for text in (page, lines):
             assert label in text
             assert f"the box is {use}" in text if use else "the box is" not in text
+            assert (OTHER_REDSHIFT in text) == (not use)
 
 
 def test_bad_input_is_a_one_line_error_and_nothing_is_written(
@@ -250,6 +268,9 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
         ("is a file; give the name of a directory", checkpoint, given, f"--output={box}"),
         ("(20, 20, 20) cells", f"--prediction={larger}", given, new),
         ("Hydro[4, 1, 2, 3] is nan", checkpoint, f"--input={tmp_path / 'nan.h5'}", new),
+        (f"{box} is given twice; give each path once", checkpoint, "--input", str(box), os.path.relpath(box), new),
+        (f"{trained_run} is given twice; give", "--checkpoint", str(trained_run), str(trained_run), given, new),
+        (f"{box} is given twice; give each path once", f"--prediction={box}", given, new),
         ("--symmetries has no effect on a", f"--prediction={larger}", given, new, "--symmetries=8"),
         # Once these ended with "R² nan" and exit code 0. Training refuses them as well.
         ("zero.h5: Hydro is 0 everywhere; write", checkpoint, f"--input={zero}", new),

@@ -362,7 +362,8 @@ def coverage(results: Results) -> Figure:
     for one, two, channel, color in zip(*results.coverage, results.channels, itertools.cycle(PALETTE), strict=False):
         axes.plot(places, one[:-1], "o-", markersize=3, color=color, label=channel.name)
         axes.plot(places, two[:-1], "o--", markersize=3, color=color)
-    for share in (0.6827, 0.95):
+    for share, style, label in ((0.6827, "-", "within σ"), (0.95, "--", "within 1.96 σ")):
+        axes.plot([], [], style, color="0.3", label=label)
         axes.axhline(share, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
     axes.set(xscale="log", ylim=(0, 1), xlabel="predicted density / mean", ylabel="share of cells")
     figure.legend(loc="outside right upper", frameon=False)

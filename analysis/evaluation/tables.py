@@ -24,6 +24,10 @@ def lines(evaluation: Results) -> list[str]:
     """All tables as lines of a log, and the conclusion."""
     tables = [channel_table(evaluation), field_table(evaluation)]
     tables += [flux_table(evaluation.flux)] if evaluation.flux else []
+    if evaluation.coverage is not None:
+        shares = zip(evaluation.channels, *evaluation.coverage[..., -1], strict=True)
+        rows = [[channel.name, f"{one:.1%}", f"{two:.1%}"] for channel, one, two in shares]
+        tables.append([["share of errors within", "σ (right: 68%)", "1.96 σ (right: 95%)"], *rows])
     return [*(line for table in tables for line in aligned(table)), conclusion(evaluation)]
 
 
@@ -36,6 +40,8 @@ def notes(metadata: Mapping[str, Any]) -> list[str]:
         chosen = f"the checkpoint was chosen on it{fitted}"
         reason = "errors on other boxes may be larger" if use.startswith("training") else chosen
         sentences.append(f"the box is {use}: {reason}; evaluate on a box of another seed")
+    if differences := metadata.get("input_differences"):
+        sentences.append(f"the box differs from the training data: {differences}; see docs/generalization.md")
     return sentences
 
 

@@ -111,6 +111,7 @@ class PredictionFile:
             "checkpoint_sha256": _list_if_several(sha256),
             "input": str(source),
             "input_use": next(uses, ""),
+            "input_differences": self.networks[0].differences(self.source),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": options.precision,

@@ -25,7 +25,7 @@ from utils.lookup import warn_of_other_code
 from utils.run.checkpoint import read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
-from utils.volumes.attributes import Simulation, conditions_of, warn_of_other_simulation, warn_of_untrained_conditions
+from utils.volumes import attributes
 from utils.volumes.channels import Channel, volume_channels
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.input_statistics import compare
@@ -118,9 +118,14 @@ class TrainedNetwork:
         return cls(network.to(device).eval(), config, record, known)
 
     @property
-    def simulation(self) -> Simulation:
+    def simulation(self) -> attributes.Simulation:
         """Redshift, cosmology and cell size that all training files state, as far as they agree."""
         return self.known.get("simulation", {})
+
+    def differences(self, volume: FieldReader) -> str:
+        """Redshift, cosmology and cell size of a volume that differ from those of `simulation`, else an empty text."""
+        stated = {name: value for name, value in volume.simulation.items() if name != attributes.FLOOR}
+        return attributes.differences_of(stated, self.simulation)
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
@@ -160,12 +165,12 @@ def build_predictor(
     suit the networks or the box, or if the volume does not state their conditions.
     """
     config, network, networks = trained.config, trained.config.network, (trained, *others)
-    conditions = conditions_of(network, volume.path, volume.simulation)
+    conditions = attributes.conditions_of(network, volume.path, volume.simulation)
     window = options.window or config.data_size
     divisor = math.lcm(*(model.config.window_multiple for model in networks))
     if world.is_root:
-        warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
-        warn_of_untrained_conditions(network, volume.path, conditions)
+        attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
+        attributes.warn_of_untrained_conditions(network, volume.path, conditions)
         compare(trained.known.get("input_statistics"), volume.path, volume.values, config)
         for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
             log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
@@ -175,7 +180,7 @@ def build_predictor(
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     inputs, outputs = config.N_in_channels, config.N_out_channels
     forward = (forward_pass(model.network, options.precision, world.device) for model in networks)
-    scalars = (conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
+    scalars = (attributes.conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
     predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
     vectors = config.vector_channels.inputs, config.vector_channels.targets
     predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), vectors, world, spread)

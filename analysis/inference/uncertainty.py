@@ -19,7 +19,7 @@ from utils.volumes.attributes import file_transform
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.values import check_sample
 
-FILE = "uncertainty.json"  # next to the weights: calibrations by the networks and options that they hold for
+FILE = "uncertainty.json"  # next to the weights: calibrations by networks, options and volume
 WINDOWS = 3  # per side of the part of the volume on which predictions are calibrated
 BINS, UPDATES = 1000, 500  # of the fit
 
@@ -62,18 +62,20 @@ def predict_part(
 def calibration(
     weights: Sequence[Path], networks: Sequence[TrainedNetwork], volume: str, options: InferenceOptions, world: World
 ) -> dict[str, Any]:
-    """The `fit` for these networks and options, read from FILE next to the first one's weights; every rank calls it.
+    """The `fit` on a volume with targets; "" is the validation volume of the training run. Every rank calls it.
 
-    If that lacks it, or `volume` is given, it is measured there, or on the validation volume of the training run.
+    It is read from FILE next to the first network's weights, or measured if that lacks it for networks and options.
     """
     path, key, stored = weights[0].with_name(FILE), "", dict[str, dict[str, Any]]()
     with world.raise_together():
         if world.is_root:
             chosen = options.window, options.overlap, options.symmetries, options.precision, options.no_calibration
-            key = json.dumps([*map(file_digest, weights), *chosen])
+            given = volume and [str(Path(volume).resolve()), Path(volume).exists() and Path(volume).stat().st_mtime_ns]
+            key = json.dumps([*map(file_digest, weights), *chosen, given])
             with suppress(OSError, ValueError):  # missing or damaged
                 stored = read_json(path)
-    if known := world.broadcast(None if volume else stored.get(key)):
+    if known := world.broadcast(stored.get(key)):
+        log.info("The standard deviations were calibrated on %s before", known["volume"])
         return known
     volume = volume or networks[0].config.paths("val_path")[0]
     with world.raise_together():

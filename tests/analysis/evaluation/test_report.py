@@ -276,6 +276,8 @@ def test_figures_show_their_data(with_flux: Results) -> None:
         for values in expected:
             same = (shown for shown in drawn if np.shape(shown) == values.shape)
             assert any(np.allclose(values, shown, rtol=1e-6, atol=1e-9, equal_nan=True) for shown in same), name
+    (key,) = figures.coverage(with_flux).legends
+    assert [text.get_text() for text in key.get_texts()][-2:] == ["within σ", "within 1.96 σ"]
 
 
 def test_no_ratio_leaves_its_panel(with_flux: Results) -> None:

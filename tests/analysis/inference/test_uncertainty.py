@@ -1,6 +1,7 @@
 """Standard deviations of predictions: their calibration, the file, several checkpoints, and their evaluation."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from empty_pictures import draw_nothing
-from log_lines import refusal
+from log_lines import messages, refusal
 from processes import run_ranks
 from reference_samples import ALONE
 from volume_files import write_volume
 
 import evaluate
 import predict
+from analysis.evaluation import results
 from analysis.evaluation.results import DENSITIES
 from analysis.evaluation.statistics import coverage
 from analysis.inference.uncertainty import FILE, fit
@@ -116,13 +118,38 @@ def test_several_networks_have_a_mean_and_a_calibration_of_their_own(files: Path
     single = [predicted(files, tmp_path / f"{name}.h5", "--uncertainty", networks=name)["Hydro"] for name in "ab"]
     np.testing.assert_allclose(every["Hydro"], np.mean(single, axis=0), atol=1e-6)
     stored = {len(json.loads(key)): value for key, value in json.loads((files / "a" / FILE).read_text()).items()}
-    assert stored.keys() == {6, 7}, "five options, and a digest per network"
-    variances = (np.square(every["Hydro_std"]) - np.reshape(stored[7]["floors"], (5, 1, 1, 1))).mean((1, 2, 3))
-    between = np.square(np.subtract(*single) / 2).mean((1, 2, 3)) * stored[7]["factors"]
+    assert stored.keys() == {7, 8}, "five options, the volume, and a digest per network"
+    variances = (np.square(every["Hydro_std"]) - np.reshape(stored[8]["floors"], (5, 1, 1, 1))).mean((1, 2, 3))
+    between = np.square(np.subtract(*single) / 2).mean((1, 2, 3)) * stored[8]["factors"]
     assert (variances > 0.9 * between).all()
     with h5py.File(tmp_path / "both.h5") as file:
         assert [Path(path).parent.name for path in file.attrs["checkpoint"]] == ["a", "b"]
         assert len(file.attrs["checkpoint_density_factor"]) == len(file.attrs["checkpoint_sha256"]) == 2
+
+
+def test_each_volume_has_a_calibration_of_its_own(files: Path, tmp_path: Path, capsys: Any) -> None:
+    """Fixed: that of a given volume replaced that of the validation volume, even if it was the predicted box."""
+    box, val, other = files / "box.h5", files / "val.h5", write_volume(tmp_path / "other.h5", seed=7, redshift=4.0)
+    (files / "b" / FILE).unlink(missing_ok=True)
+    predicted(files, tmp_path / "gas.h5", f"--uncertainty={box}", networks="b")
+    lines = capsys.readouterr().err
+    assert f"{box} is the volume of the calibration: its coverage is right by construction" in lines
+    for volume, earlier, *flags in (
+        (val, False, "--uncertainty", f"--input={other}"),
+        (box, True, f"--uncertainty={box}"),
+        (val, True, "--uncertainty"),
+    ):
+        predicted(files, tmp_path / "gas.h5", "--overwrite", *flags, networks="b")
+        lines = capsys.readouterr().err
+        known = f"were calibrated on {volume} before" if earlier else f"Calibrating the standard deviations on {volume}"
+        assert known in lines
+        with h5py.File(tmp_path / "gas.h5") as file:
+            assert file["Hydro_std"].attrs["volume"] == str(volume)
+        assert ("redshift 4.0 instead of 2.0" in lines) == (not earlier)
+        assert (f"do not hold on {other}, unless they were calibrated on such a box" in lines) == (not earlier)
+    os.utime(box, (0, 0))
+    predicted(files, tmp_path / "gas.h5", "--overwrite", f"--uncertainty={box}", networks="b")
+    assert f"Calibrating the standard deviations on {box}" in capsys.readouterr().err, "it has changed"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +161,7 @@ def test_several_networks_have_a_mean_and_a_calibration_of_their_own(files: Path
             "FILES/no.h5 does not exist; name a volume with targets: --uncertainty VOLUME.h5",
         ),
         ("a", "--uncertainty --format=nyx", "--format nyx has no standard deviations; remove --uncertainty"),
-        ("a other", "", "predict different channels; give checkpoints of equal ones"),
+        ("a other", "", "channels or transforms of FILES/other/weights.pt and FILES/a/weights.pt differ"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(
@@ -147,7 +174,9 @@ def test_what_cannot_be_calibrated_is_refused(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_evaluate_draws_the_coverage_of_a_file_with_deviations(files: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_evaluate_draws_the_coverage_of_a_file_with_deviations(
+    files: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     draw_nothing(monkeypatch)
     for flags, has in (("--uncertainty", True), ("--symmetries=8", False)):
         gas = predicted(files, tmp_path / "gas.h5", flags, "--overwrite", networks="a b")
@@ -161,3 +190,6 @@ def test_evaluate_draws_the_coverage_of_a_file_with_deviations(files: Path, tmp_
             assert summary["coverage"].pop("densities, then all") == [*DENSITIES]
             shares = [part["68 %"][-1] for part in summary["coverage"].values()]
             np.testing.assert_allclose(shares, inside.mean((1, 2, 3)), rtol=1e-4)
+            (temperature,) = results.load(tmp_path / "report" / "evaluation.npz").coverage[:, -1:, -1].T
+            rows = [line.split()[-2:] for line in messages(capsys.readouterr().err) if line.startswith("temperature ")]
+            assert [f"{share:.1%}" for share in temperature] in rows
