@@ -34,6 +34,7 @@ from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.run.provenance import provenance
 from utils.volumes.channels import volume_channels
+from utils.volumes.cross_check import START_BYTES, cross_check
 
 Opened = tuple[VolumeFields, SlidingWindowPredictor | None, dict[str, Any]]  # the latter is the report's metadata
 
@@ -80,6 +81,10 @@ def evaluate(options: Options, world: World) -> None:
                     raise UserError(f"the channels or transforms of {places} differ; evaluate them one by one")
                 if not predicts:
                     continue
+                values = [fields.inputs.values, fields.target.values]
+                fields.inputs.periodic &= not options.not_periodic
+                if not fields.config.allow_physical_values:
+                    cross_check(fields.inputs, values, volume_channels(fields.config), world, START_BYTES).log()
                 results = fields.evaluate(predictor, "predicting", metadata, world)
             report.write_report(output / folder, results, record, world)
             known = {"checkpoint": checkpoint, "input": path, "report": str(folder / report.PAGE)}

@@ -12,6 +12,7 @@ from nyx_files import DARK_MATTER, GAS, UNIVERSE, write_nyx
 from processes import run_ranks
 from volume_files import SIMULATED
 
+import evaluate
 import predict
 import train
 from benchmarks import cross_check as study
@@ -125,7 +126,7 @@ class Counted:
 
 
 def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path, capsys: Any) -> None:
-    """Of a box whose velocities are in √a units: importer, preflight, training, prediction."""
+    """Of a box whose velocities are in √a units: importer, preflight, training, prediction, evaluation."""
     too_fast = study.moved(box, lambda _: (1 + box.attributes["redshift"]) ** 0.5)
     path, flags = tmp_path / "box.h5", ["--device=cpu", f"--checkpoint={trained_run}", f"--input={tmp_path / 'box.h5'}"]
     factor = box.attributes["velocity_scale_km_s"] / SIMULATED["velocity_scale_km_s"]
@@ -149,6 +150,7 @@ def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path,
         (train.main, [*training, "--preflight"], "preflight: warning: "),
         (train.main, training, " - WARNING - "),
         (predict.main, [*flags, f"--output={tmp_path / 'gas.h5'}"], " - WARNING - "),
+        (evaluate.main, [*flags, f"--output={tmp_path / 'evaluation'}"], " - WARNING - "),
     ):
         main(words)
         output = capsys.readouterr()
