@@ -283,7 +283,7 @@ def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> Non
 
 def test_a_run_resumes_with_records_of_another_form(command: Any, finished: Path) -> None:
     """Valid JSON that the program does not write, as after an edit by hand, was a traceback at each restart."""
-    for epochs, record in enumerate(("[]", '{"run_num": "00"}', '{"earlier": [3]}'), start=3):
+    for epochs, record in enumerate(("[]", '{"run_num": "00"}', '{"earlier": [3]}', '{"earlier": 3}'), start=3):
         (finished / "provenance.json").write_text(record)
         with (finished / "metrics.jsonl").open("a") as file:
             file.write('5\n[]\n{"loss": 1}\n{"step": "x"}\n')

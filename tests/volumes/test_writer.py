@@ -229,6 +229,20 @@ def test_two_nodes_that_share_a_directory_by_nfs_write_the_file_of_one(tmp_path:
     check_complete(target)
 
 
+def test_a_file_without_a_block_is_removed_but_not_that_of_a_later_process(tmp_path: Path) -> None:
+    """A refused input left hidden files. After it has finished, a writer is closed once more."""
+    target = tmp_path / "box.h5"
+    begin(target).close()
+    assert os.listdir(tmp_path) == []
+    file = begin(target)
+    write_blocks(target)
+    file.finish()
+    with closing(begin(target, overwrite=True)):
+        file.close()
+        write_blocks(target, until=1)
+    assert len(os.listdir(tmp_path)) == 4, "the target, and the next process's files"
+
+
 def test_a_second_writer_is_refused_and_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "box.h5"
     file = begin(target)

@@ -77,7 +77,7 @@ class RunDirectory:
             if all(isinstance(part, dict) for part in (record, *record.get("earlier", ()))):
                 return dict(record)
             raise ValueError("edited by hand")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, TypeError):
             warn_once(f"{self.provenance} is ignored: it is damaged")
             return {}
 

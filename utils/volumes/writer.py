@@ -88,7 +88,11 @@ class ResumableHDF5File:
     def close(self) -> None:
         """Closes the file, which a later process can resume; without a block it is removed."""
         with suppress(OSError):
-            if not any(self._record.read_bytes()[1:]):
+            # Once the journal is closed, or removed, another process may have begun a file of the same names.
+            is_own = not self._journal.closed and os.path.samestat(
+                os.fstat(self._journal.fileno()), self._journal_path.stat()
+            )
+            if is_own and not any(self._record.read_bytes()[1:]):
                 for path in (self._partial, self._record, self._journal_path):
                     path.unlink()
         self._opened.close()
