@@ -63,7 +63,7 @@ def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn
         samples = "labeled samples" if is_classification else "volumes"
         raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
     if is_classification and any(options.values()):
-        raise ValueError(f"loss {name} has no lambda_rho, fused_pointwise or channel_weights; remove them")
+        raise ValueError(f"loss {name} has no lambda_rho or channel_weights; remove them")
     return LOSSES[name]() if is_classification else LOSSES[name](**options)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from networks.layers import without_autocast
+from networks.ops.precision import without_autocast
 
 EMBEDDING = 64  # features of the conditions, shared by all layers; whole vectors, because SiLU rounds others by place
 

@@ -5,13 +5,15 @@ For fields [N, C, D, D, D], or for logits [N, classes] and classes [N]. Named me
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks.fused import at_least_float32, l1
+from networks.ops import CUDNN, TORCH, operations
+from networks.ops.plan import LAST
+from networks.ops.precision import at_least_float32
 
 HUBER_DELTA = 0.1  # about the mean error of the best constant
 SPECTRUM_WEIGHT = 0.5  # also the norm of the gradient of its term, divided by that of L1
@@ -29,20 +31,28 @@ class NetworkWithLoss(nn.Module):
     def forward(
         self, inputs: torch.Tensor, targets: torch.Tensor, conditions: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if getattr(self.loss, "operation", TORCH) == LAST:
+            network: Any = self.network
+            return network.last.l1(network.before_last(inputs, conditions), targets)
         outputs = self.network(inputs) if conditions is None else self.network(inputs, conditions)
         return self.loss(outputs, targets)
 
 
 class Loss(nn.Module):
     is_classification: ClassVar[bool]  # True if targets are classes, False if they are fields
+    operation = TORCH  # what computes it, which a plan sets; see ops/plan.py
+
+    @property
+    def no_kernel(self) -> str:
+        """Why no kernel computes the loss; empty if one can."""
+        return f"the loss is {type(self).__name__}"
 
 
 class FieldLoss(Loss, ABC):
     """Mean of `cellwise`, plus lambda_rho × mean |difference of the densities| (channel 0) if lambda_rho > 0.
 
     The density exp(density_log_scale · x) spans many decades, so the densest cells dominate its term; squares of it
-    would leave nothing else. `fused` computes the loss in one kernel, if the class has one and there are no density
-    term and no weights.
+    would leave nothing else.
 
     `weights`, one per channel, weight the channels in the first term, normalized to mean 1. They apply in training mode
     only: in evaluation mode losses stay comparable.
@@ -53,14 +63,13 @@ class FieldLoss(Loss, ABC):
     def __init__(
         self,
         lambda_rho: float = 0.0,
-        fused: bool = False,
         weights: Sequence[float] | None = None,
         density_log_scale: float | None = None,
     ) -> None:
         super().__init__()
         if lambda_rho > 0 and density_log_scale is None:
             raise ValueError("lambda_rho needs transform.density_log_scale; set it, or set lambda_rho to 0")
-        self.lambda_rho, self.fused, self.density_log_scale = lambda_rho, fused, density_log_scale or 0.0
+        self.lambda_rho, self.density_log_scale = lambda_rho, density_log_scale or 0.0
         # Python numbers, because a tensor would have to be on the device. Equal weights have no effect.
         self.weights = None
         if weights is not None and len(set(weights)) > 1:
@@ -94,9 +103,17 @@ class L1Loss(FieldLoss):
     def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs - targets).abs()
 
+    @property
+    def no_kernel(self) -> str:
+        if type(self) is not L1Loss:
+            return super().no_kernel
+        if self.lambda_rho > 0:
+            return f"lambda_rho is {self.lambda_rho:g}, not 0"
+        return "" if self.weights is None else "channel_weights are set"
+
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self.fused and self.weights is None and self.lambda_rho <= 0 and outputs.shape == targets.shape:
-            return l1(outputs, targets)
+        if self.operation != TORCH and outputs.shape == targets.shape:
+            return operations(CUDNN).l1(outputs, targets)
         return super().forward(outputs, targets)
 
 

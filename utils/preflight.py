@@ -100,8 +100,6 @@ def _check(
         plot_learning_rate(config, options.config, Path(options.plot or directory.learning_rate))
     if lacks_gpu and volumes.reads == "hdf5":  # others may need its memory
         volumes = volumes.changed(data_loader_config="lowmem")
-    if lacks_gpu:  # its CPU has no own kernels
-        volumes = volumes.changed(convolutions="auto")
     _train_one_step(volumes, alone, ranks, size, start)
     volumes.check_all()
 

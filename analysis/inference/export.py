@@ -15,7 +15,6 @@ from analysis.inference.trained_network import TrainedNetwork
 from networks.physical import PhysicalNetwork
 from utils.errors import UserError
 from utils.files import atomic_write, to_json
-from utils.steps import convolutions
 from utils.volumes.attributes import CONDITION_UNITS, DENSITY_FLOOR, FLOOR
 from utils.volumes.channels import Channel, check_physical_units
 
@@ -41,7 +40,6 @@ class ExportedNetwork:
     def of(cls, trained: TrainedNetwork, units: str) -> "ExportedNetwork":
         """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
         (inputs, targets), module, floor = trained.channels, trained.network, None
-        convolutions.select(module, "cudnn")  # the file has PyTorch's operators only
         if units == "physical":
             check_physical_units((*inputs, *targets), "give --units channel")
             floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data

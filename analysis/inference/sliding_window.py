@@ -15,6 +15,7 @@ import torch
 
 from analysis.inference.window_grid import Axis, AxisPart, Box, Segment, WindowGrid, window_count
 from analysis.slabs import Slabs
+from networks.ops import plan
 from utils.data.symmetry import Vectors, apply_on_device, channel_table, inverse
 from utils.distributed.world import World
 from utils.volumes.page_cache import memory_limit
@@ -171,10 +172,13 @@ def with_conditions(predict: Callable[..., torch.Tensor], conditions: Sequence[f
     return lambda windows: predict(windows, row.expand(len(windows), -1))
 
 
-def forward_pass(network: torch.nn.Module, precision: str, device: torch.device) -> Callable[..., torch.Tensor]:
+def forward_pass(
+    network: torch.nn.Module, precision: str, device: torch.device, window: int, kernels: str = "auto"
+) -> Callable[..., torch.Tensor]:
     """The network's forward pass in one of PRECISIONS. Sets cuDNN's switches for the whole process.
 
-    On a GPU, converts the network to channels-last.
+    On a GPU, converts the network to channels-last, and uses the operations of `kernels` (the config's key) for windows
+    of `window` cells in bfloat16.
     """
     # cuDNN's search would choose other algorithms for other batch sizes, and so make results depend on them.
     torch.backends.cudnn.benchmark = False
@@ -182,6 +186,10 @@ def forward_pass(network: torch.nn.Module, precision: str, device: torch.device)
     form = torch.channels_last_3d if device.type == "cuda" else torch.preserve_format
     # Convolutions follow the weights' format. Some versions of cuDNN fail in the other one: see steps/backends.py.
     network.to(memory_format=form)  # type: ignore[call-overload] # its stubs lack it
+
+    if precision == "bfloat16":
+        setting = plan.Setting(kernels, window, torch.bfloat16, device)
+        plan.apply(network, plan.make(network, setting), setting.dtype)
 
     @torch.inference_mode()
     def predict(windows: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:

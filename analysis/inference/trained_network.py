@@ -94,15 +94,7 @@ class TrainedNetwork:
                 f"{path} holds a classifier ({config.network.name}); predict.py, evaluate.py and export.py need a "
                 "network trained on volumes. docs/workloads.md shows how to use a classifier"
             )
-        # Options that change how a layer computes, but not what: a prediction needs none of them.
-        plain = {
-            "fused_pointwise": False,
-            # Neither windows nor the precision are those of the training.
-            "convolutions": "auto" if config.convolutions == "own" else config.convolutions,
-            "network": config.network.model_copy(update={"space_to_depth": []}),
-            "accumulation_steps": 1,
-            "local_batch_size": ghost_batch(config.network.norm) or 1,
-        }
+        plain = {"accumulation_steps": 1, "local_batch_size": ghost_batch(config.network.norm) or 1}
         warn_of_other_code(str(path), content)
         network = build.network(config.model_copy(update=plain))
         try:
@@ -179,7 +171,9 @@ def build_predictor(
     grid = build_window_grid(volume.shape, window, options.overlap, volume.periodic and not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     inputs, outputs = config.N_in_channels, config.N_out_channels
-    forward = (forward_pass(model.network, options.precision, world.device) for model in networks)
+    forward = (
+        forward_pass(model.network, options.precision, world.device, window, model.config.kernels) for model in networks
+    )
     scalars = (attributes.conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
     predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
     vectors = config.vector_channels.inputs, config.vector_channels.targets

@@ -3,16 +3,11 @@
 import itertools
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from utils.config import sections
 from utils.config.sections import Count, Fraction, Name, PathText, PathTexts, Positive, PositiveFloat, Rate
 from utils.errors import UserError
-
-# Without the validator, pydantic would take 1 for true.
-AutoOrBool = Annotated[
-    Literal["auto", True, False], BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
-]
 
 
 class NeutralKeys(sections.Section):
@@ -101,15 +96,9 @@ class Config(NeutralKeys):
     # Number of algorithms that it times; 0: all. A lower one does not save the time to build all of them.
     cudnn_benchmark_limit: Annotated[int, Field(ge=0, le=1000)] = 10
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
-    # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
-    fused_pointwise: bool = False
-    # The strided convolutions. auto: by this project's kernels where they can, else by cuDNN; needs a Hopper GPU,
-    # channels_last and enable_amp. own: by these kernels alone, or an error; cudnn: never by them.
-    convolutions: Literal["auto", "cudnn", "own"] = "auto"
-    # One Triton kernel for all that follows the last layer's convolution: bias, tanh, loss, and their gradient. Needs
-    # loss l1 alone, and last in network.space_to_depth or own convolutions; a GPU, channels_last and bfloat16 autocast.
-    # auto: where this holds.
-    fused_tail: AutoOrBool = False
+    # What computes the layers on a GPU, with channels_last. auto: for each the fastest operation, on Hopper by own
+    # kernels, else cuDNN's convolutions with own kernels around them; cudnn: the latter; torch: PyTorch alone.
+    kernels: Literal["auto", "cudnn", "torch"] = "auto"
     accumulation_steps: Positive = 1  # micro-batches per step
     clip_grad_norm: PositiveFloat | None = None  # largest norm of the gradient; None: no clipping
     log_noise_scale: bool = False  # log the gradient noise scale; on several ranks a Python hook per gradient bucket
@@ -171,21 +160,6 @@ class Config(NeutralKeys):
         requested = schedule.warmup_steps or round(schedule.warmup_epochs * self.steps_per_epoch)
         return requested if self.warms_up else 0
 
-    @property
-    def fused_tail_obstacle(self) -> str:
-        """Why the network or the loss excludes the fused tail; empty if they do not."""
-        last, convolutions = "last" in self.network.space_to_depth, self.convolutions
-        obstacles = {
-            f"network.name is {self.network.name}, not unet": self.network.name != "unet",
-            f"loss is {self.loss}, not l1": self.loss != "l1",
-            f"lambda_rho is {self.lambda_rho:g}, not 0": self.lambda_rho != 0,
-            "channel_weights are set": self.channel_weights is not None,
-            "last is not in network.space_to_depth, and convolutions is not own": (
-                not last and convolutions != "own" and (convolutions, self.fused_tail) != ("auto", "auto")
-            ),
-        }
-        return next((reason for reason, holds in obstacles.items() if holds), "")
-
     def for_world(self, world_size: int) -> "Config":
         """The config with both batch sizes set for this many ranks; raises UserError if they do not suit the run."""
         total = self.local_batch_size * world_size if self.local_batch_size else self.global_batch_size
@@ -216,11 +190,6 @@ class Config(NeutralKeys):
             raise ValueError("static_graph and gradient_compression need ddp torch; unset them or set ddp=torch")
         if self.static_graph and self.accumulation_steps > 1:
             raise ValueError("static_graph needs accumulation_steps 1; change one of them")
-        if self.fused_tail is True and self.fused_tail_obstacle:
-            raise ValueError(
-                f"fused_tail needs network.name unet with last in network.space_to_depth, loss l1, lambda_rho 0 and no "
-                f"channel_weights, but {self.fused_tail_obstacle}; change it, or set fused_tail=false"
-            )
         if self.Nsamples_val < count:
             raise ValueError(f"Nsamples_val {self.Nsamples_val} is less than the {count} volumes of val_path; raise it")
         for name, triples, key in (("inputs", vectors.inputs, "N_in"), ("targets", vectors.targets, "N_out")):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from networks.ops import plan
 from utils import STARTED
 from utils import config as configs
 from utils.distributed.world import World
@@ -24,7 +25,7 @@ from utils.run.provenance import DIGEST, data_changes, provenance, seconds_until
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
-from utils.steps import build, convolutions
+from utils.steps import build
 from utils.volumes.opened import Volumes
 
 log = once_per_job(__name__)
@@ -186,7 +187,7 @@ class Run:
         portable = self.request.config.model_copy(update={"local_batch_size": None})
         path, changes = self.directory.provenance, list[str]()
         record["data"] = self.request.data
-        record["convolutions"] = build.convolution_plan(self.request.config, self.world.device)
+        record["kernels"] = build.kernel_plan(self.request.config, self.world.device)
         source = RunDirectory(self.start.path.resolve().parent.parent) if self.start.path else self.directory
         before = source.read_provenance() if self.start.path or path.exists() else {}
         if before and source.path.resolve() == path.resolve().parent:  # otherwise another run resumes here
@@ -196,7 +197,7 @@ class Run:
             self.earlier_seconds = sum(process.get("seconds", 0.0) for process in record["earlier"])
         if self.start.path is not None:
             changes = data_changes(before.get("data", {}), record["data"])
-            changes += convolutions.changes(before.get("convolutions", {}), record["convolutions"])
+            changes += plan.changes(before.get("kernels", {}), record["kernels"])
         # The config comes last: without it, the directory is still free for the command that a kill has ended.
         with atomic_write([path, self.directory.config]) as (record_file, config_file):
             config_file.write_text(configs.to_yaml(portable, self.request.name))

@@ -12,7 +12,7 @@ from torch import nn
 from networks import LOSSES, METRICS, NETWORKS, build_loss, build_network, initialize
 from networks.losses import NetworkWithLoss, mean_densities
 from networks.norms import ghost_batch
-from networks.tail import NetworkWithFusedTail
+from networks.ops import plan
 from utils.config import Config
 from utils.data.datasets import get_dataset
 from utils.data.loaders import DataSplits, open_loaders
@@ -22,7 +22,7 @@ from utils.errors import UserError, value_errors_for_users
 from utils.lookup import build_user_class, lookup
 from utils.optim.optimizers import build_optimizer, check_name, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
-from utils.steps import convolutions, own_network
+from utils.steps import kernels, own_network
 from utils.steps.backends import conv3d_fault, log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize
@@ -67,12 +67,6 @@ def assemble(
 
 def network(config: Config) -> nn.Module:
     """The config's network with torch's default weights; ValueError if its options contradict each other."""
-    built = _network(config)
-    convolutions.select(built, config.convolutions)
-    return built
-
-
-def _network(config: Config) -> nn.Module:
     norm = config.network.norm
     ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
     if ghost is not None and (batch < ghost or batch % ghost):
@@ -87,7 +81,6 @@ def _network(config: Config) -> nn.Module:
     if config.network.conditions:
         assert config.network.condition_ranges, "Volumes.open reads them from the files"
         given["conditions"] = config.network.condition_ranges
-    variants: dict[str, object] = {"space_to_depth": config.network.space_to_depth}
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
         samples = {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
@@ -99,24 +92,19 @@ def _network(config: Config) -> nn.Module:
             "width": config.network.width,
             "scales": config.scales,
         }
-        variants["fused"] = config.fused_pointwise  # the loss of a classifier refuses it
     if "." in name:
         return own_network.build(config, samples, {**given, **config.network.options})
-    # Variants are passed only if they are set: not every network has them.
-    options = {name: value for name, value in {**given, **variants, **samples}.items() if value}
+    options = {name: value for name, value in {**given, **samples}.items() if value}  # not every network has all
     lookup(NETWORKS, "network.name", name, "; a class of your own is named my_module.MyNetwork")
     return build_network(name, **{**options, **config.network.options})
 
 
 def network_without_values(config: Config) -> nn.Module:
-    """The config's network on torch's meta device: its shapes, without memory for its weights.
-
-    There, no own kernels compute convolutions, so `convolutions` own is not required.
-    """
+    """The config's network on torch's meta device: its shapes, without memory for its weights."""
     # Not every constructor works without values, and those on a CPU draw them.
     device = torch.device("cpu" if own_network.is_checked(config) else "meta")
     with torch.random.fork_rng(devices=[]), device:
-        return _network(config).to("meta")
+        return network(config).to("meta")
 
 
 def model_size(config: Config) -> ModelSize:
@@ -132,7 +120,7 @@ def loss(config: Config) -> nn.Module:
         stated = {key: value for key, value in options.items() if value}
         return build_user_class("loss", config.loss, nn.Module, scale, stated)
     lookup(LOSSES, "loss", config.loss, "; a class of your own is named my_module.MyLoss")
-    return build_loss(config.loss, config.is_classification, fused=config.fused_pointwise, **options, **scale)
+    return build_loss(config.loss, config.is_classification, **options, **scale)
 
 
 def network_with_loss(config: Config) -> NetworkWithLoss:
@@ -146,8 +134,7 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
         density, *_ = volume_channels(config)[1]
         if density.unit == DENSITY_UNIT and not config.is_classification:
             metrics += mean_densities(density.scale)
-        kind = NetworkWithFusedTail if config.fused_tail and not config.fused_tail_obstacle else NetworkWithLoss
-        return kind(network(config), loss(config), metrics)
+        return NetworkWithLoss(network(config), loss(config), metrics)
 
 
 def smallest_batch(config: Config) -> int:
@@ -163,7 +150,7 @@ def check_output(config: Config) -> None:
     if "." in config.loss:
         own_network.check_loss(config, loss(config), torch.device("cpu"))
     if own_network.is_checked(config):
-        own_network.check_output(config, _network(config), torch.device("cpu"))
+        own_network.check_output(config, network(config), torch.device("cpu"))
         return
     batch = meta_batch(config, config.local_batch_size or 1)
     loss(config)(network_without_values(config)(*batch.network_inputs), batch.targets)
@@ -179,14 +166,12 @@ def check(config: Config, world: World, step_class: type[EagerStep] = EagerStep)
             "network.norm sync_batch needs GPUs: PyTorch does not synchronize batch norms of several ranks on CPUs; "
             "use ghost(n), over groups of n samples, or one rank"
         )
-    if config.convolutions == "own":
-        with value_errors_for_users():
-            convolutions.check(config, network_without_values(config), world.device)
 
 
-def convolution_plan(config: Config, device: torch.device) -> convolutions.Plan:
-    """The choice of kernels for the strided convolutions of the config's network on a device."""
-    return convolutions.plan(config, network_without_values(config), device)
+def kernel_plan(config: Config, device: torch.device) -> dict[str, str]:
+    """The choices for the layers and the loss of the config's training on a device, as text."""
+    chosen = plan.make(network_without_values(config), kernels.setting(config, device), loss(config))
+    return {name: str(choice) for name, choice in chosen.items()}
 
 
 def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[EagerStep] = EagerStep) -> EagerStep:
@@ -200,11 +185,10 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
     if own_network.is_checked(config):
-        convolutions.select(module, "auto")  # without autocast, own kernels compute nothing
         own_network.check_output(config, module, world.device)
-        convolutions.select(module, config.convolutions)
     if "." in config.loss:
         own_network.check_loss(config, model.loss, world.device)
+    kernels.apply(model, kernels.setting(config, world.device))
     capturable, lr = step_class.capturable and world.device.type == "cuda", config.lr_schedule.start_lr
     with value_errors_for_users():
         optimizer = build_optimizer(config.optimizer, module.named_parameters(), lr, capturable)
@@ -229,8 +213,8 @@ def _initialize(config: Config, network: nn.Module) -> None:
 def log_settings(config: Config, world: World) -> None:
     """Logs the backends, the augmentation, a long warm-up, and the options without effect in this run."""
     log_backends(config, world)
-    if world.device.type == "cuda" and (plan := convolution_plan(config, world.device)):
-        log.info("Convolutions: %s", convolutions.describe(plan))
+    if world.device.type == "cuda" and (chosen := kernel_plan(config, world.device)):
+        log.info("Kernels: %s", plan.describe(chosen))
     if not config.is_classification:
         log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
     warn_of_long_warmup(config)
@@ -241,17 +225,11 @@ def log_settings(config: Config, world: World) -> None:
 def options_without_effect(config: Config, world: World) -> Iterator[str]:
     """Lines for the log: options of the config that this run cannot use."""
     on_gpu, exchanges = world.device.type == "cuda", world.size > 1 and not config.noddp
-    no_kernels = not on_gpu or not config.channels_last or config.enable_jit
-    bfloat16 = config.enable_amp and config.precision == "bfloat16"
     for key in ("enable_apex", "enable_fused"):
         if getattr(config, key) and config.optimizer.name != "apex_adam":
             yield f"{key} has no effect: adam is always torch's fused Adam; --set optimizer.name=apex_adam uses apex's"
-    if config.fused_pointwise and no_kernels:
-        yield "fused_pointwise has no effect: it needs a GPU and channels_last, and torch.compile excludes it"
-    if config.fused_tail == "auto" and config.fused_tail_obstacle:
-        yield f"fused_tail is not used: {config.fused_tail_obstacle}"
-    if config.fused_tail is True and (no_kernels or not bfloat16):
-        yield "fused_tail has no effect: it needs a GPU, channels_last and bfloat16, and torch.compile excludes it"
+    if on_gpu and config.enable_jit and config.kernels != plan.TORCH:
+        yield f"kernels {config.kernels} has no effect: torch.compile (--enable_jit) compiles PyTorch's operations"
     if config.deterministic and not on_gpu:
         yield "deterministic has no effect on a CPU, where training is always deterministic"
     if config.profile != type(config.profile)() and not config.enable_manual_profiling:

@@ -18,6 +18,7 @@ from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
 from utils.optim.optimizers import load_state, replicated_state, saved_state, update
 from utils.optim.soap import Soap
+from utils.steps import kernels
 from utils.steps.annotate import annotate
 from utils.steps.compile import Compiled
 from utils.steps.data_parallel import GradientNormProbe, ManualDataParallel, data_parallel, gradients_of
@@ -235,8 +236,8 @@ class EagerStep:
     def predict(self, inputs: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
         self.network.eval()
         if self._config.channels_last and self._device.type == "cuda":
-            inputs = inputs.contiguous(memory_format=torch.channels_last_3d)  # own kernels need it
-        with self._autocast():
+            inputs = inputs.contiguous(memory_format=torch.channels_last_3d)
+        with kernels.planned(self.network, self._config, self._device, inputs.shape[-1]), self._autocast():
             return self.network(inputs, *conditions)
 
     def close(self) -> None:

@@ -1,29 +1,61 @@
-"""Compiles the Triton kernels of a training step before its first one, in parallel, on all ranks of a node."""
+"""The operations that compute a config's network, and their Triton kernels, compiled before the first step."""
 
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import nn
 
-from networks import fused
+from networks.losses import NetworkWithLoss
+from networks.ops import plan
+from networks.ops.launch import Launch, collected
 from utils.config import Config
 from utils.data.loaders.base import memory_format, meta_batch
 from utils.distributed.devices import cache_directory
 from utils.distributed.world import World
-from utils.steps import build
 
 log = logging.getLogger(__name__)
 
 
-def compile_kernels(config: Config, world: World) -> None:
+def setting(config: Config, device: torch.device, side: int | None = None) -> plan.Setting:
+    """The setting of a plan for training and evaluation, with windows of `side` cells if given."""
+    obstacle = "enable_jit is true" if config.enable_jit else ""
+    if not config.channels_last:
+        obstacle = obstacle or "channels_last is false"
+    dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32
+    return plan.Setting(config.kernels, side or config.data_size, dtype, device, obstacle)
+
+
+def apply(model: NetworkWithLoss, chosen: plan.Setting) -> None:
+    """Makes the plan of a network and its loss, and gives each layer its operation."""
+    plan.apply(model.network, plan.make(model.network, chosen, model.loss), chosen.dtype, model.loss)
+
+
+@contextlib.contextmanager
+def planned(network: nn.Module, config: Config, device: torch.device, side: int) -> Iterator[None]:
+    """Context in which the network computes windows of another side than that of the training."""
+    usual, chosen = setting(config, device), setting(config, device, side)
+    if side == config.data_size:
+        yield
+        return
+    plan.apply(network, plan.make(network, chosen), chosen.dtype)
+    try:
+        yield
+    finally:
+        plan.apply(network, plan.make(network, usual), usual.dtype)
+
+
+def compile_kernels(config: Config, world: World, build_model: Callable[[], NetworkWithLoss]) -> None:
     """Compiles what `launches` finds; each rank of a node a part of it, into a cache that all of them read."""
-    if world.device.type != "cuda" or config.enable_jit or config.is_classification or fused.kernels() is None:
+    chosen = setting(config, world.device)
+    if config.is_classification or plan.needs_no_kernels(chosen):
         return
     started = time.perf_counter()
     try:
-        needed = launches(config, world.device)
+        needed = launches(config, chosen, build_model)
     except Exception as error:  # a network of one's own may not support tensors without data
         log.info("Triton compiles each kernel when it is first used: %s", str(error).split("\n")[0])
         needed = []
@@ -38,21 +70,21 @@ def compile_kernels(config: Config, world: World) -> None:
         log.info("Kernels ready after %.1f sec", time.perf_counter() - started)
 
 
-def launches(config: Config, device: torch.device) -> list[fused.Launch]:
+def launches(config: Config, chosen: plan.Setting, build_model: Callable[[], NetworkWithLoss]) -> list[Launch]:
     """The launches of a step's forward and backward pass that need kernels of their own, from a pass without data."""
-    form = memory_format(config.channels_last)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device("meta"):
-        model = build.network_with_loss(config)
-        model.to(memory_format=form)  # type: ignore[call-overload] # its stubs lack it
+    form, gpus = memory_format(config.channels_last), [chosen.device] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=gpus), torch.device("meta"):
+        model = build_model()
     parts = meta_batch(config, (config.local_batch_size or 1) // config.accumulation_steps)
     batch = [part.contiguous(memory_format=form) if part.dim() == 5 else part for part in parts]
-    dtype = getattr(torch, config.precision) if config.enable_amp else None
-    with fused.dry_run(device, dtype) as made:
+    model.to(memory_format=form)  # type: ignore[call-overload] # its stubs lack it
+    apply(model, chosen)
+    with collected() as made:
         model.train()(*batch).backward()
-    return list({fused.signature(launch): launch for launch in made}.values())
+    return list({launch.signature(): launch for launch in made}.values())
 
 
-def in_parallel(needed: list[fused.Launch]) -> None:
+def in_parallel(needed: list[Launch]) -> None:
     """Compiles the kernels, in threads if this version of Triton can, or reads them from Triton's cache."""
     with contextlib.ExitStack() as opened:
         pool = opened.enter_context(ThreadPoolExecutor(torch.get_num_threads()))

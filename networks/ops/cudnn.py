@@ -1,0 +1,106 @@
+"""The layers' operations by cuDNN, with own kernels for what follows its convolutions; see reference.py.
+
+A layer with few channels is computed as a dense convolution over blocks of 2³ cells; see blocks.py.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from networks.ops.blocks import blocks_weight, cells_weight, depth_to_space, has_few_channels, space_to_depth
+from networks.ops.l1 import l1, l1_of_blocks
+from networks.ops.pointwise import bias_activation, bias_activation_twice, bias_relu_cat
+from networks.ops.precision import DENSE, coarse_and_precise, convolution_gradients, precise, without_autocast
+from networks.ops.reference import Between, Twice
+
+__all__ = ["down", "l1", "last", "last_l1", "up"]
+
+
+def down(x: torch.Tensor, layer: Any, half: torch.Tensor | None = None, between: Between | None = None) -> Twice:
+    if has_few_channels(layer.weight):
+        weight = blocks_weight(layer.weight).to(layer.dtype)
+        y = F.conv3d(space_to_depth(_in_order(x), layer.dtype), weight)
+    else:
+        y = F.conv3d(x.to(layer.dtype), layer.weight.to(layer.dtype), None, 2, 1)
+    return bias_activation_twice(y if between is None else between(y, layer.bias), layer.bias, "leaky_relu")
+
+
+def up(
+    x: torch.Tensor,
+    skip: torch.Tensor,
+    layer: Any,
+    half: torch.Tensor | None = None,
+    between: Between | None = None,
+) -> torch.Tensor:
+    y = F.conv_transpose3d(x.to(layer.dtype), layer.weight.to(layer.dtype), None, 2, 1)
+    return bias_relu_cat(y if between is None else between(y, layer.bias), layer.bias, skip.to(layer.dtype))
+
+
+def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
+    with without_autocast(x):
+        weight = cells_weight(layer.weight)
+        if layer.dtype == torch.bfloat16:
+            y = _PreciseLast.apply(*coarse_and_precise(x, weight))
+        else:
+            y = depth_to_space(F.conv3d(x.to(layer.dtype), weight.to(layer.dtype), padding=1))
+    return bias_activation(y, layer.bias, "tanh")
+
+
+def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
+    with without_autocast(x):
+        return _LastL1.apply(x.to(torch.bfloat16), precise(x), cells_weight(layer.weight), layer.bias, targets)
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+class _PreciseLast(torch.autograd.Function):
+    """The float32 result from precise operands, and the gradients from those in bfloat16."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        # The shuffles also convert the results to float32 and their gradients to bfloat16.
+        return depth_to_space(torch.ops.aten.convolution(precise_x, precise_weight, None, *DENSE), torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return *convolution_gradients(space_to_depth(_in_order(gradient), x.dtype), x, weight, DENSE), None, None
+
+
+class _LastL1(torch.autograd.Function):
+    """The loss for the last layer's input x; `precise_x` is x in the dtype in which cuDNN computes the blocks.
+
+    weight: of the dense convolution, [8C, I, 2, 2, 2] float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        precise_x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.count = targets.numel()
+        result = torch.ops.aten.convolution(precise_x, weight.to(precise_x.dtype), None, *DENSE)
+        total, gradient, bias_gradient = l1_of_blocks(result, bias, targets, x.dtype)
+        ctx.save_for_backward(x, weight, gradient, bias_gradient)
+        return total / ctx.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, gradient, bias_gradient = ctx.saved_tensors
+        factor = upstream / ctx.count  # stays on the device, and may be NaN
+        scaled = (weight * factor).to(x.dtype)
+        x_gradient, weight_gradient = convolution_gradients(gradient, x, scaled, DENSE)
+        return x_gradient, None, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None

@@ -1,0 +1,1 @@
+"""The layers' operations by own kernels for Hopper GPUs (compute capability 9.0); layers.py has the functions."""

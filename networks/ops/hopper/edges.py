@@ -1,0 +1,285 @@
+"""Convolutions with kernel 4, stride 2 and padding 1 whose fine grid has few channels: of the first and last layer.
+
+One relation serves the forward passes and all gradients. Padded rows [N, Cs, D, D, D] of the coarse grid, see
+padded.py, and cells [N, C, 2D, 2D, 2D] of the fine one, which blocks [N, 8C, D + 1, D + 1, D + 1] contain, see
+blocks.py, belong together by weights [Cs, C, 4, 4, 4]:
+
+    rows_to_cells     cells from rows: a transposed convolution, and the input gradient of a convolution
+    blocks_to_rows    rows from blocks: a convolution, and the input gradient of a transposed one
+    weight_gradient   from rows and blocks, for both
+
+In the kernels rows are a matrix [F, Cs] and blocks a matrix [F, 8C]. Both have PITCH cells in each row, rows in each
+plane and planes in each sample, so neighbors are the same number of cells away everywhere: block b + a holds tap 2a + r
+of cell b in its part r. The neighbors b and b + 1 along a row are one run of 16C channels. A run is read in one or two
+parts, whose widths are powers of two. A descriptor fills a tile with zeros where it leaves the matrix.
+
+All sums are float32, in an order that depends on the shapes alone, so results repeat bit for bit.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from networks.ops import padded
+from networks.ops.blocks import MOST_CHANNELS
+from networks.ops.hopper.common import activated
+from networks.ops.hopper.tiles import BLOCK, PROCESSORS
+from networks.ops.l1 import Sums
+from networks.ops.launch import launch
+from networks.ops.pointwise import tanh
+
+# Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs fit into
+# a multiprocessor, so that one computes while the other one loads or writes.
+ROWS, OUTPUT_ROWS, CHUNK = 128, 128, 64
+PART = tl.constexpr(128)  # blocks whose results are written at once: more of them need too many registers
+# The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
+TO_BLOCKS, TO_ROWS = (3, 5, 7, 1, 2, 4, 6, 0), (2, 4, 0, 6, 3, 5, 7, 1)
+
+
+def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The transposed convolution; float32 cells of bfloat16 rows are computed in float16, see precision.py."""
+    shape = (len(rows), weight.shape[1], *(2 * side for side in rows.shape[2:]))
+    cells = padded.empty(shape, dtype, rows.device, pads=False)
+    _rows_to_blocks(padded.padded(rows), weight, dtype, cells)
+    return cells
+
+
+def l1_of_cells(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> Sums:
+    """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in the rows' dtype, and the bias's."""
+    count, few, pitch, part = len(rows), len(bias), rows.shape[2] + 1, PART.value
+    assert targets.shape == (count, few, *[2 * pitch - 2] * 3)
+    gradient = padded.empty((count, 8 * few, *[pitch] * 3), rows.dtype, rows.device, pads=False)
+    parts = -(-count * pitch**3 // ROWS) * (ROWS // part)
+    sums = torch.empty((parts, 2, 8 * MOST_CHANNELS), dtype=torch.float32, device=rows.device)
+    out = _matrix(gradient, count * pitch**3, 8 * few, 8 * few, part, 16)
+    _rows_to_blocks(rows, weight, torch.float32, out, bias, targets, sums)
+    total, bias_gradient = sums[..., : 8 * few].sum(0)
+    return total.sum(), gradient, bias_gradient.view(8, few).sum(0).to(bias.dtype)
+
+
+def _rows_to_blocks(
+    rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, out: Any, *tail: torch.Tensor
+) -> None:
+    """Launches the kernel. out: cells, or with bias, targets and sums a descriptor of blocks."""
+    (small, few), pitch, cells = weight.shape[:2], rows.shape[2] + 1, len(rows) * (rows.shape[2] + 1) ** 3
+    precise = rows.dtype == torch.bfloat16 and dtype == torch.float32
+    packed = _packed(weight, TO_BLOCKS, torch.float16 if precise else rows.dtype)
+    row_tiles = _matrix(padded.with_pads(rows), cells, small, small, ROWS, BLOCK)
+    weight_tiles = _matrix(packed, 8 * few, 8 * small, 8 * small, _power_of_two(8 * few), BLOCK)
+    arguments = (row_tiles, weight_tiles, out, *(tail or [None] * 3), cells, small)
+    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 4, "num_stages": 3}
+    launch(rows_to_blocks, -(-cells // ROWS), *arguments, **options)
+
+
+def blocks_to_rows(
+    blocks: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, slope: float = 1.0
+) -> torch.Tensor:
+    """Padded rows: leaky ReLU of slope `slope` of (the convolution + bias); slope 1 is the identity."""
+    (small, few), pitch, cells = weight.shape[:2], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
+    rows = padded.empty((len(blocks), small, *[pitch - 1] * 3), blocks.dtype, blocks.device)
+    columns = math.gcd(small, 2 * BLOCK)
+    packed = _packed(weight, TO_ROWS, blocks.dtype)
+    out = _matrix(padded.with_pads(rows), cells, small, small, OUTPUT_ROWS, columns)
+    views = [*_runs(blocks, OUTPUT_ROWS), *_parts(packed, 4 * small, 16 * few, 16 * few, columns)]
+    arguments = (*views, out, packed if bias is None else bias, slope, 0 if bias is None else small, small)
+    programs = small // columns * -(-cells // OUTPUT_ROWS)
+    launch(blocks_to_padded_rows, programs, *arguments, PITCH=pitch, num_warps=4, num_stages=2)
+    return rows
+
+
+def weight_gradient(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The float32 gradient [Cs, C, 4, 4, 4] of the weights, in channels_last_3d memory."""
+    rows, small, pitch, cells = padded.padded(rows), rows.shape[1], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
+    tile, chunks = math.gcd(small, 2 * BLOCK), -(-cells // CHUNK)
+    tiles = 2 * small // tile
+    per_split = -(-chunks // max(1, min(2 * PROCESSORS // tiles, chunks // 16)))
+    shape = (-(-chunks // per_split), small, 4, 4, 4, blocks.shape[1] // 8)
+    parts = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    row_tiles = _matrix(padded.with_pads(rows), cells, small, small, CHUNK, tile)
+    arguments = (row_tiles, *_runs(blocks, CHUNK), parts, chunks, per_split, small)
+    options = {"PITCH": pitch, "CHANNELS": parts.shape[-1], "num_warps": tile // 16, "num_stages": 3}
+    launch(block_weight_gradient, tiles * len(parts), *arguments, **options)
+    return parts.sum(0).permute(0, 4, 1, 2, 3)
+
+
+def _packed(weight: torch.Tensor, order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous weights in this order of axes, copied once."""
+    axes = weight.unflatten(4, (2, 2)).unflatten(3, (2, 2)).unflatten(2, (2, 2)).permute(order)
+    return axes.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def _matrix(memory: torch.Tensor, rows: int, columns: int, stride: int, *block: int) -> Any:
+    """A descriptor of the memory from its first element on; rows may overlap."""
+    return TensorDescriptor(memory, [rows, columns], [stride, 1], list(block))
+
+
+def _runs(blocks: torch.Tensor, rows: int) -> list[Any]:
+    """Descriptors of the runs of two blocks, which begin at each block but the last one."""
+    blocks = blocks.contiguous(memory_format=torch.channels_last_3d)
+    channels, cells = blocks.shape[1], len(blocks) * blocks.shape[2] ** 3
+    return _parts(blocks, cells - 1, 2 * channels, channels, rows)
+
+
+def _parts(memory: torch.Tensor, rows: int, columns: int, stride: int, tile: int) -> list[Any]:
+    """Descriptors of a matrix for its first 64 columns, and for the others or None."""
+    widths = [min(64, columns), max(0, columns - 64)]
+    return [_matrix(memory, rows, columns, stride, tile, _power_of_two(width)) if width else None for width in widths]
+
+
+def _power_of_two(columns: int) -> int:
+    """The columns of a tile that holds these."""
+    return max(16, 1 << (columns - 1).bit_length())
+
+
+# --- kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def neighbor(run, PITCH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cells from the first of the four runs of neighbors to this one: run 1 is in the next row, run 2 in the plane."""
+    return ((run >> 1) * PITCH + (run & 1)) * PITCH
+
+
+@triton.jit
+def rows_to_blocks(  # type: ignore[no-untyped-def]
+    rows, weights, out, bias, targets, sums, cells, Cs, PITCH: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Blocks = sum over neighbors and channels of rows, in the weights' dtype, × weights; see `store_blocks`."""
+    ROWS: tl.constexpr = rows.block_shape[0]
+    DEPTH: tl.constexpr = rows.block_shape[1]
+    f0 = tl.program_id(0) * ROWS
+    steps = Cs // DEPTH
+    acc = tl.full((ROWS, weights.block_shape[0]), 0.0, tl.float32)
+    for t in range(8 * steps):
+        a = t // steps
+        x = rows.load([f0 - neighbor(a >> 1, PITCH) - (a & 1), (t - a * steps) * DEPTH])
+        if x.dtype != weights.dtype:  # through float32, because a GPU has no fast instruction from bfloat16 to float16
+            x = x.to(tl.float32).to(weights.dtype)
+        acc = tl.dot(x, weights.load([0, t * DEPTH]).T, acc)
+    store_blocks(acc, f0, 0, out, bias, targets, sums, cells, PITCH, CHANNELS)
+
+
+@triton.jit
+def store_blocks(  # type: ignore[no-untyped-def]
+    acc, f0, k0: tl.constexpr, out, bias, targets, sums, cells, PITCH: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Writes a tile of blocks, from block f0 and channel k0 on, as cells [N, 2D, 2D, 2D, CHANNELS], except the padding.
+
+    With targets, `out`, a descriptor of blocks, gets the gradient of sum |tanh(blocks + bias) - targets| with
+    respect to them instead, and `sums` [parts of PART blocks, 2, 64] the shares of that sum and of the gradient's sum.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    SIDE: tl.constexpr = 2 * PITCH - 2
+    if ROWS > PART:
+        low, high = acc.reshape(2, ROWS // 2, COLUMNS).permute(1, 2, 0).split()
+        store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
+        store_blocks(high, f0 + ROWS // 2, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
+    elif COLUMNS > 16:
+        low, high = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
+        store_blocks(high, f0, k0 + COLUMNS // 2, out, bias, targets, sums, cells, PITCH, CHANNELS)
+    elif k0 < 8 * CHANNELS:
+        f = f0 + tl.arange(0, ROWS)
+        n = f // (PITCH * PITCH * PITCH)
+        d = f // (PITCH * PITCH) % PITCH
+        h = f // PITCH % PITCH
+        w = f % PITCH
+        column = k0 + tl.arange(0, COLUMNS)
+        part = column // CHANNELS
+        channel = column % CHANNELS
+        # The first and the last block along an axis have one part inside the grid.
+        first = (d == 0) * 4 + (h == 0) * 2 + (w == 0)
+        last = (d == PITCH - 1) * 4 + (h == PITCH - 1) * 2 + (w == PITCH - 1)
+        outside = (first[:, None] & ~part[None, :]) | (last[:, None] & part[None, :])
+        used = (outside == 0) & (f < cells)[:, None] & (part < 8)[None, :]
+        n0 = f0 // (PITCH * PITCH * PITCH)
+        origin = n0.to(tl.int64) * (SIDE * SIDE * SIDE * CHANNELS)
+        cell = (((n - n0) * SIDE + 2 * d) * SIDE + 2 * h) * SIDE + 2 * w
+        shift = ((part // 4 - 1) * SIDE + part // 2 % 2 - 1) * SIDE + part % 2 - 1
+        place = origin + ((cell * CHANNELS)[:, None] + (shift * CHANNELS + channel)[None, :])
+        if targets is None:
+            tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)
+        else:
+            output = tanh(acc + tl.load(bias + channel).to(tl.float32)[None, :])
+            difference = output - tl.load(targets + place, mask=used, other=0.0).to(tl.float32)
+            # 0 * difference is 0, or NaN. The comparisons alone would treat a NaN as no difference.
+            sign = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0 * difference))
+            gradient = tl.where(used, sign * (1.0 - output * output), 0.0)
+            out.store([f0, k0], gradient.to(out.dtype))
+            sums += f0 // PART * 128 + column
+            tl.store(sums, tl.sum(tl.where(used, tl.abs(difference), 0.0), 0))
+            tl.store(sums + 64, tl.sum(gradient, 0))
+
+
+@triton.jit(do_not_specialize=["biased"])
+def blocks_to_padded_rows(  # type: ignore[no-untyped-def]
+    b_first, b_second, w_first, w_second, out, bias, slope, biased, Cs, PITCH: tl.constexpr
+):
+    """out = activated(sum over neighbors and channels of blocks × weights, plus bias if `biased`), 0 in the pads."""
+    ROWS: tl.constexpr = out.block_shape[0]
+    COLUMNS: tl.constexpr = out.block_shape[1]
+    columns = Cs // COLUMNS
+    c0 = tl.program_id(0) % columns * COLUMNS
+    f0 = tl.program_id(0) // columns * ROWS
+    acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for run in range(4):
+        f = f0 + neighbor(run, PITCH)
+        acc = tl.dot(b_first.load([f, 0]), w_first.load([run * Cs + c0, 0]).T, acc)
+        if b_second is not None:
+            acc = tl.dot(b_second.load([f, 64]), w_second.load([run * Cs + c0, 64]).T, acc)
+    c = c0 + tl.arange(0, COLUMNS)
+    acc = activated(acc + tl.load(bias + c, mask=c < biased, other=0.0)[None, :], slope)
+    f = f0 + tl.arange(0, ROWS)
+    LAST: tl.constexpr = PITCH - 1
+    inside = (f % PITCH < LAST) & (f // PITCH % PITCH < LAST) & (f // (PITCH * PITCH) % PITCH < LAST)
+    out.store([f0, c0], tl.where(inside[:, None], acc, 0.0).to(out.dtype))
+
+
+@triton.jit(do_not_specialize=["chunks", "per_split"])
+def block_weight_gradient(  # type: ignore[no-untyped-def]
+    rows, b_first, b_second, out, chunks, per_split, Cs, PITCH: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """out = sum over cells of rows × blocks, float32 [splits, Cs, 4, 4, 4, CHANNELS].
+
+    A program adds `per_split` chunks of cells. It computes the products with two of the four runs, those of one plane.
+    """
+    DEPTH: tl.constexpr = rows.block_shape[0]
+    ROWS: tl.constexpr = rows.block_shape[1]
+    tiles = Cs // ROWS
+    plane = tl.program_id(0) % 2
+    row0 = tl.program_id(0) // 2 % tiles * ROWS
+    split = tl.program_id(0) // (2 * tiles)
+    acc0 = tl.full((ROWS, b_first.block_shape[1]), 0.0, tl.float32)
+    acc1 = acc0
+    if b_second is not None:
+        acc2 = tl.full((ROWS, b_second.block_shape[1]), 0.0, tl.float32)
+        acc3 = acc2
+    for i in range(split * per_split, tl.minimum((split + 1) * per_split, chunks)):
+        x = rows.load([i * DEPTH, row0]).T
+        f = i * DEPTH + plane * PITCH * PITCH
+        acc0 = tl.dot(x, b_first.load([f, 0]), acc0)
+        acc1 = tl.dot(x, b_first.load([f + PITCH, 0]), acc1)
+        if b_second is not None:
+            acc2 = tl.dot(x, b_second.load([f, 64]), acc2)
+            acc3 = tl.dot(x, b_second.load([f + PITCH, 64]), acc3)
+    out += (split.to(tl.int64) * Cs + row0) * (64 * CHANNELS) + plane * (32 * CHANNELS)
+    store_taps(out, acc0, 0, CHANNELS)
+    store_taps(out + 8 * CHANNELS, acc1, 0, CHANNELS)
+    if b_second is not None:
+        store_taps(out, acc2, 64, CHANNELS)
+        store_taps(out + 8 * CHANNELS, acc3, 64, CHANNELS)
+
+
+@triton.jit
+def store_taps(out, acc, k0, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the products [rows, columns] with a run, from its channel k0 on, to `out` [rows, 4, 4, 4, CHANNELS]."""
+    row = tl.arange(0, acc.shape[0])[:, None]
+    k = k0 + tl.arange(0, acc.shape[1])[None, :]
+    part = k // CHANNELS % 8
+    tap = part // 4 * 16 + part // 2 % 2 * 4 + k // (8 * CHANNELS) * 2 + part % 2
+    tl.store(out + row * (64 * CHANNELS) + tap * CHANNELS + k % CHANNELS, acc, mask=(row >= 0) & (k < 16 * CHANNELS))

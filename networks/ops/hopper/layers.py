@@ -1,0 +1,172 @@
+"""The layers' operations in one kernel for convolution, bias, activation and concatenation; see reference.py.
+
+Their results are those of cudnn.py, except that the sum with the bias is not rounded first.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from networks.ops import padded, pointwise
+from networks.ops.blocks import has_few_channels, space_to_depth
+from networks.ops.hopper import edges
+from networks.ops.hopper.common import in_half
+from networks.ops.hopper.convolution import convolve
+from networks.ops.hopper.tiles import BLOCK
+from networks.ops.hopper.transpose import convolve_transposed
+from networks.ops.hopper.weights import weight_gradient
+from networks.ops.l1 import l1
+from networks.ops.precision import without_autocast
+from networks.ops.reference import NEGATIVE_SLOPE, Between, Twice
+
+__all__ = ["down", "l1", "last", "last_l1", "up"]
+
+
+def down(x: torch.Tensor, layer: Any, half: torch.Tensor | None = None, between: Between | None = None) -> Twice:
+    """half: the layer's weight as `in_half` returns it, if the caller has it."""
+    half, few = in_half(layer.weight, layer.dtype) if half is None else half, has_few_channels(layer.weight)
+    if between is None:
+        return _Down.apply(x, layer.weight, layer.bias, half, few)
+    y, _ = _Down.apply(x, layer.weight, None, half, few)
+    return pointwise.bias_activation_twice(between(y, layer.bias), layer.bias, "leaky_relu")
+
+
+def up(
+    x: torch.Tensor,
+    skip: torch.Tensor,
+    layer: Any,
+    half: torch.Tensor | None = None,
+    between: Between | None = None,
+) -> torch.Tensor:
+    """half: as in `down`."""
+    half, x = in_half(layer.weight, layer.dtype) if half is None else half, x.to(layer.dtype)
+    if between is None:
+        return _Up.apply(x, layer.weight, layer.bias, skip.to(layer.dtype), half, layer.pads)
+    y = _Up.apply(x, layer.weight, None, None, half, False)
+    return pointwise.bias_relu_cat(between(y, layer.bias), layer.bias, skip.to(layer.dtype))
+
+
+def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
+    y = _Last.apply(x.to(layer.dtype), layer.weight)
+    return pointwise.bias_activation(y, layer.bias, "tanh")
+
+
+def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
+    with without_autocast(x):
+        return _LastL1.apply(x.to(torch.bfloat16), layer.weight, layer.bias, targets)
+
+
+class _Down(torch.autograd.Function):
+    """half: the weight in half precision. few: True for kernels of edges.py. Without a bias there is no activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, half: torch.Tensor, few: bool
+    ) -> Twice:
+        ctx.few, ctx.x_dtype, ctx.activates = few, x.dtype, bias is not None
+        slope = NEGATIVE_SLOPE if ctx.activates else 1.0
+        if few:
+            x = space_to_depth(x.contiguous(memory_format=torch.channels_last_3d), half.dtype)
+            y = edges.blocks_to_rows(x, weight, bias, slope)
+        else:
+            x = x.to(half.dtype)
+            y = convolve(x, half, bias, slope)
+        ctx.save_for_backward(x, weight, half, y)
+        ctx.set_materialize_grads(False)
+        return y, y.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        x, weight, half, y = ctx.saved_tensors
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return (None,) * 5
+        gradient, bias_gradient = given[0].to(y.dtype), None
+        if ctx.activates:
+            gradient, bias_gradient = pointwise.activation_gradient(y, given, "leaky_relu", y.shape[1], pads=ctx.few)
+        x_gradient = None
+        if ctx.few:
+            weights_gradient = edges.weight_gradient(gradient, x)
+            if ctx.needs_input_grad[0]:
+                x_gradient = edges.rows_to_cells(gradient, weight, gradient.dtype).to(ctx.x_dtype)
+        else:
+            weights_gradient = weight_gradient(gradient, x)
+            if ctx.needs_input_grad[0]:
+                x_gradient = convolve_transposed(gradient, half)
+        return x_gradient, weights_gradient.to(weight.dtype), bias_gradient, None, None
+
+
+class _Up(torch.autograd.Function):
+    """half: as in `_Down`. Without a bias there is no activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        skip: torch.Tensor | None,
+        half: torch.Tensor,
+        pads: bool,
+    ) -> torch.Tensor:
+        ctx.activates = bias is not None
+        y = convolve_transposed(x, half, bias, 0.0 if ctx.activates else 1.0, skip, pads)
+        ctx.save_for_backward(x, weight, half, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, half, y = ctx.saved_tensors
+        channels = weight.shape[1]
+        bias_gradient, skip_gradient = None, gradient[:, channels:] if ctx.needs_input_grad[3] else None
+        gradient = gradient.to(y.dtype)
+        if ctx.activates:
+            # The weight gradient reads complete rows of padded grids if a cell is one block of channels.
+            pads = channels == BLOCK
+            gradient, bias_gradient = pointwise.activation_gradient(y, [gradient], "relu", channels, pads)
+        x_gradient = convolve(gradient, half) if ctx.needs_input_grad[0] else None
+        weights_gradient = weight_gradient(x, gradient).to(weight.dtype)
+        return x_gradient, weights_gradient, bias_gradient, skip_gradient, None, None
+
+
+class _Last(torch.autograd.Function):
+    """The transposed convolution without bias; float32 for bfloat16 rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = padded.padded(rows)
+        ctx.save_for_backward(rows, weight)
+        return edges.rows_to_cells(rows, weight, torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        blocks = space_to_depth(gradient.contiguous(memory_format=torch.channels_last_3d), rows.dtype)
+        rows_gradient = edges.blocks_to_rows(blocks, weight) if ctx.needs_input_grad[0] else None
+        return rows_gradient, edges.weight_gradient(rows, blocks).to(weight.dtype)
+
+
+class _LastL1(torch.autograd.Function):
+    """The loss for the last layer's input; see l1.py."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        rows, ctx.count = padded.padded(rows), targets.numel()
+        total, gradient, bias_gradient = edges.l1_of_cells(rows, weight, bias, targets)
+        ctx.save_for_backward(rows, weight, gradient, bias_gradient)
+        return total / ctx.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, gradient, bias_gradient = ctx.saved_tensors
+        factor = upstream / ctx.count  # stays on the device, and may be NaN
+        weights_gradient = edges.weight_gradient(rows, gradient)
+        rows_gradient = edges.blocks_to_rows(gradient, weight * factor)
+        return rows_gradient, weights_gradient.to(weight.dtype) * factor, bias_gradient * factor, None

@@ -1,0 +1,115 @@
+"""The gradient of the weights that relate a coarse and a fine grid; see common.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from networks.ops import padded
+from networks.ops.hopper.common import add_splits, descriptor, float32, laid_out, strides_of
+from networks.ops.hopper.tiles import BLOCK, box, splits_of, weight_tile
+from networks.ops.launch import launch
+
+
+def weight_gradient(coarse: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
+    """The float32 gradient [Cs, Cl, 4, 4, 4] of the weights, in channels_last_3d memory."""
+    (samples, small), side, large = coarse.shape[:2], coarse.shape[2], fine.shape[1]
+    runs = large == BLOCK  # a tile of all four taps along a row needs zero cells between rows
+    fine = padded.padded(fine) if runs else laid_out(fine)
+    tile = weight_tile(small, large, runs)
+    boxes, depth, rows = box(side, tile.depth, planes=side)
+    chunks = -(-samples * side**3 // tile.depth)
+    splits = splits_of((small // tile.rows) * (64 * large // tile.columns), chunks)
+    per_split = -(-chunks // splits)
+    splits = -(-chunks // per_split)
+    coarse = coarse.contiguous(memory_format=torch.channels_last_3d)
+    view = descriptor(coarse, 0, (samples * side**3, small), (small, 1), (tile.depth, tile.rows))
+    sample, plane, row, _ = strides_of(fine)
+    shape = (samples, side, side, side, (4 if runs else 2) * large)
+    strides, block = (sample, 2 * plane, 2 * row, 2 * large, 1), (boxes, depth, rows, side, tile.columns)
+    starts = [d * plane + h * row - (large if runs else 0) for d in (0, 1) for h in (0, 1)]
+    views = [descriptor(fine, start, shape, strides, block) for start in starts]
+    gradient = float32(coarse, small * 64 * large)
+    parts = float32(coarse, splits * gradient.numel()) if splits > 1 else gradient
+    programs = (small // tile.rows) * (64 * large // tile.columns) * splits
+    sizes = {"D": side, "RUNS": runs, "BB": boxes, "BD": depth, "BH": rows}
+    arguments = (view, *views, parts, chunks, per_split, small, large)
+    launch(strided_weight_gradient, programs, *arguments, **sizes, **tile.constants())
+    if splits > 1:
+        add_splits(parts, gradient, float32(coarse, 0), 1.0, 0, splits)
+    return gradient.view(small, 4, 4, 4, large).permute(0, 4, 1, 2, 3)
+
+
+@triton.jit(do_not_specialize=["chunks", "per_split"])
+def strided_weight_gradient(  # type: ignore[no-untyped-def]
+    coarse,
+    fine0,
+    fine1,
+    fine2,
+    fine3,
+    out,
+    chunks,
+    per_split,
+    Cs,
+    Cl,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    BB: tl.constexpr,
+    BD: tl.constexpr,
+    BH: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """out = sum over cells of coarse × fine, float32 [splits, Cs, 64 Cl]; a program adds `per_split` chunks of cells.
+
+    fine0 … fine3: the cells in planes and rows of even and odd number. With RUNS, all taps of a cell along its row are
+    one run of memory; otherwise pairs of cells are. A chunk has BK cells.
+    """
+    pid = tl.program_id(0)
+    rows = Cs // BM
+    row0 = pid % rows * BM
+    pid = pid // rows
+    columns = 64 * Cl // BN
+    col0 = pid % columns * BN
+    split = pid // columns
+    tap = col0 // Cl
+    c0 = col0 - tap * Cl
+    kw = tap & 3
+    kh = (tap >> 2) & 3
+    kd = tap >> 4
+    rh = 1 - (kh & 1)
+    rd = 1 - (kd & 1)
+    dh = (kh >> 1) - rh
+    dd = (kd >> 1) - rd
+    if RUNS:
+        column = 0
+        k0 = kw * Cl + c0
+    else:
+        rw = 1 - (kw & 1)
+        column = (kw >> 1) - rw
+        k0 = rw * Cl + c0
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, chunks)
+    if D == 1:  # only the middle taps are inside the grid
+        end = tl.where((kd == 1) | (kd == 2), tl.where((kh == 1) | (kh == 2), end, begin), begin)
+    acc = tl.full((BM, BN), 0.0, tl.float32)
+    for number in tl.static_range(4):
+        mine = number == 2 * rd + rh
+        for i in range(tl.where(mine, begin, 0), tl.where(mine, end, 0)):
+            h0 = i % (D // BH) * BH
+            rest = i // (D // BH)
+            d0 = rest % (D // BD) * BD
+            n0 = rest // (D // BD) * BB
+            x = coarse.load([i * BK, row0])
+            if number == 0:
+                y = fine0.load([n0, d0 + dd, h0 + dh, column, k0])
+            elif number == 1:
+                y = fine1.load([n0, d0 + dd, h0 + dh, column, k0])
+            elif number == 2:
+                y = fine2.load([n0, d0 + dd, h0 + dh, column, k0])
+            else:
+                y = fine3.load([n0, d0 + dd, h0 + dh, column, k0])
+            acc = tl.dot(x.T, y.reshape(BK, BN), acc)
+    r = row0 + tl.arange(0, BM)
+    place = r[:, None].to(tl.int64) * (64 * Cl) + (col0 + tl.arange(0, BN))[None, :]
+    tl.store(out + split.to(tl.int64) * Cs * Cl * 64 + place, acc)

@@ -1,0 +1,169 @@
+"""The L1 loss, alone or with bias and tanh of a last layer that returns blocks of 2³ cells, in one Triton kernel.
+
+In the second case the fields themselves are never in memory: the kernel reads the convolution's result and the targets,
+and writes the gradient of the blocks. So the gradient is computed in the forward pass, before that of the loss is
+known. It is a factor of all gradients, so the backward pass applies it to small tensors: to the weight for the gradient
+of the convolution's input, and to the gradients of weight and bias. The gradient of the blocks stays without that
+factor and without the 1 / count of the mean, between -1 and 1, where half precision has its full accuracy.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from networks.ops import pointwise, reference
+from networks.ops.launch import launch
+from networks.ops.pointwise import tanh
+
+BLOCKS_TILE = 512  # elements of a program's tile: four per thread leave registers for 32 warps per multiprocessor
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def l1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean |outputs - targets| as a float32 scalar, for tensors of the same memory format."""
+    in_order = all(part.is_contiguous(memory_format=torch.channels_last_3d) for part in (outputs, targets))
+    if not in_order or not outputs.numel() or targets.requires_grad:
+        return reference.l1(outputs, targets)
+    return _L1.apply(outputs, targets)
+
+
+class _L1(torch.autograd.Function):
+    """Processes the elements in memory order, which is the same for both tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        count = outputs.numel()
+        programs = min(-(-count // pointwise.TILE), pointwise.PROGRAMS)
+        partial = torch.empty(programs, dtype=torch.float32, device=outputs.device)
+        launch(l1_forward, programs, partial, outputs, targets, count, TILE=pointwise.TILE)
+        ctx.save_for_backward(outputs, targets)
+        return partial.sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        outputs, targets = ctx.saved_tensors
+        count = outputs.numel()
+        outputs_gradient = torch.empty_like(outputs)
+        # `gradient` stays on the device: the host must not wait for it, and a CUDA graph could not.
+        arguments = (outputs_gradient, outputs, targets, gradient, count)
+        launch(l1_backward, -(-count // pointwise.TILE), *arguments, TILE=pointwise.TILE)
+        return outputs_gradient, None
+
+
+def l1_of_blocks(blocks: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> Sums:
+    """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in `dtype`, and that of the bias."""
+    blocks = blocks.contiguous(memory_format=torch.channels_last_3d)
+    channels, depth, rows, columns = len(bias), *blocks.shape[2:]
+    assert targets.shape == (len(blocks), channels, *(2 * side - 2 for side in blocks.shape[2:]))
+    plane, planes = 8 * channels * rows * columns, len(blocks) * depth
+    tiles = -(-plane // BLOCKS_TILE)
+    groups = min(planes, max(1, pointwise.PROGRAMS // tiles))
+    gradient = torch.empty_like(blocks, dtype=dtype)
+    partial = torch.empty(groups * tiles, dtype=torch.float32, device=blocks.device)
+    bias_partial = torch.empty((groups, tiles * BLOCKS_TILE), dtype=torch.float32, device=blocks.device)
+    arguments = (gradient, partial, bias_partial, blocks, bias, targets, planes)
+    sizes = {"DEPTH": depth, "ROWS": rows, "COLUMNS": columns, "CHANNELS": channels, "TILE": BLOCKS_TILE}
+    launch(blocks_l1, groups * tiles, *arguments, **sizes)
+    bias_gradient = bias_partial[:, :plane].sum(0).view(-1, channels).sum(0)
+    return partial.sum(), gradient, bias_gradient.to(bias.dtype)
+
+
+# --- kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def l1_forward(partial, outputs, targets, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes a partial sum of |outputs - targets| per program."""
+    total = tl.full([TILE], 0.0, tl.float32)
+    start = tl.program_id(0).to(tl.int64) * TILE
+    while start < count:
+        place = start + tl.arange(0, TILE)
+        inside = place < count
+        output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.abs(output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32))
+        start += tl.num_programs(0) * TILE
+    tl.store(partial + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def l1_backward(outputs_gradient, outputs, targets, gradient, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the gradient of mean |outputs - targets|, times the gradient of that mean."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < count
+    output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
+    difference = output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32)
+    share = tl.load(gradient).to(tl.float32) / count
+    # 0 * share is 0, or NaN if the loss is. The comparisons alone would treat a NaN as no difference.
+    signed = tl.where(difference > 0, share, tl.where(difference < 0, -share, 0.0 * share))
+    tl.store(outputs_gradient + place, signed.to(outputs_gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def blocks_l1(  # type: ignore[no-untyped-def]
+    blocks_gradient,
+    loss_partial,
+    bias_partial,
+    blocks,
+    bias,
+    targets,
+    planes,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Writes the gradient of sum |tanh(blocks + bias) - targets| with respect to the blocks, and partial sums.
+
+    blocks: [planes, ROWS, COLUMNS, 2, 2, 2, CHANNELS], where planes are samples × DEPTH; see the picture in
+      blocks.py. Half of each outermost block lies in the padding: it has no target, and its gradient is 0.
+    loss_partial: [programs], partial sums of |tanh(blocks + bias) - targets|.
+    bias_partial: [programs, TILE], partial sums of the gradient.
+
+    Each program processes the same tile of several planes, at equal distances. So all that depends on the place in the
+    plane is computed once: channel, bias, and the address of the target in the first plane.
+    """
+    BLOCK: tl.constexpr = 8 * CHANNELS
+    PLANE: tl.constexpr = ROWS * COLUMNS * BLOCK
+    TILES: tl.constexpr = (PLANE + TILE - 1) // TILE
+    CELLS_X: tl.constexpr = 2 * DEPTH - 2
+    CELLS_Y: tl.constexpr = 2 * ROWS - 2
+    CELLS_Z: tl.constexpr = 2 * COLUMNS - 2
+    program = tl.program_id(0)
+    place = program % TILES * TILE + tl.arange(0, TILE)
+    channel = place % CHANNELS
+    corner = place // CHANNELS % 8
+    block = place // BLOCK
+    x = corner // 4 - 1
+    y = block // COLUMNS * 2 + corner // 2 % 2 - 1
+    z = block % COLUMNS * 2 + corner % 2 - 1
+    stored = place < PLANE
+    inside = stored & (y >= 0) & (y < CELLS_Y) & (z >= 0) & (z < CELLS_Z)
+    offset = ((x * CELLS_Y + y) * CELLS_Z + z) * CHANNELS + channel
+    shift = tl.load(bias + channel).to(tl.float32)
+    loss = tl.full([TILE], 0.0, tl.float32)
+    total = tl.full([TILE], 0.0, tl.float32)
+    plane = program // TILES
+    while plane < planes:
+        depth = plane % DEPTH * 2
+        used = inside & (depth + x >= 0) & (depth + x < CELLS_X)
+        here = plane.to(tl.int64) * PLANE + place
+        origin = ((plane // DEPTH).to(tl.int64) * CELLS_X + depth) * (CELLS_Y * CELLS_Z * CHANNELS)
+        values = tl.load(blocks + here, mask=stored, other=0.0).to(tl.float32) + shift
+        target = tl.load(targets + origin + offset, mask=used, other=0.0).to(tl.float32)
+        output = tanh(values)
+        difference = output - target
+        # 0 * difference is 0, or NaN. The comparisons alone would treat a NaN as no difference.
+        sign = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0 * difference))
+        gradient = tl.where(used, sign * (1.0 - output * output), 0.0)
+        tl.store(blocks_gradient + here, gradient.to(blocks_gradient.dtype.element_ty), mask=stored)
+        loss += tl.where(used, tl.abs(difference), 0.0)
+        total += gradient
+        plane += tl.num_programs(0) // TILES
+    tl.store(loss_partial + program, tl.sum(loss, 0))
+    tl.store(bias_partial + program.to(tl.int64) * TILE + tl.arange(0, TILE), total)
