@@ -2,30 +2,51 @@
 
 import contextlib
 import importlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-import networks
-from networks import blocks, fused, strided, tail
+KERNELS = ("pointwise", "l1", "hopper.common", "hopper.convolution", "hopper.transpose", "hopper.weights")
+KERNELS += ("hopper.edges",)
+
+
+def kernel_modules() -> list[ModuleType]:
+    """The modules with kernels."""
+    pytest.importorskip("triton")
+    return [importlib.import_module(f"networks.ops.{name}") for name in KERNELS]
+
+
+def replace_launch(monkeypatch: pytest.MonkeyPatch, new: Callable[..., None]) -> Callable[..., None]:
+    """Makes all modules launch kernels with `new`; returns what they used before."""
+    modules = [module for module in kernel_modules() if hasattr(module, "launch")]
+    before = modules[0].launch
+    for module in modules:
+        monkeypatch.setattr(module, "launch", new)
+    return before
 
 
 @contextlib.contextmanager
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Kernels that are imported in the block run in the interpreter; yields triton.language.
+    """Kernels run in the interpreter; yields triton.language.
 
     The interpreter replaces parts of triton.language. Triton 3.4, that of PyTorch 2.8, does not restore them.
     """
     language = pytest.importorskip("triton.language")  # imported first, without the interpreter
     owners = [language, language.core, language.math, language.tensor, language.dtype]
     before = [dict(vars(owner)) for owner in owners]
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpreter, triton = (importlib.import_module(name) for name in ("triton.runtime.interpreter", "triton"))
     # Its checks for overflows of integers, which small tensors cannot have, take most of the time.
-    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    # `sum` is written in Triton itself and was built for the compiler when triton was imported.
+    monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+    for module in kernel_modules():
+        for name, kernel in list(vars(module).items()):
+            if isinstance(kernel, triton.JITFunction):
+                monkeypatch.setattr(module, name, interpreter.InterpretedFunction(kernel.fn))
     yield language
     for owner, names in zip(owners, before, strict=True):
         for name, value in list(vars(owner).items()):
@@ -37,32 +58,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @contextlib.contextmanager
 def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run in the interpreter, as for CUDA tensors, with several tiles and few programs."""
-    with interpreted(monkeypatch) as language:
-        # `sum` is written in Triton itself and was built for the compiler when triton was imported.
-        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
-        monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
-        for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 4)):
-            monkeypatch.setattr(fused, name, value)
-        monkeypatch.setattr(tail, "TILE", 256)
-        for name, value in (("CHUNK", 16), ("PROCESSORS", 3)):
-            monkeypatch.setattr(blocks, name, value)
-        import_kernels_again()
+    """Kernels run in the interpreter with several tiles and few programs."""
+    values = {"pointwise": {"LANES": 64, "TILE": 256, "PROGRAMS": 4}, "l1": {"BLOCKS_TILE": 256}}
+    values["hopper.edges"] = {"CHUNK": 16, "PROCESSORS": 3}
+    with interpreted(monkeypatch):
+        set_values(monkeypatch, values)
         yield
-    import_kernels_again()
 
 
-def use_own_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside of `small_kernels`: own kernels compute strided convolutions of multiples of 16 channels."""
-    for name, value in (("BLOCK", 16), ("PROCESSORS", 6), ("unavailable", lambda device: "")):
-        monkeypatch.setattr(strided, name, value)
-    monkeypatch.setattr(blocks, "BLOCK", 16)
+def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of `small_kernels`: Hopper's kernels compute convolutions of multiples of 16 channels, on every GPU."""
+    owners = ("hopper.tiles", "hopper.common", "hopper.transpose", "hopper.weights", "hopper.layers", "hopper.edges")
+    set_values(monkeypatch, {name: {"BLOCK": 16} for name in owners} | {"hopper.tiles": {"BLOCK": 16, "PROCESSORS": 6}})
+    set_values(monkeypatch, {"plan": {"not_hopper": lambda device: ""}})
 
 
-def import_kernels_again() -> None:
-    """Triton decides whether to compile or to interpret a kernel when the module is imported."""
-    for module in (fused, strided):
-        module.kernels.cache_clear()
-    for name in ("kernels", "strided_kernels", "block_kernels"):
-        if sys.modules.pop(f"networks.{name}", None) is not None:
-            delattr(networks, name)
+def set_values(monkeypatch: pytest.MonkeyPatch, values: dict[str, dict[str, Any]]) -> None:
+    for module, names in values.items():
+        for name, value in names.items():
+            monkeypatch.setattr(importlib.import_module(f"networks.ops.{module}"), name, value)

@@ -8,9 +8,11 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from networks import activated, build_loss, build_network, initialize, unet
+from networks import build_loss, build_network, initialize
 from networks.losses import NetworkWithLoss
+from networks.ops import plan, reference
 
 CHANNELS_LAST = torch.channels_last_3d
 # Allowed error in addition to that of torch's operations, which may be exact by chance: half a rounding step.
@@ -36,10 +38,11 @@ def results(
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
 
-def layer_results(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The layer's output and the gradients of its input and parameters."""
+def layer_results(layer: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """The layer's (first) output and the gradients of its first input and parameters."""
     x = x.detach().requires_grad_()
-    y = layer(x)
+    y = layer(x, *others)
+    y = y[0] if isinstance(y, tuple) else y
     upstream = values(*y.shape, seed=1, device=str(x.device)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
 
@@ -60,25 +63,19 @@ def modulated(network: nn.Module) -> nn.Module:
     return network
 
 
-def with_loss(
-    fused: bool,
-    device: str = "cpu",
-    kind: type[NetworkWithLoss] = NetworkWithLoss,
-    form: torch.memory_format = CHANNELS_LAST,
-    conditioned: bool = False,
-    **options: Any,
-) -> NetworkWithLoss:
-    """A U-Net and L1, always with the same weights, in channels_last_3d; on a CPU, convolutions return `form`.
-
-    GPUs keep the memory format. A CPU whose oneDNN does not support float16 returns float16 channels-first.
-    """
-    network = build_network("unet", **{"width": 8, "scales": 3, "fused": fused, **options})
+def with_loss(device: str = "cpu", conditioned: bool = False, **options: Any) -> NetworkWithLoss:
+    """A U-Net and L1, always with the same weights, in channels_last_3d."""
+    network = build_network("unet", **{"width": 8, "scales": 3, **options})
     initialize(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
-    if device == "cpu":
-        for layer in network.children():
-            layer.register_forward_hook(lambda layer, inputs, output: output.contiguous(memory_format=form))
     network = modulated(network) if conditioned else network
-    return kind(network.to(device, memory_format=CHANNELS_LAST), build_loss("l1", fused=fused))
+    return NetworkWithLoss(network.to(device, memory_format=CHANNELS_LAST), build_loss("l1"))
+
+
+def planned(module: NetworkWithLoss, kernels: str, side: int, dtype: torch.dtype | None) -> NetworkWithLoss:
+    """The module with the operations of a GPU for `kernels`; the interpreter runs them on a CPU."""
+    setting = plan.Setting(kernels, side, dtype or torch.float32, torch.device("cuda"))
+    plan.apply(module.network, plan.make(module.network, setting, module.loss), setting.dtype, module.loss)
+    return module
 
 
 def batch(device: str = "cpu", size: int = 16) -> list[torch.Tensor]:
@@ -99,19 +96,13 @@ def trained(module: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype
     network: Any = module.network
     positive = []
 
-    def recording(method: Any) -> Any:
-        def call(layer: Any, *arguments: Any) -> Any:
-            results = method(layer, *arguments)
-            layer = network.get_submodule(layer) if isinstance(layer, str) else layer
-            y = results[0] if isinstance(results, tuple) else results
-            positive.append(y[:, : layer.out_channels].detach() > 0)
-            return results
-
-        return call
+    def record(layer: Any, inputs: Any, results: Any) -> None:
+        y = results[0] if isinstance(results, tuple) else results
+        positive.append(y[:, : layer.out_channels].detach() > 0)
 
     with contextlib.ExitStack() as stack:
-        for owner, name in ((network, "_down"), (network, "_up"), (activated, "up")):
-            stack.enter_context(mock.patch.object(owner, name, recording(getattr(owner, name))))
+        for layer in network._layers().values():
+            stack.callback(layer.register_forward_hook(record).remove)
         stack.enter_context(torch.autocast(batch[0].device.type, dtype=dtype, enabled=dtype is not None))
         loss = module(*batch)
     return Trained([loss.detach(), *torch.autograd.grad(1024 * loss, list(module.parameters()))], positive)
@@ -127,7 +118,9 @@ def exact(plain: nn.Module, batch: Sequence[torch.Tensor], like: Trained) -> lis
     def leaky_relu(x: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
         return torch.where(next(masks), x, slope * x)
 
-    with mock.patch.object(unet, "F", SimpleNamespace(relu=leaky_relu, leaky_relu=leaky_relu)):
+    with mock.patch.object(
+        reference, "F", SimpleNamespace(**{**vars(F), "relu": leaky_relu, "leaky_relu": leaky_relu})
+    ):
         return trained(plain.double(), [part.double() for part in batch], None).values
 
 

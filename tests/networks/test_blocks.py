@@ -12,13 +12,15 @@ import pytest
 import torch
 from devices import ON_GPU
 from fused_cases import CHANNELS_LAST, assert_close, layer_results, values
+from torch import nn
 from torch.nn import functional as F
 from triton_compile import compile_launch
-from triton_interpreter import import_kernels_again
+from triton_interpreter import replace_launch
 
-from networks import blocks, fused, padded, strided
-from networks.layers import OutputConvTranspose3d
-from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d, space_to_depth
+from networks.layers import Down, Last
+from networks.ops import HOPPER, TORCH, padded, plan
+from networks.ops.blocks import space_to_depth
+from networks.ops.hopper import edges
 
 # Samples, channels of the small grid and of the large one, and the side of the small grid.
 SHAPES = [(3, 64, 4, 1), (3, 64, 5, 2), (1, 128, 1, 3), (1, 64, 3, 5), (2, 192, 8, 3), (1, 64, 5, 8), (2, 64, 7, 2)]
@@ -42,13 +44,13 @@ def test_each_pass_equals_torch_and_itself(interpreter: list[str], shape: tuple[
     expected = [F.conv_transpose3d(rows.double(), exact.detach(), None, 2, 1), activated, weight_gradient]
     got, again = (
         (
-            blocks.rows_to_cells(rows, weight, torch.float32),
-            blocks.blocks_to_rows(space_to_depth(cells), weight, bias, 0.01),
-            blocks.weight_gradient(rows, space_to_depth(cells)),
+            edges.rows_to_cells(rows, weight, torch.float32),
+            edges.blocks_to_rows(space_to_depth(cells), weight, bias, 0.01),
+            edges.weight_gradient(rows, space_to_depth(cells)),
         )
         for _ in range(2)
     )
-    assert interpreter == ["rows_to_blocks", "blocks_to_rows", "block_weight_gradient"] * 2
+    assert interpreter == ["rows_to_blocks", "blocks_to_padded_rows", "block_weight_gradient"] * 2
     for ours, repeated, theirs in zip(got, again, expected, strict=True):
         assert_close(ours, theirs)
         assert torch.equal(ours, repeated)
@@ -64,35 +66,19 @@ def test_a_nan_reaches_the_same_values_as_in_torch(interpreter: list[str]) -> No
     for part, place in ((rows, (1, 3, 1, 1, 1)), (cells, (1, 0, 3, 3, 3)), (cells, (1, 0, 0, 0, 0))):
         part[place] = torch.nan
     for got, expected in (
-        (blocks.rows_to_cells(rows, weight, torch.float32), F.conv_transpose3d(rows, weight, None, 2, 1)),
-        (blocks.blocks_to_rows(space_to_depth(cells), weight), F.conv3d(cells, weight, None, 2, 1)),
+        (edges.rows_to_cells(rows, weight, torch.float32), F.conv_transpose3d(rows, weight, None, 2, 1)),
+        (edges.blocks_to_rows(space_to_depth(cells), weight), F.conv3d(cells, weight, None, 2, 1)),
     ):
         assert got.isnan().any()
         assert torch.equal(got.isnan(), expected.isnan())
 
 
-def test_operators_have_gradients_and_shapes_without_data(interpreter: list[str]) -> None:
-    """The gradient of an input that needs none is not computed."""
-    rows, cells, weight = operands(2, 64, 5, 3)
-    for function, plain, x, y in (
-        (blocks.convolve, F.conv3d, cells, rows),
-        (lambda x, w: blocks.convolve_transpose(x, w, torch.float32), F.conv_transpose3d, rows, cells),
-    ):
-        x, w = (part.detach().requires_grad_() for part in (x, weight))
-        got = torch.autograd.grad(function(x, w), [x, w], y)
-        exact = [part.detach().double().requires_grad_() for part in (x, w)]
-        expected = torch.autograd.grad(plain(*exact, None, 2, 1), exact, y.double())
-        for ours, theirs in zip(got, expected, strict=True):
-            assert_close(ours, theirs)
-            assert ours.is_contiguous(memory_format=CHANNELS_LAST) or padded.is_padded(ours)
-    interpreter.clear()
-    blocks.convolve(cells, weight.requires_grad_()).sum().backward()
-    assert interpreter == ["blocks_to_rows", "block_weight_gradient"]
-    rows, cells, weight = operands(1, 64, 1, 1)
-    given = space_to_depth(cells).requires_grad_()
-    torch.library.opcheck(blocks._to_rows, (given, weight.requires_grad_()))
-    torch.library.opcheck(blocks.convolve_transpose, (rows.requires_grad_(), weight, torch.float32))
-    torch.library.opcheck(blocks._weight_gradient, (rows.detach(), given.detach()))
+def test_the_gradient_of_an_input_that_needs_none_is_not_computed(interpreter: list[str]) -> None:
+    _, cells, _ = operands(2, 64, 5, 3)
+    layer = Down(5, 64).to(memory_format=CHANNELS_LAST)
+    layer.operation, layer.dtype = HOPPER, torch.float32
+    layer(cells)[0].sum().backward()
+    assert interpreter == ["blocks_to_padded_rows", "bias_activation_backward", "block_weight_gradient"]
 
 
 @pytest.mark.parametrize(
@@ -104,55 +90,30 @@ def test_operators_have_gradients_and_shapes_without_data(interpreter: list[str]
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [SpaceToDepthConv3d, DepthToSpaceConvTranspose3d, OutputConvTranspose3d])
-def test_layers_under_autocast(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, place: str, dtype: torch.dtype, kind: Any
-) -> None:
+@pytest.mark.parametrize("kind", [Down, Last])
+def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype: torch.dtype, kind: Any) -> None:
     """Outputs and gradients have the errors of half precision, and the same bits in a second run."""
     launched, device = request.getfixturevalue(place), torch.device("cuda" if place == "on_device" else "cpu")
-    if place == "interpreter":
-        monkeypatch.setattr(strided, "unavailable", lambda device: "")
-    elif strided.unavailable(device):
-        pytest.skip(strided.unavailable(device))
+    if reason := plan.not_hopper(device):
+        pytest.skip(reason)
     torch.manual_seed(0)
-    channels, side = (4, 64) if kind is SpaceToDepthConv3d else (64, 5), 4 if place == "interpreter" else 32
-    layer = kind(*channels, 4, stride=2, padding=1).to(device, memory_format=CHANNELS_LAST)
-    layer.convolutions = "own"
-    assert layer.plans_own((2, channels[0], *[side] * 3), dtype, device)
+    channels, side = (4, 64) if kind is Down else (64, 5), 4 if place == "interpreter" else 32
+    layer = kind(*channels).to(device, memory_format=CHANNELS_LAST)
+    nn.init.constant_(layer.bias, 2.0 if kind is Down else 0.0)  # rounding moves no activation across zero
+    layer.operation, layer.dtype = HOPPER, dtype
     x = values(2, channels[0], *[side] * 3).to(dtype).float().to(device)
-
     with torch.autocast(device.type, dtype):
         got, again = (layer_results(layer, x) for _ in range(2))
-    names = ["rows_to_blocks", "blocks_to_rows", "block_weight_gradient"]
-    names = names if channels[1] == 5 else [names[1], names[0], names[2]]
-    assert launched == names * 2
-    precise = dtype == torch.bfloat16 and channels[1] == 5
+    names = {"rows_to_blocks", "blocks_to_padded_rows", "block_weight_gradient", "bias_activation_backward"}
+    assert names == {*launched} - {"bias_activation_forward"}
+    precise = dtype == torch.bfloat16 and kind is Last
     assert got[0].dtype == (torch.float32 if precise else dtype)
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
-    layer.convolutions = "cudnn"
+    layer.operation = TORCH
     for ours, exact in zip(got, layer_results(layer.double(), x.double()), strict=True):
         error = float((ours.double() - exact).norm() / exact.norm())
         half = dtype == torch.float16 or (precise and ours is got[0])
         assert error < (6e-4 if half else 5e-3), error
-
-
-def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = SpaceToDepthConv3d(4, 64, 4, stride=2, padding=1)
-    shape, half, cpu = (2, 4, 6, 6, 6), torch.bfloat16, torch.device("cpu")
-    assert layer.obstacle(shape, half, cpu) == "there is no CUDA device"
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
-    assert layer.obstacle(shape, half, cpu) == ""
-    assert "precision" in layer.obstacle(shape, None, cpu)
-    for grid in ((2, 4, 6, 6, 8), (2, 4, 5, 5, 5)):
-        assert "cube" in layer.obstacle(grid, half, cpu)
-    assert "too large" in layer.obstacle((2, 4, *[1024] * 3), half, cpu)
-    for channels, reason in (((4, 96), "96 channels are not"), ((9, 64), "64 and 9 channels are not both multiples")):
-        layer = SpaceToDepthConv3d(*channels, 4, stride=2, padding=1)
-        assert reason in layer.obstacle(shape, half, cpu)
-    assert not layer.plans_own(shape, half, cpu)
-    layer.convolutions = "own"
-    with pytest.raises(RuntimeError, match="9 channels are not both"):
-        layer(torch.zeros(shape, dtype=half))
 
 
 @pytest.mark.parametrize(
@@ -161,22 +122,20 @@ def test_obstacles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch: Any, small: int, few: int, tmp_path: Path) -> None:
     """Twice for up to 5 channels. No registers are spilled, and no operations are atomic, whose order would vary."""
-    pytest.importorskip("triton")
-    import_kernels_again()
     compiled = []
 
     def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         result = compile_launch(tmp_path / str(len(compiled)), kernel, *arguments, **constants)
-        compiled.append((kernel.__name__, constants["num_warps"], result))
+        compiled.append((kernel.fn.__name__, constants["num_warps"], result))
 
-    monkeypatch.setattr(fused, "launch", launch)
+    replace_launch(monkeypatch, launch)
     rows, cells, weight = operands(1, small, few, 32)
     rows, cells_of_blocks = padded.padded(rows.bfloat16()), space_to_depth(cells, torch.bfloat16)
-    blocks.tail(rows, weight, torch.zeros(few), cells)
+    edges.l1_of_cells(rows, weight, torch.zeros(few), cells)
     for dtype in (torch.float32, torch.bfloat16):
-        blocks.rows_to_cells(rows, weight, dtype)
-    blocks.blocks_to_rows(cells_of_blocks, weight, torch.zeros(small), 0.01)
-    blocks.weight_gradient(rows, cells_of_blocks)
+        edges.rows_to_cells(rows, weight, dtype)
+    edges.blocks_to_rows(cells_of_blocks, weight, torch.zeros(small), 0.01)
+    edges.weight_gradient(rows, cells_of_blocks)
     assert len(compiled) == 5
     for name, warps, result in compiled:
         assert result.stack == 0, name

@@ -4,20 +4,30 @@ The kernels run in Triton's interpreter, and in the last tests on a GPU if there
 """
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import CHANNELS_LAST, CONDITIONS, SLACK, assert_trains_like, batch, results, trained, values, with_loss
+from fused_cases import (
+    CHANNELS_LAST,
+    CONDITIONS,
+    SLACK,
+    assert_trains_like,
+    batch,
+    planned,
+    results,
+    trained,
+    values,
+    with_loss,
+)
 from small_steps import refusing_to_wait
 from torch.nn import functional as F
-from triton_interpreter import import_kernels_again
 
 from networks import build_loss
-from networks import fused as pointwise
+from networks.ops import pointwise
+from networks.ops.l1 import l1
 
 SIZE = (3, 5, 4)  # of a sample's grid
 PLAIN: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -26,7 +36,7 @@ PLAIN: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": torch.tanh,
 }
 INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities
-BOTH = ["bias_activation", "activation_backward"]
+BOTH = ["bias_activation_forward", "bias_activation_backward"]
 
 
 class Kernels(NamedTuple):
@@ -168,9 +178,9 @@ def test_l1(kernels: Kernels, channels: int, precision: str) -> None:
     outputs, targets = kernels.values(channels, precision), kernels.values(channels, seed=1)
     targets[0] = outputs[0].float()  # no difference: the gradient is zero
     scale = [torch.tensor(1024.0, device=kernels.device)]  # as by a gradient scaler
-    losses = [functools.partial(build_loss("l1", fused=kind), targets=targets) for kind in (True, False)]
+    losses = [functools.partial(kind, targets=targets) for kind in (l1, build_loss("l1"))]
     fused, plain = (results(loss, [outputs], scale, outputs.dtype) for loss in losses)
-    assert kernels.launched == ["l1", "l1_backward"]
+    assert kernels.launched == ["l1_forward", "l1_backward"]
     assert [part.dtype for part in fused] == [torch.float32, outputs.dtype]
     assert_as_accurate(fused, losses[1], [outputs], scale)
     assert torch.equal(fused[1].sign(), plain[1].sign())
@@ -183,81 +193,42 @@ def test_a_non_finite_loss_makes_the_gradient_nan(interpreter: list[str], place:
     """In an output or a target. A step multiplies the gradient by 0 · loss + 1, so that it skips the update."""
     outputs, targets = pair = values(1, 2, *SIZE), values(1, 2, *SIZE, seed=1)
     pair[place][0, 1, 2, 3, 0] = bad
-    loss = pointwise.l1(outputs.requires_grad_(), targets)
+    loss = l1(outputs.requires_grad_(), targets)
     assert not loss.isfinite()
     (gradient,) = torch.autograd.grad(loss, outputs, loss.detach() * 0 + 1)
-    assert interpreter == ["l1", "l1_backward"]
+    assert interpreter == ["l1_forward", "l1_backward"]
     assert gradient.isnan().all()
 
 
-def call_all(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    kinds = [pointwise.bias_activation(x, bias, activation) for activation in PLAIN]
-    return *kinds, pointwise.bias_relu_cat(x, bias, x)[0], pointwise.l1(x, 2 * x)
-
-
-def test_without_kernels_torch_operations_give_the_same(interpreter: list[str], monkeypatch: Any) -> None:
-    """For tensors that are not channels-last, on the CPU or float64, under torch.compile, and without Triton."""
-    x, bias = values(2, 6, *SIZE), values(6, seed=1)
-    expected = call_all(x, bias)
-    assert len(interpreter) == 5
-    interpreter.clear()
-    got = {"channels first": call_all(x.contiguous(), bias), "float64": call_all(x.double(), bias.double())}
-    got["compiled"] = torch.compile(call_all, backend="aot_eager", fullgraph=True)(x, bias)
-    with monkeypatch.context() as patch:
-        patch.setattr(pointwise, "_on_gpu", lambda x: x.is_cuda)
-        got["on the CPU"] = call_all(x, bias)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    import_kernels_again()
-    got["no triton"] = call_all(x, bias)
-    assert interpreter == []
-    for case, parts in got.items():
-        for ours, theirs in zip(parts, expected, strict=True):
-            assert torch.allclose(ours, theirs.to(ours.dtype), atol=1e-6), case
-    # Under autocast the bias is float32 and the convolution half precision. The result is rounded once.
-    y = pointwise.bias_activation(x.half(), torch.full((6,), 1e-4), "leaky_relu")
-    assert torch.equal(y, F.leaky_relu(x.half().float() + 1e-4, 0.01).half())
-
-
-def test_tensors_that_differ_in_layout_dtype_or_shape_use_torch_operations(interpreter: list[str]) -> None:
+def test_results_are_rounded_once_and_need_no_memory_format(interpreter: list[str]) -> None:
+    """Under autocast the bias is float32 and the convolution half precision."""
+    y = pointwise.bias_activation(values(2, 6, *SIZE).half(), torch.full((6,), 1e-4), "leaky_relu")
+    assert torch.equal(y, F.leaky_relu(values(2, 6, *SIZE).half().float() + 1e-4, 0.01).half())
     x, targets = values(2, 6, *SIZE), values(2, 6, *SIZE, seed=2)
-    for skip in (x.half(), x.contiguous()):
-        expected = torch.cat([F.relu(x), skip], dim=1)
-        assert torch.equal(pointwise.bias_relu_cat(x, torch.zeros(6), skip), expected)
-    assert interpreter == ["bias_activation"] * 2
-    pointwise.l1(x, targets.contiguous())
-    pointwise.l1(x, targets[:, :, :1].contiguous(memory_format=CHANNELS_LAST))
-    pointwise.l1(x[:0], targets[:0])
-    assert pointwise.l1(x, targets.requires_grad_()).requires_grad
-    assert interpreter == ["bias_activation"] * 2
+    expected = torch.cat([F.relu(x), x], dim=1)
+    assert torch.equal(pointwise.bias_relu_cat(x.contiguous(), torch.zeros(6), x.contiguous()), expected)
+    assert interpreter == ["bias_activation_forward"] * 2
+    for outputs, others in ((x, targets.contiguous()), (x[:0], targets[:0])):
+        assert torch.equal(l1(outputs, others), (outputs - others).abs().mean()) or not outputs.numel()
+    assert l1(x, targets.requires_grad_()).requires_grad
+    assert interpreter == ["bias_activation_forward"] * 2
 
 
 @pytest.mark.parametrize("precision", ["float32", "half"])
-@pytest.mark.parametrize(
-    ("scales", "options"),
-    [
-        (1, {}),
-        (3, {}),
-        (3, {"space_to_depth": ["down1", "last"]}),
-        (2, {"space_to_depth": ["down1", "last"], "conditioned": True}),
-        (2, {"form": torch.contiguous_format}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("scales", "options"), [(1, {}), (3, {}), (2, {"conditioned": True})], ids=str)
 def test_a_fused_network_trains_like_the_plain_one(kernels: Kernels, precision: str, scales: int, options: Any) -> None:
-    """No kernel runs on channels-first tensors, which float16 convolutions return if oneDNN lacks float16."""
     on_cpu, dtype = kernels.device == "cpu", kernels.half if precision == "half" else None
-    plain, fused = (with_loss(kind, kernels.device, scales=scales, **options) for kind in (False, True))
-    parts = batch(kernels.device, 8 if on_cpu else 16)
-    parts = [part.contiguous(memory_format=options.get("form", CHANNELS_LAST)) for part in parts]
+    side = 8 if on_cpu else 16
+    plain, fused = (with_loss(kernels.device, scales=scales, **options) for _ in range(2))
+    parts = batch(kernels.device, side)
     parts += [CONDITIONS.to(kernels.device)] if "conditioned" in options else []
     with refusing_to_wait(kernels.device):
-        got = trained(fused, parts, dtype)
+        got = trained(planned(fused, "cudnn", side, dtype), parts, dtype)
     layers = 2 * scales
-    launches = ["bias_activation"] * layers + ["l1", "l1_backward"] + ["activation_backward"] * layers
-    if "form" not in options:
-        assert kernels.launched == launches
-    elif on_cpu:
-        assert kernels.launched == []
+    launches = [BOTH[0]] * layers + ["l1_forward", "l1_backward"] + [BOTH[1]] * layers
+    if dtype == torch.bfloat16:
+        launches = [BOTH[0]] * (layers - 1) + ["blocks_l1"] + [BOTH[1]] * (layers - 1)
+    assert kernels.launched == launches
     assert len(got.values) == 1 + len(list(plain.parameters()))
     assert_trains_like(got, plain, parts, dtype)
 
@@ -275,8 +246,8 @@ def test_more_elements_than_fit_into_32_bits(on_device: list[str], device: str) 
     upstream = torch.zeros_like(y)
     upstream[-1] = 1.0
     gradient, bias_gradient = torch.autograd.grad(y, [x, bias], upstream)
-    loss = pointwise.l1(y.detach().requires_grad_(), torch.zeros_like(y))
-    assert on_device == [*BOTH, "l1"]
+    loss = l1(y.detach().requires_grad_(), torch.zeros_like(y))
+    assert on_device == [*BOTH, "l1_forward"]
     expected = torch.tensor(-1.0).tanh()
     assert torch.equal(y[-1].flatten().cpu(), expected.bfloat16().expand(64))
     assert torch.allclose(gradient[-1].flatten().float().cpu(), 1 - expected**2, rtol=1e-2)

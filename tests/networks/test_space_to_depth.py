@@ -1,114 +1,64 @@
-"""The U-Net's convolutions equal torch's: the same parameters, outputs and gradients; the copies of space-to-depth.
+"""Dense convolutions over blocks of 2³ cells equal strided ones; in bfloat16, last layers have float32 results."""
 
-Under bfloat16 autocast the last layers have a float32 result and bfloat16 gradients.
-"""
-
-import itertools
+from typing import Any
 
 import pytest
 import torch
 from devices import DEVICES
-from torch import nn
+from fused_cases import CHANNELS_LAST, values
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
-from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
-
-Layer = nn.Conv3d | nn.ConvTranspose3d
-Kind = type[Layer]
-
-DENSE = [SpaceToDepthConv3d, DepthToSpaceConvTranspose3d]
-KINDS = pytest.mark.parametrize("kind", DENSE)
-FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-CHANNELS_LAST = torch.channels_last_3d
+from networks.layers import Last
+from networks.ops import CUDNN, TORCH
+from networks.ops.blocks import blocks_weight, cells_weight, depth_to_space, space_to_depth
 
 
-def pair(kind: Kind, channels: tuple[int, int] = (4, 6), bias: bool = True) -> tuple[Layer, Layer]:
-    """torch's layer, and one of this kind with the same weights."""
-    torch.manual_seed(1)
-    plain = nn.ConvTranspose3d if issubclass(kind, nn.ConvTranspose3d) else nn.Conv3d
-    layers = [layer_kind(*channels, 4, stride=2, padding=1, bias=bias) for layer_kind in (plain, kind)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    return layers[0], layers[1]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
-
-
-def results(layer: Layer, x: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
-    """The output, and the gradients of input, weight and bias."""
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    upstream = scale * random(*y.shape, dtype=y.dtype).to(y.device)
-    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.double() - expected.double()).abs().max() / expected.abs().max())
-
-
-@pytest.mark.parametrize("kind", [*DENSE, Conv3d, ConvTranspose3d, OutputConvTranspose3d])
-@FORMATS
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
-def test_parameters_outputs_and_gradients_equal_those_of_the_plain_layer(
-    kind: Kind, form: torch.memory_format, dtype: torch.dtype, error: float
-) -> None:
-    """For several channels and grids, and biases that are added, omitted or missing. The memory format is the same."""
-    shapes = [((4, 6), (8, 8, 8)), ((3, 5), (6, 4, 10)), ((1, 7), (2, 2, 2)), ((5, 1), (6, 4, 4))]
-    for (channels, size), bias in itertools.product(shapes, (True, False)):
-        layers = [layer.to(dtype=dtype, memory_format=form) for layer in pair(kind, channels, bias)]
-        assert list(layers[0].state_dict()) == list(layers[1].state_dict())
-        x = random(2, channels[0], *size, dtype=dtype).contiguous(memory_format=form)
-        expected, got = (results(layer, x) for layer in layers)
-        if channels == (4, 6) and expected[0].is_contiguous(memory_format=form):
-            assert got[0].is_contiguous(memory_format=form)
-        for ours, theirs in zip(got, expected, strict=True):
-            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-            assert relative_error(ours, theirs) < error, (channels, size, bias)
-        if bias:
-            with torch.no_grad():
-                later = layers[1](x, biased=False) + layers[1].bias.view(-1, 1, 1, 1)
-            assert relative_error(later, expected[0]) < error
-
-
-@KINDS
-@FORMATS
-def test_autocast_computes_in_bfloat16(kind: Kind, form: torch.memory_format) -> None:
-    exact, layer = (layer.to(memory_format=form) for layer in pair(kind))
-    x = random(2, 4, 8, 8, 8).contiguous(memory_format=form)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = results(layer, x)
-    result = torch.float32 if kind is DepthToSpaceConvTranspose3d else torch.bfloat16
-    assert [part.dtype for part in got] == [result, *[torch.float32] * 3]
-    assert all(relative_error(ours, theirs) < 0.02 for ours, theirs in zip(got, results(exact, x), strict=True))
+@pytest.mark.parametrize(("few", "many", "side"), [(4, 6, 8), (3, 5, 6), (1, 7, 2), (5, 1, 4)])
+def test_dense_convolutions_equal_strided_ones(few: int, many: int, side: int) -> None:
+    fine, coarse = values(2, few, *[side] * 3).double(), values(2, many, *[side // 2] * 3).double()
+    down, up = values(many, few, 4, 4, 4, seed=1).double(), values(many, few, 4, 4, 4, seed=2).double()
+    got = F.conv3d(space_to_depth(fine), blocks_weight(down))
+    assert torch.allclose(got, F.conv3d(fine, down, None, 2, 1), rtol=1e-12, atol=1e-12)
+    got = depth_to_space(F.conv3d(coarse, cells_weight(up), padding=1).contiguous(memory_format=CHANNELS_LAST))
+    assert torch.allclose(got, F.conv_transpose3d(coarse, up, None, 2, 1), rtol=1e-12, atol=1e-12)
 
 
 @DEVICES
-@pytest.mark.parametrize("kind", [OutputConvTranspose3d, DepthToSpaceConvTranspose3d])
+@pytest.mark.parametrize("operation", [TORCH, CUDNN])
 def test_under_bfloat16_autocast_a_last_layer_is_more_precise_than_bfloat16_without_underflow(
-    kind: Kind, device: str
+    request: pytest.FixtureRequest, operation: str, device: str
 ) -> None:
     """Compared with float64 for inputs that bfloat16 represents exactly; weights are rounded to float16 at most.
 
     Gradients of a mean over millions of cells are below 6e-8, the smallest positive float16.
     """
-    plain, layer = (layer.to(device) for layer in pair(kind))
-    x = random(2, 4, 4, 4, 4).bfloat16().to(device)
-    for form in (torch.contiguous_format, CHANNELS_LAST):
-        x = x.contiguous(memory_format=form)
-        with torch.autocast(device, torch.bfloat16):
-            got, coarse = results(layer, x, 1e-8), plain(x).detach()
-        assert (got[0].dtype, coarse.dtype) == (torch.float32, torch.bfloat16)
-        assert got[0].is_contiguous(memory_format=form)
-        exact = results(plain.double(), x.double(), 1e-8)
-        errors = [
-            float((part - reference).norm() / reference.norm()) for part, reference in zip(got, exact, strict=True)
-        ]
-        assert errors[0] < 4e-4 < 1e-3 < float((coarse - exact[0]).norm() / exact[0].norm())
-        assert max(errors[1:]) < 1e-2
-        assert got[2].dtype == got[3].dtype == torch.float32
-        plain.float()
+    if operation == CUDNN and device == "cpu":
+        request.getfixturevalue("interpreter")
+    torch.manual_seed(1)
+    layer: Any = Last(4, 6).to(device, memory_format=CHANNELS_LAST)
+    x = values(2, 4, 4, 4, 4).bfloat16().to(device)
+
+    def scaled(upstream: float, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y.sum() * upstream, [x, *layer.parameters()])]
+
+    layer.operation, layer.dtype = operation, torch.bfloat16
+    with torch.autocast(device, torch.bfloat16):
+        got = scaled(1e-8, x)
+        coarse = torch.tanh(F.conv_transpose3d(x, layer.weight, layer.bias, 2, 1)).detach()
+    assert (got[0].dtype, coarse.dtype) == (torch.float32, torch.bfloat16)
+    assert got[0].is_contiguous(memory_format=CHANNELS_LAST)
+    layer.operation = TORCH
+    layer.double()
+    exact = scaled(1e-8, x.double())
+    errors = [
+        float((part.double() - reference).norm() / reference.norm()) for part, reference in zip(got, exact, strict=True)
+    ]
+    assert errors[0] < 4e-4 < 1e-3 < float((coarse.double() - exact[0]).norm() / exact[0].norm())
+    assert max(errors[1:]) < 1e-2
+    assert got[2].dtype == got[3].dtype == torch.float32
 
 
 class Copies(TorchDispatchMode):
@@ -131,17 +81,14 @@ class Copies(TorchDispatchMode):
         return result
 
 
-@KINDS
-def test_large_tensors_stay_channels_last_and_each_shuffle_is_one_copy(kind: Kind) -> None:
+@pytest.mark.parametrize("to_blocks", [True, False])
+def test_large_tensors_stay_channels_last_and_each_shuffle_is_one_copy(to_blocks: bool) -> None:
     """Forward and backward; blocks are filled with zeros first, because they extend beyond the grid."""
-    layer = pair(kind, bias=False)[1].to(memory_format=CHANNELS_LAST)
-    x = random(4, 4, 16, 16, 16).contiguous(memory_format=CHANNELS_LAST).requires_grad_()
-    upstream = random(*layer(x).shape).contiguous(memory_format=CHANNELS_LAST)
-    with Copies(least=layer.weight.nbytes) as forward:
-        y = layer(x)
-    with Copies(least=layer.weight.nbytes) as backward:
-        y.backward(upstream)
+    x = values(4, 4, 16, 16, 16) if to_blocks else values(4, 32, 9, 9, 9)
+    with Copies(least=1000) as forward:
+        y = (space_to_depth if to_blocks else depth_to_space)(x.requires_grad_())
+    with Copies(least=1000) as backward:
+        y.backward(y.detach())
     assert forward.left + backward.left == []
-    gather, scatter = ["zero_", "copy_"], ["copy_"]
-    expected = (gather, scatter) if kind is SpaceToDepthConv3d else (scatter, gather)
-    assert (forward.copies, backward.copies) == expected
+    blocks, cells = ["zero_", "copy_"], ["copy_"]
+    assert (forward.copies, backward.copies) == ((blocks, cells) if to_blocks else (cells, blocks))

@@ -1,4 +1,4 @@
-"""Own kernels of strided convolutions: gather, scatter and weight_gradient, compared with torch in float64.
+"""Hopper's kernels of strided convolutions, compared with torch in float64.
 
 They run in Triton's interpreter, with small tiles, and on a GPU if there is one; compiled for an H100.
 """
@@ -17,16 +17,23 @@ from fused_cases import (
     assert_trains_like,
     batch,
     layer_results,
+    planned,
     trained,
     values,
     with_loss,
 )
+from torch import nn
 from torch.nn import functional as F
 from triton_compile import compile_launch
-from triton_interpreter import import_kernels_again, use_own_convolutions
+from triton_interpreter import replace_launch, use_small_blocks
 
-from networks import fused, padded, strided
-from networks.layers import Conv3d, ConvTranspose3d
+from networks.layers import Down, Up
+from networks.ops import HOPPER, padded, plan
+from networks.ops.hopper import tiles
+from networks.ops.hopper.convolution import convolve
+from networks.ops.hopper.transpose import convolve_transposed
+from networks.ops.hopper.weights import weight_gradient
+from networks.ops.launch import WARPS, Launch, collected
 
 # Samples, channels of the small and of the large grid, and the side of the small one; blocks have 16 channels.
 SHAPES: list[Any] = [(1, 16, 16, 4), (5, 16, 32, 1), (3, 16, 16, 2)]
@@ -40,7 +47,7 @@ LAYERS += [("down4", 512, 256, 4), ("up5", 1024, 512, 2), ("down6", 512, 512, 1)
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch, interpreter: list[str]) -> list[str]:
     """The kernels run in the interpreter for multiples of 16 channels, also in float32; the names of those launched."""
-    use_own_convolutions(monkeypatch)
+    use_small_blocks(monkeypatch)
     return interpreter
 
 
@@ -53,21 +60,21 @@ def test_each_pass_equals_torch_and_itself(small_blocks: list[str], shape: tuple
     down_bias, up_bias = values(small, seed=4), values(large, seed=5)
     exact = w.double().requires_grad_()
     convolved = F.conv3d(x.double(), exact, None, 2, 1)
-    (weight_gradient,) = torch.autograd.grad(convolved, exact, s.double(), retain_graph=True)
+    (exact_gradient,) = torch.autograd.grad(convolved, exact, s.double(), retain_graph=True)
     activated = F.leaky_relu(convolved.detach() + down_bias.double().view(-1, 1, 1, 1), 0.01)
     transposed = F.conv_transpose3d(s.double(), exact.detach(), None, 2, 1)
     joined = torch.cat([F.relu(transposed + up_bias.double().view(-1, 1, 1, 1)), skip.double()], dim=1)
-    expected = [activated, transposed, joined, weight_gradient]
+    expected = [activated, transposed, joined, exact_gradient]
     got, again = (
         (
-            strided.gather(padded.padded(x), w, down_bias, 0.01),
-            strided.scatter(s, w),
-            strided.scatter(s, w, up_bias, 0.0, skip, pads=True),
-            strided.weight_gradient(s, x),
+            convolve(padded.padded(x), w, down_bias, 0.01),
+            convolve_transposed(s, w),
+            convolve_transposed(s, w, up_bias, 0.0, skip, pads=True),
+            weight_gradient(s, x),
         )
         for _ in range(2)
     )
-    assert set(small_blocks) >= {"gather", "scatter", "weight_gradient"}
+    assert set(small_blocks) >= {"strided_convolution", "transposed_convolution", "strided_weight_gradient"}
     for ours, repeated, theirs in zip(got, again, expected, strict=True):
         assert_close(ours, theirs)
         assert torch.equal(ours, repeated)
@@ -76,11 +83,11 @@ def test_each_pass_equals_torch_and_itself(small_blocks: list[str], shape: tuple
 
 
 def test_sums_are_split_where_there_are_few_tiles(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "launch", lambda kernel, *_, **__: small_blocks.append(kernel.__name__))
-    s = strided.gather(values(1, 32, 4, 4, 4), values(32, 32, 4, 4, 4))
-    assert small_blocks == ["gather", "sum_splits"]
-    strided.weight_gradient(values(20, 16, 8, 8, 8), values(20, 16, 16, 16, 16))
-    assert small_blocks[2:] == ["weight_gradient", "sum_splits"]
+    replace_launch(monkeypatch, lambda kernel, *_, **__: small_blocks.append(kernel.fn.__name__))
+    s = convolve(values(1, 32, 4, 4, 4), values(32, 32, 4, 4, 4))
+    assert small_blocks == ["strided_convolution", "sum_splits"]
+    weight_gradient(values(20, 16, 8, 8, 8), values(20, 16, 16, 16, 16))
+    assert small_blocks[2:] == ["strided_weight_gradient", "sum_splits"]
     assert s.is_contiguous(memory_format=CHANNELS_LAST)
 
 
@@ -91,14 +98,14 @@ def test_a_nan_reaches_the_same_values_as_in_torch(small_blocks: list[str]) -> N
     s[1, 3, 1, 1, 1] = x[1, 0, 3, 3, 3] = x[0, 0, 0, 0, 0] = torch.nan
     zero = torch.zeros(16)
     for got, expected in (
-        (strided.scatter(s, w, zero, 0.0), F.relu(F.conv_transpose3d(s, w, None, 2, 1))),
-        (strided.gather(x, w, zero, 0.01), F.conv3d(x, w, None, 2, 1)),
+        (convolve_transposed(s, w, zero, 0.0), F.relu(F.conv_transpose3d(s, w, None, 2, 1))),
+        (convolve(x, w, zero, 0.01), F.conv3d(x, w, None, 2, 1)),
     ):
         assert got.isnan().any()
         assert torch.equal(got.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("kind", [Conv3d, ConvTranspose3d])
+@pytest.mark.parametrize("kind", [Down, Up])
 @pytest.mark.parametrize(
     ("place", "dtype"),
     [
@@ -109,68 +116,62 @@ def test_a_nan_reaches_the_same_values_as_in_torch(small_blocks: list[str]) -> N
     ids=str,
 )
 def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype: torch.dtype, kind: Any) -> None:
-    """The operator: outputs and gradients have the errors of half precision, and the same bits in a second run."""
+    """Outputs and gradients have the errors of half precision, and the same bits in a second run."""
     launched, device = request.getfixturevalue(place), torch.device("cuda" if place == "on_device" else "cpu")
-    if reason := strided.unavailable(device):
+    if reason := plan.not_hopper(device):
         pytest.skip(reason)
     torch.manual_seed(0)
     width, side = (32, 4) if place == "small_blocks" else (128, 16)
-    layer = kind(width, width, 4, stride=2, padding=1).to(device, memory_format=CHANNELS_LAST)
-    layer.convolutions = "own"
+    layer = kind(width, width, 0).to(device, memory_format=CHANNELS_LAST)
+    nn.init.constant_(layer.bias, 4.0)  # rounding moves no activation across zero
     x = values(2, width, *[side] * 3).to(dtype).float().to(device)
+    skip = values(2, 3, *[2 * side] * 3, seed=5).to(dtype).to(device)
+    given = () if kind is Down else (skip,)
 
+    layer.operation, layer.dtype = HOPPER, dtype
     with torch.autocast(device.type, dtype):
-        got, again = (layer_results(layer, x) for _ in range(2))
-    assert {"gather", "scatter", "weight_gradient"} <= set(launched)
+        got, again = (layer_results(layer, x, *given) for _ in range(2))
+    assert {"strided_convolution", "transposed_convolution", "strided_weight_gradient"} <= set(launched)
     assert got[0].dtype == dtype
     assert got[2].dtype == torch.float32
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
-    layer.convolutions = "cudnn"
-    for ours, exact in zip(got, layer_results(layer.double(), x.double()), strict=True):
+    layer.operation = plan.TORCH
+    exact_layer, given = layer.double(), tuple(part.double() for part in given)
+    for ours, exact in zip(got, layer_results(exact_layer, x.double(), *given), strict=True):
         error = float((ours.double() - exact).norm() / exact.norm())
         assert error < (6e-4 if dtype == torch.float16 else 5e-3), error
 
 
-def test_a_dry_run_finds_the_kernels_of_a_step(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_a_step_are_known_without_data(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, for the same types, block shapes and constants, from tensors without data."""
     made = []
-    launch = fused.launch
 
-    def note(kernel: Any, programs: int, *arguments: Any, num_warps: int = fused.WARPS, **constants: Any) -> None:
+    def note(kernel: Any, programs: int, *arguments: Any, num_warps: int = WARPS, **constants: Any) -> None:
         options = {**constants, "num_warps": num_warps, "enable_fp_fusion": False}
-        made.append(fused.signature(fused.Launch(kernel, arguments, options)))
+        made.append(Launch(kernel, arguments, options).signature())
         launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
 
-    module, parts = with_loss(True, width=16, scales=2), batch(size=4)
+    module, parts = with_loss(width=16, scales=2), batch(size=4)
     with torch.device("meta"):
-        empty = with_loss(True, device="meta", width=16, scales=2)
-    with fused.dry_run(torch.device("cpu"), torch.float16) as launches:
+        empty = planned(with_loss("meta", width=16, scales=2), "auto", 4, torch.float16)
+    with collected() as launches:
         empty(*(torch.empty_like(part, device="meta") for part in parts)).backward()
-    assert not small_blocks[len(launches) :]
-    monkeypatch.setattr(fused, "launch", note)
-    trained(module, parts, torch.float16)
-    assert {fused.signature(planned) for planned in launches} == set(made)
-
-
-def test_the_operator_has_fakes(small_blocks: list[str]) -> None:
-    from networks import layers
-
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    for transposed, side in ((False, 4), (True, 2)):
-        x, w = values(1, 16, *[side] * 3).requires_grad_(), values(16, 16, 4, 4, 4, seed=1).requires_grad_()
-        torch.library.opcheck(layers._strided, (x, w, transposed), test_utils=checks[: 3 if transposed else 4])
+    launch = replace_launch(monkeypatch, note)
+    trained(planned(module, "auto", 4, torch.float16), parts, torch.float16)
+    assert {planned_launch.signature() for planned_launch in launches} == set(made)
 
 
 @pytest.mark.parametrize("options", [{}, {"conditioned": True}], ids=["plain", "conditioned"])
 def test_a_network_trains_as_with_torch(small_blocks: list[str], monkeypatch: Any, options: dict[str, Any]) -> None:
     """With bias, activation and concatenation in the convolutions' kernels, and grids that have pads."""
     network = {"width": 16, "scales": 2, **options}
-    module, parts = with_loss(True, **network), batch(size=8)
+    module, parts = planned(with_loss(**network), "auto", 8, torch.float16), batch(size=8)
     parts += [CONDITIONS] if options else []
     got = trained(module, parts, torch.float16)
-    assert {"gather", "scatter", "weight_gradient", "blocks_to_rows", "rows_to_blocks"} <= set(small_blocks)
-    assert ("bias_activation" in small_blocks) == bool(options) or small_blocks.count("bias_activation") == 1
-    assert_trains_like(got, with_loss(False, **network), parts, torch.float16)
+    names = {"strided_convolution", "transposed_convolution", "strided_weight_gradient", "blocks_to_padded_rows"}
+    assert names <= {*small_blocks}
+    assert small_blocks.count("bias_activation_forward") == (4 if options else 1)
+    assert_trains_like(got, with_loss(**network), parts, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -182,25 +183,28 @@ def test_compiled_kernels_fit_into_a_multiprocessor(
 ) -> None:
     """At most 227 KB, no spilled registers, no atomic operations, and products on Hopper's tensor cores."""
     pytest.importorskip("triton")
-    import_kernels_again()
     compiled = []
 
     def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         result = compile_launch(tmp_path / str(len(compiled)), kernel, *arguments, **constants)
-        compiled.append((kernel.__name__, programs, result))
+        compiled.append((kernel.fn.__name__, programs, result))
 
-    monkeypatch.setattr(fused, "launch", launch)
+    replace_launch(monkeypatch, launch)
     meta = {"device": "meta", "dtype": torch.bfloat16}
     s, x, w = (
         torch.empty(shape, **meta).contiguous(memory_format=CHANNELS_LAST)
         for shape in ((64, small, *[side] * 3), (64, large, *[2 * side] * 3), (small, large, 4, 4, 4))
     )
-    strided.gather(x, w, torch.empty(small, device="meta"), 0.01)
-    strided.scatter(s, w, torch.empty(large, device="meta"), 0.0, x, name == "up2")
-    strided.weight_gradient(s, x)
-    assert {kernel for kernel, *_ in compiled} >= {"gather", "scatter", "weight_gradient"}
+    convolve(x, w, torch.empty(small, device="meta"), 0.01)
+    convolve_transposed(s, w, torch.empty(large, device="meta"), 0.0, x, name == "up2")
+    weight_gradient(s, x)
+    assert {kernel for kernel, *_ in compiled} >= {
+        "strided_convolution",
+        "transposed_convolution",
+        "strided_weight_gradient",
+    }
     for kernel, programs, result in compiled:
-        assert (result.stack, result.shared <= strided.SHARED_MEMORY) == (0, True), kernel
+        assert (result.stack, result.shared <= tiles.SHARED_MEMORY) == (0, True), kernel
         assert programs >= 32, kernel
         assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", result.ptx)
         assert kernel == "sum_splits" or "wgmma.mma_async" in result.ptx, kernel

@@ -6,19 +6,14 @@ from typing import Any
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import assert_trains_like, batch, results, trained, values, with_loss
-from small_steps import ALONE, differing, refusing_to_wait
+from fused_cases import assert_trains_like, batch, planned, results, trained, values, with_loss
+from small_steps import refusing_to_wait
 from torch.nn import functional as F
 
-from networks import blocks, padded, tail
-from networks.space_to_depth import dense_weight, space_to_depth
-from networks.tail import NetworkWithFusedTail
-from utils.config import Config
-from utils.config.sections import NetworkConfig
-from utils.data.loaders import Batch
-from utils.steps import build
-
-NETWORK: dict[str, Any] = {"scales": 2, "space_to_depth": ["down1", "last"]}
+from networks.ops import HOPPER, cudnn, padded
+from networks.ops.blocks import cells_weight, space_to_depth
+from networks.ops.hopper import edges, layers
+from networks.ops.l1 import l1_of_blocks
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -26,15 +21,15 @@ def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: to
 
 
 def fused_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return tail._Tail.apply(x, x.detach(), dense_weight(weight), bias, targets)
+    return cudnn._LastL1.apply(x, x.detach(), cells_weight(weight), bias, targets)
 
 
 def own_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return tail._Tail.apply(x, None, weight, bias, targets)
+    return layers._LastL1.apply(x, weight, bias, targets)
 
 
 # With the names of their kernels.
-TAILS = ((fused_tail, ["tail_l1"]), (own_tail, ["rows_to_blocks", "block_weight_gradient", "blocks_to_rows"]))
+TAILS = ((fused_tail, ["blocks_l1"]), (own_tail, ["rows_to_blocks", "block_weight_gradient", "blocks_to_padded_rows"]))
 
 
 def operands(grid: tuple[int, int, int], channels: int, batch: int, inputs: int = 3) -> tuple[torch.Tensor, ...]:
@@ -76,8 +71,8 @@ def test_no_difference_has_no_gradient_and_padding_has_none(interpreter: list[st
     targets = cells + torch.tanh(bias).view(-1, 1, 1, 1)
     cells[:, :, :, 1::2] = 1.0
     targets = (targets + cells).contiguous(memory_format=torch.channels_last_3d)
-    total, gradient, _ = tail._l1(result, bias, targets, torch.float32)
-    assert interpreter == ["tail_l1"]
+    total, gradient, _ = l1_of_blocks(result, bias, targets, torch.float32)
+    assert interpreter == ["blocks_l1"]
     assert float(total) == pytest.approx(float(cells.sum()))
     assert torch.equal(gradient != 0, space_to_depth(cells) != 0)
 
@@ -87,7 +82,7 @@ def test_no_difference_has_no_gradient_in_own_kernels(interpreter: list[str]) ->
     cells = torch.zeros(2, 5, 4, 4, 4)
     cells[:, :, :, 1::2] = 1.0
     targets = (cells + torch.tanh(bias).view(-1, 1, 1, 1)).contiguous(memory_format=torch.channels_last_3d)
-    total, gradient, _ = blocks.tail(rows, weight, bias, targets)
+    total, gradient, _ = edges.l1_of_cells(rows, weight, bias, targets)
     assert float(total) == pytest.approx(float(cells.sum()))
     assert torch.equal(gradient != 0, space_to_depth(cells) != 0)
 
@@ -110,41 +105,23 @@ def test_a_non_finite_loss_makes_all_gradients_nan(
     assert all(gradient.isnan().all() for gradient in gradients)
 
 
-def test_a_network_trains_as_with_the_plain_loss_which_float32_and_float16_use(interpreter: list[str]) -> None:
+def test_a_network_trains_as_with_the_plain_loss_which_float16_uses(interpreter: list[str]) -> None:
     """In float16 the gradient of a mean over millions of cells underflows."""
-    module = with_loss(True, kind=NetworkWithFusedTail, **NETWORK)
-    for dtype in (None, torch.float16):
-        trained(module, batch(size=4), dtype)
-        assert "tail_l1" not in interpreter
+    trained(planned(with_loss(scales=2), "cudnn", 4, torch.float16), batch(size=4), torch.float16)
+    assert "blocks_l1" not in interpreter
     interpreter.clear()
-    got = trained(module, batch(size=4), torch.bfloat16)
-    assert interpreter == ["bias_activation"] * 3 + ["tail_l1"] + ["activation_backward"] * 3
-    assert_trains_like(got, with_loss(False, **NETWORK), batch(size=4), torch.bfloat16)
-
-
-def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
-    """The state has the same names as without it, and on a CPU the same bits."""
-    states = []
-    for fused_tail in (True, False):
-        network = NetworkConfig(width=4, scales=2, space_to_depth=["last"])
-        options: dict[str, Any] = {"accumulation_steps": 2, "ema_decay": 0.9, "enable_amp": True}
-        config = Config(data_size=4, network=network, fused_tail=fused_tail, **options)
-        step, given = build.step(config, ALONE, build.network_with_loss(config)), Batch(*batch(size=4))
-        assert isinstance(step._trained, NetworkWithFusedTail) == fused_tail
-        losses = [*(step(given, 1e-3) for _ in range(2)), step.evaluate(given)[0]]
-        states.append({**step.network.state_dict(), "loss": torch.stack(losses)})
-    assert differing(*states) == []
+    got = trained(planned(with_loss(scales=2), "cudnn", 4, torch.bfloat16), batch(size=4), torch.bfloat16)
+    assert interpreter == ["bias_activation_forward"] * 3 + ["blocks_l1"] + ["bias_activation_backward"] * 3
+    assert_trains_like(got, with_loss(scales=2), batch(size=4), torch.bfloat16)
 
 
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_a_network_on_a_gpu(on_device: list[str], device: str, width: int) -> None:
     """Own kernels compute the last layer if it has 128 input channels and the GPU is one for them."""
-    options = {**NETWORK, "width": width}
-    module, parts = with_loss(True, device, NetworkWithFusedTail, **options), batch(device, 4)
-    last: Any = module.network.last
-    by_kernels = last.plans_own((2, 2 * width, 2, 2, 2), torch.bfloat16, torch.device(device))
+    module = planned(with_loss(device, scales=2, width=width), "auto", 4, torch.bfloat16)
+    parts, last = batch(device, 4), module.network.last
     with refusing_to_wait(device):
         got = trained(module, parts, torch.bfloat16)
-    assert on_device.count("rows_to_blocks" if by_kernels else "tail_l1") == 1
-    assert_trains_like(got, with_loss(False, device, **options), parts, torch.bfloat16)
+    assert on_device.count("rows_to_blocks" if last.operation == HOPPER else "blocks_l1") == 1
+    assert_trains_like(got, with_loss(device, scales=2, width=width), parts, torch.bfloat16)

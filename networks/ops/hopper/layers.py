@@ -40,11 +40,14 @@ def up(
     between: Between | None = None,
 ) -> torch.Tensor:
     """half: as in `down`."""
-    half, x = in_half(layer.weight, layer.dtype) if half is None else half, x.to(layer.dtype)
-    if between is None:
-        return _Up.apply(x, layer.weight, layer.bias, skip.to(layer.dtype), half, layer.pads)
-    y = _Up.apply(x, layer.weight, None, None, half, False)
-    return pointwise.bias_relu_cat(between(y, layer.bias), layer.bias, skip.to(layer.dtype))
+    half = in_half(layer.weight, layer.dtype) if half is None else half
+    x, skip = x.to(layer.dtype), skip.to(layer.dtype)
+    if between is not None:
+        y = _Up.apply(x, layer.weight, None, None, half, False)
+        return pointwise.bias_relu_cat(between(y, layer.bias), layer.bias, skip)
+    if skip.shape[1] == layer.weight.shape[1]:  # the kernel copies as many channels as it computes
+        return _Up.apply(x, layer.weight, layer.bias, skip, half, layer.pads)
+    return torch.cat([_Up.apply(x, layer.weight, layer.bias, None, half, False), skip], dim=1)
 
 
 def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
