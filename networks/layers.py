@@ -14,21 +14,15 @@ from networks.ops.reference import Between, Twice
 class Planned:
     """What a plan sets, and what it needs to know.
 
-    halvings: how many times the layer's input is smaller than the network's, as a power of two; None: unknown.
+    halvings: of the network's input, to the finer one of the layer's two grids; None: unknown.
     norm: True if a norm follows the convolution.
     """
 
     operation, dtype, pads = TORCH, torch.float32, False
-    deeper = 0  # 1 if the input is the coarse grid
 
     def __init__(self, before: int, after: int, halvings: int | None = None, norm: bool = False) -> None:
         super().__init__(before, after, 4, stride=2, padding=1)  # type: ignore[call-arg] # of torch's layer
         self.halvings, self.norm = halvings, norm
-
-    @property
-    def fine_halvings(self) -> int:
-        """Halvings from the network's input to the finer one of the layer's two grids."""
-        return (self.halvings or 0) - self.deeper
 
 
 class Down(Planned, nn.Conv3d):
@@ -43,8 +37,6 @@ class Down(Planned, nn.Conv3d):
 class Up(Planned, nn.ConvTranspose3d):
     """[N, I, D, D, D] and skip [N, S, 2D, 2D, 2D] -> relu(transposed convolution) and skip, [N, O + S, 2D, 2D, 2D]."""
 
-    deeper = 1
-
     def forward(  # type: ignore[override] # no output_size
         self,
         input: torch.Tensor,
@@ -57,8 +49,6 @@ class Up(Planned, nn.ConvTranspose3d):
 
 class Last(Planned, nn.ConvTranspose3d):
     """[N, I, D, D, D] -> tanh(transposed convolution), [N, O, 2D, 2D, 2D], float32 under bfloat16 autocast."""
-
-    deeper = 1
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # no output_size
         return operations(self.operation).last(input, self)

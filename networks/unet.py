@@ -45,8 +45,8 @@ class UNet(nn.Module):
         # The deepest scale has no skip connection to concatenate.
         inputs = [count * (1 if scale == scales else 2) for scale, count in enumerate(channels)]
         for scale in range(scales, 1, -1):
-            self._add(f"up{scale}", Up(inputs[scale], channels[scale - 1], scale, self.has_norm), norm)
-        self.last = Last(inputs[1], out_channels, 1)
+            self._add(f"up{scale}", Up(inputs[scale], channels[scale - 1], scale - 1, self.has_norm), norm)
+        self.last = Last(inputs[1], out_channels, halvings=0)
 
     def _add(self, name: str, layer: Down | Up, norm: str) -> None:
         self.add_module(name, layer)

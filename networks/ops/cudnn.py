@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from networks.ops.blocks import blocks_weight, cells_weight, depth_to_space, has_few_channels, space_to_depth
-from networks.ops.l1 import l1, l1_of_blocks
+from networks.ops.l1 import LastL1, Sums, l1, l1_of_blocks
 from networks.ops.pointwise import bias_activation, bias_activation_twice, bias_relu_cat
-from networks.ops.precision import DENSE, coarse_and_precise, convolution_gradients, precise, without_autocast
+from networks.ops.precision import DENSE, Pair, coarse_and_precise, convolution_gradients, precise, without_autocast
 from networks.ops.reference import Between, Twice
 
 __all__ = ["down", "l1", "last", "last_l1", "up"]
@@ -49,8 +49,16 @@ def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
 
 
 def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
+    def compute(coarse: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> Sums:
+        blocks = torch.ops.aten.convolution(precise(x), precise(weight), None, *DENSE)
+        return l1_of_blocks(blocks, bias, targets, coarse.dtype)
+
+    def differentiate(gradient: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor) -> Pair:
+        return convolution_gradients(gradient, coarse, weight.to(coarse.dtype), DENSE)
+
     with without_autocast(x):
-        return _LastL1.apply(x.to(torch.bfloat16), precise(x), cells_weight(layer.weight), layer.bias, targets)
+        weight = cells_weight(layer.weight)
+        return LastL1.apply(compute, differentiate, x.to(layer.dtype), weight, layer.bias, targets)
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:
@@ -73,34 +81,3 @@ class _PreciseLast(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return *convolution_gradients(space_to_depth(_in_order(gradient), x.dtype), x, weight, DENSE), None, None
-
-
-class _LastL1(torch.autograd.Function):
-    """The loss for the last layer's input x; `precise_x` is x in the dtype in which cuDNN computes the blocks.
-
-    weight: of the dense convolution, [8C, I, 2, 2, 2] float32.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        precise_x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.count = targets.numel()
-        result = torch.ops.aten.convolution(precise_x, weight.to(precise_x.dtype), None, *DENSE)
-        total, gradient, bias_gradient = l1_of_blocks(result, bias, targets, x.dtype)
-        ctx.save_for_backward(x, weight, gradient, bias_gradient)
-        return total / ctx.count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, gradient, bias_gradient = ctx.saved_tensors
-        factor = upstream / ctx.count  # stays on the device, and may be NaN
-        scaled = (weight * factor).to(x.dtype)
-        x_gradient, weight_gradient = convolution_gradients(gradient, x, scaled, DENSE)
-        return x_gradient, None, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None

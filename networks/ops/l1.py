@@ -7,6 +7,7 @@ of the convolution's input, and to the gradients of weight and bias. The gradien
 factor and without the 1 / count of the mean, between -1 and 1, where half precision has its full accuracy.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from networks.ops import pointwise, reference
 from networks.ops.launch import launch
 from networks.ops.pointwise import tanh
+from networks.ops.precision import Pair
 
 BLOCKS_TILE = 512  # elements of a program's tile: four per thread leave registers for 32 warps per multiprocessor
 
@@ -53,6 +55,37 @@ class _L1(torch.autograd.Function):
         arguments = (outputs_gradient, outputs, targets, gradient, count)
         launch(l1_backward, -(-count // pointwise.TILE), *arguments, TILE=pointwise.TILE)
         return outputs_gradient, None
+
+
+class LastL1(torch.autograd.Function):
+    """The loss for the last layer's input x; see the head of this file.
+
+    compute: of x, weight, bias and targets, the sum of the differences, its gradient by blocks, and that of the bias.
+    differentiate: the gradients of x and weight from that of the blocks, x, and the weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[..., Sums],
+        differentiate: Callable[..., Pair],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.differentiate, ctx.count = differentiate, targets.numel()
+        total, gradient, bias_gradient = compute(x, weight, bias, targets)
+        ctx.save_for_backward(x, weight, gradient, bias_gradient)
+        return total / ctx.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, gradient, bias_gradient = ctx.saved_tensors
+        factor = upstream / ctx.count  # stays on the device, and may be NaN
+        x_gradient, weight_gradient = ctx.differentiate(gradient, x, weight * factor)
+        return None, None, x_gradient, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None
 
 
 def l1_of_blocks(blocks: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> Sums:

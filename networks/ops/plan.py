@@ -132,7 +132,7 @@ def _of_layer(layer: Any, setting: Setting, not_hopper: str) -> Choice:
 def _hopper_obstacle(layer: Any, setting: Setting) -> str:
     """Why Hopper's kernels cannot compute the layer; empty if they can."""
     coarse, fine = layer.weight.shape[:2]
-    fine_side = setting.side >> layer.fine_halvings
+    fine_side = setting.side >> layer.halvings
     side, block = fine_side // 2, tiles.BLOCK
     if setting.dtype not in (torch.float16, torch.bfloat16):
         return "the precision is not float16 or bfloat16"

@@ -1,6 +1,7 @@
 """The fused tail compared with the last layer, tanh and L1 loss in float64; the kernel runs in Triton's interpreter."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from small_steps import refusing_to_wait
 from torch.nn import functional as F
 
 from networks.ops import HOPPER, cudnn, padded
-from networks.ops.blocks import cells_weight, space_to_depth
+from networks.ops.blocks import space_to_depth
 from networks.ops.hopper import edges, layers
 from networks.ops.l1 import l1_of_blocks
 
@@ -21,11 +22,11 @@ def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: to
 
 
 def fused_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return cudnn._LastL1.apply(x, x.detach(), cells_weight(weight), bias, targets)
+    return cudnn.last_l1(x, SimpleNamespace(weight=weight, bias=bias, dtype=torch.float32), targets)
 
 
 def own_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return layers._LastL1.apply(x, weight, bias, targets)
+    return layers.last_l1(x, SimpleNamespace(weight=weight, bias=bias, dtype=torch.float32), targets)
 
 
 # With the names of their kernels.

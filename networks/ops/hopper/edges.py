@@ -50,6 +50,7 @@ def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 
 def l1_of_cells(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> Sums:
     """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in the rows' dtype, and the bias's."""
+    rows = padded.padded(rows)
     count, few, pitch, part = len(rows), len(bias), rows.shape[2] + 1, PART.value
     assert targets.shape == (count, few, *[2 * pitch - 2] * 3)
     gradient = padded.empty((count, 8 * few, *[pitch] * 3), rows.dtype, rows.device, pads=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from networks.ops import padded, pointwise
+from networks.ops import pointwise
 from networks.ops.blocks import has_few_channels, space_to_depth
 from networks.ops.hopper import edges
 from networks.ops.hopper.common import in_half
@@ -16,8 +16,8 @@ from networks.ops.hopper.convolution import convolve
 from networks.ops.hopper.tiles import BLOCK
 from networks.ops.hopper.transpose import convolve_transposed
 from networks.ops.hopper.weights import weight_gradient
-from networks.ops.l1 import l1
-from networks.ops.precision import without_autocast
+from networks.ops.l1 import LastL1, l1
+from networks.ops.precision import Pair, without_autocast
 from networks.ops.reference import NEGATIVE_SLOPE, Between, Twice
 
 __all__ = ["down", "l1", "last", "last_l1", "up"]
@@ -56,8 +56,12 @@ def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
 
 
 def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
+    def differentiate(gradient: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> Pair:
+        weights_gradient = edges.weight_gradient(rows, gradient)
+        return edges.blocks_to_rows(gradient, weight), weights_gradient
+
     with without_autocast(x):
-        return _LastL1.apply(x.to(torch.bfloat16), layer.weight, layer.bias, targets)
+        return LastL1.apply(edges.l1_of_cells, differentiate, x.to(layer.dtype), layer.weight, layer.bias, targets)
 
 
 class _Down(torch.autograd.Function):
@@ -140,7 +144,6 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows = padded.padded(rows)
         ctx.save_for_backward(rows, weight)
         return edges.rows_to_cells(rows, weight, torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype)
 
@@ -151,25 +154,3 @@ class _Last(torch.autograd.Function):
         blocks = space_to_depth(gradient.contiguous(memory_format=torch.channels_last_3d), rows.dtype)
         rows_gradient = edges.blocks_to_rows(blocks, weight) if ctx.needs_input_grad[0] else None
         return rows_gradient, edges.weight_gradient(rows, blocks).to(weight.dtype)
-
-
-class _LastL1(torch.autograd.Function):
-    """The loss for the last layer's input; see l1.py."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
-        rows, ctx.count = padded.padded(rows), targets.numel()
-        total, gradient, bias_gradient = edges.l1_of_cells(rows, weight, bias, targets)
-        ctx.save_for_backward(rows, weight, gradient, bias_gradient)
-        return total / ctx.count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, gradient, bias_gradient = ctx.saved_tensors
-        factor = upstream / ctx.count  # stays on the device, and may be NaN
-        weights_gradient = edges.weight_gradient(rows, gradient)
-        rows_gradient = edges.blocks_to_rows(gradient, weight * factor)
-        return rows_gradient, weights_gradient.to(weight.dtype) * factor, bias_gradient * factor, None
