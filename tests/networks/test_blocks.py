@@ -12,13 +12,13 @@ import pytest
 import torch
 from devices import ON_GPU
 from fused_cases import CHANNELS_LAST, assert_close, layer_results, values
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d, space_to_depth
 from torch.nn import functional as F
 from triton_compile import compile_launch
 from triton_interpreter import import_kernels_again
 
 from networks import blocks, fused, padded, strided
 from networks.layers import OutputConvTranspose3d
-from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d, space_to_depth
 
 # Samples, channels of the small grid and of the large one, and the side of the small grid.
 SHAPES = [(3, 64, 4, 1), (3, 64, 5, 2), (1, 128, 1, 3), (1, 64, 3, 5), (2, 192, 8, 3), (1, 64, 5, 8), (2, 64, 7, 2)]

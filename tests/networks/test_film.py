@@ -3,13 +3,13 @@
 import pytest
 import torch
 from fused_cases import CONDITIONS, RANGES, batch, modulated
+from networks.tail import NetworkWithFusedTail
 from torch import nn
 from torch.nn import functional as F
 
 from networks import build_loss, build_network, initialize
 from networks.film import Film, modulate
 from networks.losses import NetworkWithLoss
-from networks.tail import NetworkWithFusedTail
 
 
 @pytest.mark.parametrize("kind", ["normal", "default", "glorot"])

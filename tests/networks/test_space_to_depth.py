@@ -8,11 +8,11 @@ import itertools
 import pytest
 import torch
 from devices import DEVICES
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
-from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 Kind = type[Layer]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from devices import ON_GPU
 from fused_cases import assert_trains_like, batch, results, trained, values, with_loss
+from networks.space_to_depth import dense_weight, space_to_depth
+from networks.tail import NetworkWithFusedTail
 from small_steps import ALONE, differing, refusing_to_wait
 from torch.nn import functional as F
 
 from networks import blocks, padded, tail
-from networks.space_to_depth import dense_weight, space_to_depth
-from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.data.loaders import Batch
