@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from benchmarks import common, timing
-from networks import blocks, padded, strided
-from networks.layers import DENSE, DOWN, UP
-from networks.space_to_depth import dense_weight, space_to_depth
+from networks.ops import HOPPER, padded, plan
+from networks.ops.blocks import cells_weight, has_few_channels, space_to_depth
+from networks.ops.hopper.tiles import BLOCK
+from networks.ops.precision import DENSE, UP
 from networks.unet import UNet
 from utils.errors import UserError
 
 COLD, WARM, CUDNN, OWN = "matmul TFLOP/s at the start", "matmul TFLOP/s at the end", "cuDNN", "own"
+DOWN = [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1  # as in networks/ops/precision.py
 Call = Callable[[], torch.Tensor]
 convolution, backward = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
@@ -47,27 +49,40 @@ def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float
     return 2e-12 * size**3 / statistics.median(timing.repeat(lambda: torch.mm(left, right, out=product), device, 0.5))
 
 
-def calls_of(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tuple[Call, Call, Call]]:  # noqa: E741
-    """Own kernel, cuDNN's, and what PyTorch computes without blocks; for gather, scatter and weight gradient.
+# s [N, Cs, D, D, D], l [N, Cl, 2D, 2D, 2D] and w [Cs, Cl, 4, 4, 4] as coarse, fine and weights in hopper/common.py.
 
-    s [N, Cs, D, D, D], l [N, Cl, 2D, 2D, 2D] and w [Cs, Cl, 4, 4, 4] as in strided.py.
-    """
+
+def own_calls(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[Call]:  # noqa: E741
+    """Own kernels for convolution, transposed convolution and weight gradient."""
+    from networks.ops.hopper import convolution as coarse
+    from networks.ops.hopper import edges, transpose, weights
+
+    if has_few_channels(w):
+        rows, b = padded.padded(s), space_to_depth(l)
+        calls: list[Call] = [lambda: edges.blocks_to_rows(b, w), lambda: edges.rows_to_cells(rows, w, s.dtype)]
+        return [*calls, lambda: edges.weight_gradient(rows, b)]
+    large = padded.padded(l) if w.shape[1] == BLOCK else l  # as in a step
+    calls = [lambda: coarse.convolve(large, w), lambda: transpose.convolve_transposed(s, w)]
+    return [*calls, lambda: weights.weight_gradient(s, large)]
+
+
+def library_calls(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tuple[Call, Call]]:  # noqa: E741
+    """cuDNN's, and what PyTorch computes without blocks, for the same."""
     weights, inputs = [False, True, False], [True, False, False]
     plain: list[Call] = [lambda: convolution(l, w, None, *DOWN), lambda: convolution(s, w, None, *UP)]
     plain += [lambda: backward(s, l, w, None, *DOWN, weights)[1].float()]
-    if w.shape[1] % strided.BLOCK == 0:
-        large = padded.padded(l) if w.shape[1] == strided.BLOCK else l  # as in a step
-        kernels: list[Call] = [lambda: strided.gather(large, w), lambda: strided.scatter(s, w)]
-        return list(zip([*kernels, lambda: strided.weight_gradient(s, large)], plain, plain, strict=True))
-    rows, b, dense = padded.padded(s), space_to_depth(l), strided.in_half(dense_weight(w), w.dtype)
+    if not has_few_channels(w):
+        return list(zip(plain, plain, strict=True))
+    b, dense = space_to_depth(l), cells_weight(w).to(memory_format=torch.channels_last_3d)
     cudnn: list[Call] = [lambda: backward(b, s, dense, None, *DENSE, inputs)[0]]
     cudnn += [lambda: convolution(s, dense, None, *DENSE)]
     cudnn += [lambda: backward(b, s, dense, None, *DENSE, weights)[1].float()]
-    kernels = [lambda: blocks.blocks_to_rows(b, w), lambda: blocks.rows_to_cells(rows, w, s.dtype)]
-    return list(zip([*kernels, lambda: blocks.weight_gradient(rows, b)], cudnn, plain, strict=True))
+    return list(zip(cudnn, plain, strict=True))
 
 
-def measure(name: str, layer: Any, batch: int, side: int, device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    name: str, layer: Any, batch: int, side: int, device: torch.device, choice: plan.Choice
+) -> list[dict[str, Any]]:
     """A row for each pass of a layer; `side`: D of the small grid."""
     dtype, (small, large) = half(device), layer.weight.shape[:2]
     s, l, w = (  # noqa: E741
@@ -75,15 +90,15 @@ def measure(name: str, layer: Any, batch: int, side: int, device: torch.device) 
         for shape in ((batch, small, *[side] * 3), (batch, large, *[2 * side] * 3), (small, large, 4, 4, 4))
     )
     is_down, kinds, rows = name.startswith("down"), ["forward", "input gradient", "weight gradient"], []
-    place = (l if is_down else s).shape, dtype, device
-    reason = strided.unavailable(device) or layer.obstacle(*place)
-    if not is_down:  # the gather is the input gradient, and the scatter the forward pass
+    own: Sequence[Call | None] = own_calls(s, l, w) if choice.operation == HOPPER else [None] * 3
+    if not is_down:  # the convolution is the input gradient, and the transposed one the forward pass
         kinds[:2] = kinds[1::-1]
-    for kind, (kernel, cudnn, plain) in zip(kinds, calls_of(s, l, w), strict=True):
+    for kind, kernel, (cudnn, plain) in zip(kinds, own, library_calls(s, l, w), strict=True):
         row = {"layer": name, "pass": kind, "GFLOP": 2e-9 * 64 * s.numel() * large}
         row[f"{CUDNN} ms"] = 1e3 * statistics.median(timing.repeat(cudnn, device, 0.1))
-        row |= {"skipped": reason} if reason else {}
-        if not reason:
+        if kernel is None:
+            row["skipped"] = choice.reason
+        else:
             row[f"{OWN} ms"] = 1e3 * statistics.median(timing.repeat(kernel, device, 0.1))
             expected, actual = plain().float(), kernel().float()
             row["error"] = float((actual - expected).norm() / expected.norm())
@@ -119,10 +134,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {COLD: matmul_rate(device), "layers": []}
     torch.backends.cudnn.benchmark = True
     scales = min(6, (options.crop & -options.crop).bit_length() - 1)
-    network = UNet(width=options.width, scales=scales, space_to_depth=("down1", "last")).to(device)
+    network = UNet(width=options.width, scales=scales).to(device)
+    choices = plan.make(network, plan.Setting("auto", options.crop, half(device), device))
     for name, layer in network.named_children():
         side = options.crop >> (1 if name == "last" else int(name[-1]))
-        result["layers"] += measure(name, layer, options.batch, side, device)
+        result["layers"] += measure(name, layer, options.batch, side, device, choices[name])
         common.save("layers", options, result, markdown(result))
     result[WARM] = matmul_rate(device)
     common.publish("layers", options, result, markdown(result))

@@ -76,16 +76,16 @@ class Options(NamedTuple):
 _FLOAT16 = {"num_data_workers": 8, "enable_amp": True, "precision": "float16"}
 _BFLOAT16 = {"data_loader_config": "resident", "enable_amp": True, "precision": "bfloat16"}
 _LAST = {**_BFLOAT16, "channels_last": True}
-_OWN = {**_LAST, "fused_pointwise": True, "network.space_to_depth": ["down1", "last"], "fused_tail": "auto"}
-_CUDNN = {**_OWN, "convolutions": "cudnn"}
+_OWN = {**_LAST, "kernels": "auto"}
+_CUDNN = {**_LAST, "kernels": "cudnn"}
 _SOAP = {"optimizer.name": "soap", "optimizer.betas": [0.9, 0.95], "ema_decay": 0.999}
 
 PEER = "SC21"  # see peer.py
 SETS = {
     "own": Options("bs64_opt with the volume in GPU memory, as a CUDA graph", _OWN, graph=True),
-    "cudnn": Options("own, with all convolutions by cuDNN", _CUDNN, graph=True),
+    "cudnn": Options("own, with kernels cudnn", _CUDNN, graph=True),
     "own eager": Options("own without the graph", _OWN),
-    "cudnn eager": Options("cudnn without the graph and without the fused tail", {**_CUDNN, "fused_tail": False}),
+    "cudnn eager": Options("cudnn without the graph", _CUDNN),
     "SOAP": Options("own with SOAP and averaged weights, as bs64_fast", {**_OWN, **_SOAP}, graph=True),
     "EMA": Options("own with averaged weights", {**_OWN, "ema_decay": 0.999}, graph=True),
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
@@ -159,7 +159,7 @@ class Training:
         self.steps = max(2, math.ceil(options.seconds / seconds))
 
     def _start(self, world: World) -> None:
-        compile_kernels(self.config, world)
+        compile_kernels(self.config, world, functools.partial(build.network_with_loss, self.config))
         self.step.warm_up(self._fixed)
 
     def synthetic(self) -> object:

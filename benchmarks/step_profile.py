@@ -14,8 +14,9 @@ from benchmarks.common import seconds_of, table
 
 # The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
 PATTERNS: tuple[tuple[str, str], ...] = (
-    # networks/strided_kernels.py and networks/block_kernels.py.
-    ("convolutions", r"^(gather|scatter|(block_)?weight_gradient|sum_splits|rows_to_blocks|blocks_to_rows)(_\w+)?$"),
+    # networks/ops/hopper
+    ("convolutions", r"^((strided|transposed)_convolution|(strided|block)_weight_gradient|sum_splits)(_\w+)?$"),
+    ("convolutions", r"^(rows_to_blocks|blocks_to_padded_rows)(_\w+)?$"),
     ("communication", r"nccl|^c10d::|^gloo:"),
     ("layout and casts", r"multi_tensor_apply_kernel.*\bCopy|^aten::_foreach_copy_"),
     ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\."),
@@ -32,8 +33,8 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
     ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK|^aten::(add|b)?mm$"),
     ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
-    # networks/kernels.py
-    ("pointwise", r"^(bias_activation|activation_backward|(\w+_)?l1(_\w+)?|tail(_\w+)?)$"),
+    # networks/ops/pointwise.py and l1.py
+    ("pointwise", r"^(bias_activation_(forward|backward)|(\w+_)?l1(_\w+)?)$"),
     (
         "pointwise",
         r"^aten::(?!empty|as_strided|view|_unsafe_view|reshape|resize|slice|narrow|detach|t$|select|transpose|permute"

@@ -69,7 +69,8 @@ class UNet(nn.Module):
         modulations = {} if self.film is None else self.film(conditions)
         between = {name: self._between(name, modulations.get(name)) for name in layers}
         half = halves([*layers.values()])
-        x, skips = fields, list[torch.Tensor]()
+        x = fields
+        skips: list[torch.Tensor] = []
         for name, layer in layers.items():
             if isinstance(layer, Down):
                 x, skip = layer(x, half.get(layer), between[name])

@@ -8,7 +8,7 @@ It needs a CUDA build of torch, and tests/cuda_driver.c compiled and preloaded; 
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from host_waits import WaitingTrace  # noqa: E402
-from step_trace import batch_of, fake_gpu, phases  # noqa: E402
+from fake_gpu import Trace, batch_of, fake_gpu  # noqa: E402
 
 from analysis.inference.sliding_window import forward_pass  # noqa: E402
 from benchmarks import common  # noqa: E402
@@ -35,8 +34,8 @@ GPU, LR = torch.device("cuda", 0), 1e-4
 OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in (*OPTIMIZED, "bs64_fast", "bs512_fast")},
-    "cuDNN": ("bs64_opt", {"convolutions": "cudnn"}),
-    "cuDNN, no tail": ("bs64_opt", {"convolutions": "cudnn", "fused_tail": False, "ema_decay": 0.999}),
+    "cuDNN": ("bs64_opt", {"kernels": "cudnn"}),
+    "cuDNN, float16": ("bs64_opt", {"kernels": "cudnn", "precision": "float16", "ema_decay": 0.999}),
     "width 20": ("bs64_opt", {"network.width": 20}),
     "float32": ("base", {}),
     "bfloat16 without channels-last": ("base", {"enable_amp": True}),
@@ -52,55 +51,55 @@ class Construction(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Rehearsal(WaitingTrace):
-    """Records the backend of each convolution, and leaves the layout of its result to PyTorch."""
+class Rehearsal(Trace):
+    """Also counts the backends of convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backends: Counter[str] = Counter()
 
-    def _convolution(self, name: str, args: Sequence[Any], result: Any) -> Any:
-        backward = name == "convolution_backward"
-        x, weight, bias = (*args[1:3], None) if backward else args[:3]
-        geometry = args[4:10] if backward else args[3:9]
-        backend = torch._C._select_conv_backend(x, weight, bias, *geometry)
-        if self._phase is not None:
-            self.backends[f"{self._phase}: {backend.name} {str(x.dtype).removeprefix('torch.')}"] += 1
-        self._check(name, [*args[: 3 if backward else 2], *(result if backward else [result])])
-        return result
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("convolution", "convolution_backward"):
+            backward = name == "convolution_backward"
+            x, weight, bias = (*args[1:3], None) if backward else args[:3]
+            geometry = args[4:10] if backward else args[3:9]
+            backend = torch._C._select_conv_backend(x, weight, bias, *geometry)
+            self.backends[f"{backend.name} {str(x.dtype).removeprefix('torch.')}"] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Two steps of a GraphStep: one as before the recording, and one as recorded."""
     config = configs.load(common.YAML, name, {"local_batch_size": 64, "device": "cuda", **changes}).for_world(1)
-    trace, world = Rehearsal(), World(Launch("rehearsal"), GPU)
+    world = World(Launch("rehearsal"), GPU)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32  # as set_backends does, which needs a device
-    with fake_gpu(trace, GPU):
+    with fake_gpu(GPU) as launches:
         with Construction():
             step = build.step(config, world, build.network_with_loss(config), GraphStep)
         batch = Batch(*(part.to(GPU) for part in batch_of(config)))
-        with trace:
+        with Trace():
             step(batch, LR)
+        launches.clear()
         recorded = mock.patch.object(soap, "is_recorded", return_value=True)
-        with step._on_stream(), phases(trace), recorded:
+        with step._on_stream(), Rehearsal() as trace, recorded:
             step._train(batch)
-    return choices(trace)
+    return choices(trace, launches)
 
 
-def rehearse_prediction(convolutions: str) -> dict[str, Any]:
+def rehearse_prediction(kernels: str) -> dict[str, Any]:
     """A batch of windows, as predict.py computes it."""
-    config = configs.load(common.YAML, "base", {"local_batch_size": 32, "device": "cuda", "convolutions": convolutions})
-    trace = Rehearsal()
-    with fake_gpu(trace, GPU):
-        predict = forward_pass(build.network(config).to(GPU), "bfloat16", GPU)
+    config = configs.load(common.YAML, "base", {"local_batch_size": 32, "device": "cuda"})
+    with fake_gpu(GPU) as launches:
+        predict = forward_pass(build.network(config).to(GPU), "bfloat16", GPU, 64, kernels)
         windows = torch.empty(32, 4, 64, 64, 64, device=GPU)
-        with phases(trace), trace.phase("forward"):
+        with Rehearsal() as trace:
             predict(windows)
-    return choices(trace)
+    return choices(trace, launches)
 
 
-def choices(trace: Rehearsal) -> dict[str, Any]:
-    kernels = sorted({name for _, name in trace.written if name.startswith(("Triton", "_fused"))})
+def choices(trace: Rehearsal, launches: list[Any]) -> dict[str, Any]:
+    kernels = sorted({*trace.optimizers, *(launch.kernel.__name__ for launch in launches)})
     return {"convolutions": dict(trace.backends), "not channels-last": list(trace.layouts), "kernels": kernels}
 
 

@@ -10,7 +10,6 @@ import torch
 from small_steps import world_on
 from torch.torch_version import TorchVersion
 
-from networks.tail import NetworkWithFusedTail
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.errors import UserError
@@ -103,8 +102,6 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypat
 
 def test_options_without_effect_are_logged() -> None:
     for changes, ranks, options in (
-        ({"fused_pointwise": True}, 1, ["fused_pointwise"]),
-        ({"fused_tail": True, "network": {"space_to_depth": ["last"]}}, 1, ["fused_tail"]),
         ({"static_graph": True, "noddp": True}, 2, ["static_graph"]),
         ({"lr_schedule": {"warmup_epochs": 1.0}}, 1, ["lr_schedule's warm-up"]),
         ({"profile": {"profiler": "torch"}}, 1, ["the section profile (--profiler)"]),
@@ -113,13 +110,6 @@ def test_options_without_effect_are_logged() -> None:
     ):
         lines = build.options_without_effect(Config(**changes), world_on(size=ranks))
         assert [line.split(" has no effect")[0][:44] for line in lines] == options
-
-
-def test_a_fused_tail_of_auto_is_mentioned_only_where_the_loss_excludes_it() -> None:
-    for loss, lines in (("l1", []), ("mse", ["fused_tail is not used: loss is mse, not l1"])):
-        config = Config(fused_tail="auto", loss=loss)
-        assert [*build.options_without_effect(config, world_on())] == lines
-        assert isinstance(build.network_with_loss(config), NetworkWithFusedTail) == (loss == "l1")
 
 
 @pytest.mark.gpu

@@ -99,7 +99,6 @@ def test_two_ranks_learn_digits(epochs: int, samples: int, validated: int, accur
         (["--config=digits_bn", "--set=network.name=unet"], "network unet cannot be used with labeled samples"),
         (["--config=digits_bn", "--set=network.norm=ghost(32)", "--set=accumulation_steps=2"], "micro-batch of 16 "),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
-        (["--config=digits_bn", "--set=network.space_to_depth=[down1]"], "has no option space_to_depth; remove it"),
         (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use l"),
         (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy cannot be used with volumes; set metrics="),
     ],

@@ -288,34 +288,9 @@ def test_batch_sizes_are_resolved_for_the_number_of_ranks(tmp_path: Path) -> Non
         assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == expected
 
 
-def test_the_fused_tail_of_auto_applies_where_network_and_loss_allow_it() -> None:
-    """And is refused nowhere; that of true needs `last` in network.space_to_depth or own convolutions."""
-    last: dict[str, Any] = {"network": {"space_to_depth": ["last"]}}
-    for values, obstacle in (
-        ({**last}, ""),
-        ({}, ""),
-        ({"convolutions": "cudnn", **last}, ""),
-        ({"convolutions": "cudnn"}, "last is not in network.space_to_depth, and convolutions is not own"),
-        ({"loss": "mse", **last}, "loss is mse, not l1"),
-        ({"lambda_rho": 0.5, **last}, "lambda_rho is 0.5, not 0"),
-        ({"channel_weights": [1.0] * 5, **last}, "channel_weights are set"),
-        ({"network": {"name": "mine.Net"}}, "network.name is mine.Net, not unet"),
-    ):
-        assert validate({"fused_tail": "auto", **values}, "test").fused_tail_obstacle == obstacle
-        if obstacle:
-            with pytest.raises(UserError, match=f"fused_tail needs .*, but {obstacle}; change it"):
-                validate({"fused_tail": True, **values}, "test")
-    assert validate({"fused_tail": True, "convolutions": "own"}, "test").fused_tail is True
-    for text, value in (("auto", "auto"), ("true", True), ("False", False)):
-        assert validate({"fused_tail": parse_value(text), **last}, "test").fused_tail is value
-    with pytest.raises(UserError, match="fused_tail must be 'auto', True or False, got 'on'"):
-        validate({"fused_tail": "on"}, "test")
-
-
 def test_contradictions_are_refused_with_a_remedy() -> None:
     for values, ranks, says in (
         ({"static_graph": True, "accumulation_steps": 2}, 1, "static_graph needs accumulation_steps 1"),
-        ({"fused_tail": True, "network": {"space_to_depth": ["last"]}, "loss": "mse"}, 1, "fused_tail needs .*loss l1"),
         ({"enable_benchy": True, "enable_manual_profiling": True}, 1, "cannot be combined"),
         ({"N_in_channels": 3}, 1, "vector_channels.inputs: there is no channel 3, since N_in_channels is 3"),
         ({"data_loader_config": "classification"}, 1, "classification and dataset.name must be set together"),

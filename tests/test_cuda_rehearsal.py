@@ -1,4 +1,4 @@
-"""The training step of the configs for GPUs, rehearsed on CUDA tensors without data: backends, layouts, fused kernels.
+"""The training step of the configs for GPUs, rehearsed on CUDA tensors without data: backends, layouts, kernels.
 
 It needs a CUDA build of torch, a C compiler and CUDA's headers, but no GPU. In an environment of its own:
 
@@ -34,8 +34,8 @@ for folder in site.getsitepackages():
 """
 OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 FAST = ("bs64_fast", "bs512_fast")
-OWN = [f"Triton {name}" for name in ("gather", "scatter", "weight_gradient", "sum_splits")]
-OWN += [f"Triton {name}" for name in ("rows_to_blocks", "blocks_to_rows", "block_weight_gradient")]
+FORWARD = {"strided_convolution", "transposed_convolution", "blocks_to_padded_rows", "rows_to_blocks", "sum_splits"}
+HOPPER = {*FORWARD, "strided_weight_gradient", "block_weight_gradient", "bias_activation_backward"}
 
 
 @pytest.fixture(scope="module")
@@ -56,40 +56,39 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_own_kernels_compute_the_convolutions_of_the_fastest_configs(rehearsed: dict[str, Any]) -> None:
+def test_hopper_kernels_compute_the_fastest_configs(rehearsed: dict[str, Any]) -> None:
     """Only what SOAP computes leaves the layout."""
     for name in (*OPTIMIZED, *FAST):
         step = rehearsed["steps"][name]
         assert step["convolutions"] == {}
-        assert {"_fused_adam_", "Triton activation_backward", *OWN} == set(step["kernels"])
-        layouts = step["not channels-last"]
-        assert [text for text in layouts if name not in FAST or not text.startswith("optimizer")] == []
+        assert {"_fused_adam_", *HOPPER} == set(step["kernels"])
+        assert name in FAST or step["not channels-last"] == []
 
 
-def test_cudnn_computes_channels_last_convolutions_and_every_fused_kernel_is_chosen(rehearsed: dict[str, Any]) -> None:
-    """In half precision, where own kernels are not to be used or cannot be."""
-    steps = rehearsed["steps"]
-    for name, loss in (("cuDNN", ["tail_l1"]), ("cuDNN, no tail", ["l1", "l1_backward"]), ("width 20", ["tail_l1"])):
+def test_cudnn_computes_channels_last_convolutions_with_the_other_kernels(rehearsed: dict[str, Any]) -> None:
+    """In half precision, where Hopper's kernels are not to be used or cannot be."""
+    steps, loss = rehearsed["steps"], ["l1_forward", "l1_backward"]
+    for name, kernels in (("cuDNN", ["blocks_l1"]), ("cuDNN, float16", loss), ("width 20", ["blocks_l1"])):
         convolutions = steps[name]["convolutions"]
         assert sum(convolutions.values()) == 24
         for text in convolutions:
-            _, backend, dtype = text.split()
+            backend, dtype = text.split()
             assert backend in ("Cudnn", "CudnnTranspose")
             assert dtype in ("bfloat16", "float16")
         assert steps[name]["not channels-last"] == []
-        fused = ["activation_backward", "bias_activation", *loss]
-        assert set(steps[name]["kernels"]) == {"_fused_adam_", *(f"Triton {kernel}" for kernel in fused)}
+        around = ["bias_activation_backward", "bias_activation_forward", *kernels]
+        assert set(steps[name]["kernels"]) == {"_fused_adam_", *around}
     exact = steps["float32"]["convolutions"]
     assert all("Cudnn" in text and text.endswith("float32") for text in exact)
 
 
 def test_a_prediction_avoids_cudnns_faulty_convolutions(rehearsed: dict[str, Any]) -> None:
     """PyTorch 2.9 replaces contiguous ones by a slow path. The first convolution converts the windows."""
-    for name, kernels in (("auto", OWN[:2]), ("cudnn", [])):
+    for name, kernels in (("auto", FORWARD), ("cudnn", set())):
         prediction = rehearsed["steps"][f"prediction, {name}"]
         assert sum(prediction["convolutions"].values()) == (0 if kernels else 12)
         assert all("Cudnn" in text for text in prediction["convolutions"])
-        assert {*kernels} <= {*prediction["kernels"]}
+        assert kernels <= {*prediction["kernels"]}
         assert all("[32, 4, 64, 64, 64]" in line for line in prediction["not channels-last"])
     contiguous = rehearsed["steps"]["bfloat16 without channels-last"]["convolutions"]
     if rehearsed["torch"].startswith("2.9."):

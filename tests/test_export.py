@@ -18,7 +18,6 @@ from torch import nn
 import export
 from analysis.inference.export import METADATA, ExportedNetwork, without_directories
 from analysis.inference.trained_network import TrainedNetwork
-from networks import strided
 from networks.physical import PhysicalNetwork
 from simulation import channels as simulated
 from utils import config as configs
@@ -139,12 +138,11 @@ def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Pat
     assert predict.to("meta")(fields.to("meta")).device.type == "meta", "the file moves to other devices"
 
 
-def test_norms_other_transforms_and_space_to_depth_are_exported_as_plain_operations(tmp_path: Path) -> None:
+def test_norms_and_other_transforms_are_exported_as_plain_operations(tmp_path: Path) -> None:
     transform = {"density_log_scale": 10.0, "temperature_log10_center": 4.0}
     common = {"local_batch_size": 2, "transform": transform}
     config = config_of(network={"norm": "ghost(2)"}, **common)
-    fast = {"network": {"norm": "ghost(2)", "space_to_depth": ["down1", "last"]}, "fused_pointwise": True}
-    save(tmp_path / "run", config_of(**fast, channels_last=True, **common), network_of(config), density_factor=1.05)
+    save(tmp_path / "run", config.model_copy(update={"channels_last": True}), network_of(config), density_factor=1.05)
     target, trained = exported(tmp_path), TrainedNetwork.load(tmp_path / "run", torch.device("cpu"))
     assert metadata(target)["checkpoint"] == {"density_factor": 1.05}
     for size in SIZES:
@@ -177,28 +175,9 @@ def test_channel_units_need_no_transform_and_conditions_are_an_argument(tmp_path
     assert result["output"]["channels"][0]["value"] == "unknown"
 
 
-@pytest.fixture
-def own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same for a network that was trained with own kernels, on a device that has them.
-
-    On one that has none the network is computed without them.
-    """
-    keys: dict[str, Any] = {"convolutions": "own", "enable_amp": True, "channels_last": True}
-    network = {"space_to_depth": ["down1", "last"]}
-    simulation = simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, None)
-    save(tmp_path / "run", config_of(**keys, network=network), simulation=simulation)
-    TrainedNetwork.load(tmp_path / "run", torch.device("cpu")).network(torch.zeros(1, 4, 8, 8, 8))
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
-    exported(tmp_path)
-    module = ExportedNetwork.of(TrainedNetwork.load(tmp_path / "run", torch.device("cpu")), "physical").module
-    assert {layer.convolutions for layer in module.modules() if hasattr(layer, "plans_own")} == {"cudnn"}
-    return tmp_path
-
-
-@pytest.mark.parametrize("trained", ["files", "own_kernels"])
-def test_a_file_works_without_this_project(trained: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_file_works_without_this_project(files: Path, tmp_path: Path) -> None:
     """Runs the lines of the file's own metadata in another process and directory."""
-    file = request.getfixturevalue(trained) / "gas.pt2"
+    file = files / "gas.pt2"
     fields = dark_matter(3, 8, 4, 12)
     folder = tmp_path / "elsewhere"
     folder.mkdir()

@@ -16,7 +16,7 @@ from reference_samples import VECTORS, cubes, cut, loader_of, write_signed_zeros
 from trainings import assert_same_training, last, metrics
 
 import train
-from networks import strided
+from networks.ops import plan
 from utils.data.loaders import Loader
 from utils.data.loaders.base import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
@@ -63,14 +63,13 @@ def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags
     assert device == pytest.approx(host, rel=0.02)
 
 
-FUSED = ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]
-TAIL = [*FUSED, "--set=network.space_to_depth=[down1,last]", "--set=fused_tail=true"]
+KERNELS = ["--enable_amp", "--set=channels_last=true", "--set=kernels=auto"]
 
 
 @pytest.mark.parametrize(
     ("loader", "switches"),
-    [("resident", []), ("lowmem", []), ("resident", FUSED), ("lowmem", TAIL)],
-    ids=["resident", "lowmem", "fused", "tail"],
+    [("resident", []), ("lowmem", []), ("resident", [*KERNELS, "--set=loss=mse"]), ("lowmem", KERNELS)],
+    ids=["resident", "lowmem", "kernels, mse", "kernels"],
 )
 def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, loader, switches) -> None:
     """Over three epochs of eight steps."""
@@ -134,7 +133,7 @@ EVALUATED = [*DETERMINISTIC, "--set=report_baselines=true", "--set=evaluation.ev
         (GraphStep, "resident", EVALUATED),
         (GraphStep, "lowmem", []),
         (EagerStep, "lowmem", DETERMINISTIC),
-        (EagerStep, "resident", [*DETERMINISTIC, *FUSED]),
+        (EagerStep, "resident", [*DETERMINISTIC, *KERNELS]),
         (EagerStep, "resident", ["--enable_amp", "--set=precision=float16", "--set=channels_last=true"]),
         (EagerStep, "lowmem", ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=3"]),
     ],
@@ -173,14 +172,14 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
 @pytest.mark.parametrize("kind", [EagerStep, GraphStep])
 def test_a_run_with_own_kernels_repeats_bit_for_bit(tmp_path, flags, monkeypatch, kind) -> None:
     """Without `deterministic`, and although cuDNN may search elsewhere."""
-    if reason := strided.unavailable(torch.device("cuda")):
+    if reason := plan.not_hopper(torch.device("cuda")):
         pytest.skip(reason)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
-    flags += [*TAIL, "--set=cudnn_benchmark=true", "--set=network.width=64", "--num_epochs=3"]
+    flags += [*KERNELS, "--set=cudnn_benchmark=true", "--set=network.width=64", "--num_epochs=3"]
     runs = [tmp_path / name / RUN for name in ("first", "again")]
     for run in runs:
         train.main([*flags, f"--set=expdir={run.parent.parent.parent}"], step_class=kind)
-    assert "down1, down2, up2, last by own kernels" in (runs[0] / "out.log").read_text()
+    assert "Kernels: down1, down2, up2, last by hopper; loss by last" in (runs[0] / "out.log").read_text()
     assert_same_training(*runs, steps=24)
 
 

@@ -189,9 +189,6 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
             for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
                 assert part in printed
     assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
-    flags = ["--set=device=cuda", "--set=convolutions=own", "--set=network.width=64", "--set=channels_last=true"]
-    assert report(*flags, "--set=enable_amp=true")[::2] == (0, ""), "nothing is known of the GPU"
-    assert "own kernels cannot compute down1: enable_amp is false; set" in report(*flags)[2]
 
 
 class WrongSize(UNet):
@@ -202,9 +199,9 @@ class WrongSize(UNet):
 def test_a_network_with_an_output_of_the_wrong_size_is_refused(report: Report, monkeypatch: Any) -> None:
     """Fixed: the loss broadcast such an output. Without memory for a step, only the shapes are computed."""
     monkeypatch.setitem(NETWORKS, "wrong", WrongSize)
-    for fits, fused in itertools.product((True, False), repeat=2):
+    for fits in (True, False):
         monkeypatch.setattr(preflight, "fits_one_step", lambda *_, fits=fits: fits)
-        code, _, errors = report("--set=network.name=wrong", f"--set=fused_pointwise={fused}")
+        code, _, errors = report("--set=network.name=wrong")
         assert code == 2
         assert [int(side) for side in re.findall(r"\d+", errors)] == [1, 1, 8, 8, 8, 1, 5, 8, 8, 8]
 

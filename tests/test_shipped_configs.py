@@ -12,7 +12,7 @@ from utils.config import Config, load, read_file, to_yaml
 from utils.optim.schedules import Schedule
 
 # name: global_batch_size, Nsamples, Nsamples_val, num_epochs, data_loader_config, AMP + apex. The fast ones have this
-# project's loader, and its fused kernels in place of the compiler.
+# project's loader, and its kernels in place of the compiler.
 TUTORIAL: dict[str, tuple[int, int, int, int, str, bool]] = {
     "base": (64, 65536, 8192, 10, "lowmem", False),
     "short": (64, 4096, 512, 4, "lowmem", False),
@@ -60,8 +60,7 @@ def test_configs_of_the_tutorial_have_their_values() -> None:
         assert (config.global_batch_size, config.Nsamples, config.Nsamples_val) == (batch, samples, valid)
         assert (config.num_epochs, config.data_loader_config) == (epochs, loader)
         assert (config.enable_amp, config.enable_apex, config.enable_jit) == (fast, fast, False)
-        kernels = (config.channels_last, config.fused_pointwise, config.network.space_to_depth)
-        assert kernels == ((True, True, ["down1", "last"]) if fast else (False, False, []))
+        assert (config.channels_last, config.kernels) == ((True, "auto") if fast else (False, "torch"))
         changes = {"lr_schedule", "box_size", "data_size", "optimizer", "symmetries", "ema_decay", "base_batch_size"}
         assert config.model_dump(include=changes) == load(YAML, "base").model_dump(include=changes)
         built = Schedule(config.for_world(1))
@@ -81,7 +80,7 @@ def test_shipped_configs_are_valid_for_several_ranks_and_read_back(tmp_path: Pat
         assert load(str(tmp_path / "saved.yaml"), name) == resolved
 
 
-def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_symmetries(
+def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_two_keys(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It passes the preflight with the published network; the data of 38.7 GB are replaced by synthetic data.
@@ -92,7 +91,7 @@ def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_s
     path.write_text(TUTORIAL_KEYS)
     assert load(str(path), "base").symmetries == "full"
     own_weights = {"weight_init.conv_init": "auto"}  # the same for this network
-    assert load(str(path), "base", {"symmetries": "tutorial", **own_weights}) == load(YAML, "base")
+    assert load(str(path), "base", {"symmetries": "tutorial", "kernels": "torch", **own_weights}) == load(YAML, "base")
     opt = load(str(path), "opt")
     assert (opt.enable_amp, opt.enable_jit, opt.global_batch_size, opt.use_cache) == (True, False, 512, None)
     monkeypatch.setattr(preflight, "fits_one_step", lambda *_: False)

@@ -3,13 +3,11 @@
 plan.py decides which of them computes a layer. Modules with kernels need Triton. They are imported when they are used.
 """
 
-import functools
 from typing import Any
 
 TORCH, CUDNN, HOPPER = "torch", "cudnn", "hopper"
 
 
-@functools.cache
 def operations(name: str) -> Any:
     """The module with the functions of reference.py for TORCH, CUDNN or HOPPER."""
     if name == HOPPER:

@@ -81,7 +81,7 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
 def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those with tests for a GPU, also if their marks are imported."""
     options: Any = SimpleNamespace(call=2, minutes=8.0, output=tmp_path)
-    assert {"test_gpu.py", "test_fused.py", "test_optimizers.py"} <= {part.name for part in step.parts_of(options)}
+    assert {"test_gpu.py", "test_graph.py", "test_optimizers.py"} <= {part.name for part in step.parts_of(options)}
     monkeypatch.setattr(step, "STARTED", time.perf_counter())
     call = step.Call(options)
     call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)])
@@ -224,15 +224,14 @@ NAMES = {
 def test_kernels_are_classified_by_name() -> None:
     """Those of PyTorch and its libraries, and of this project."""
     assert {name: classify(name) for name in NAMES} == NAMES
-    source = (common.REPOSITORY / "networks/kernels.py").read_text()
-    kernels = re.findall(r"^@triton\.jit.*\ndef (\w+)", source, re.MULTILINE)
-    assert {name: classify(name) for name in kernels} == {**dict.fromkeys(kernels, "pointwise"), "tanh": "other"}
-    # Convolutions are known with a suffix, too: gather_tma was counted as copies.
-    sources = [(common.REPOSITORY / f"networks/{name}.py").read_text() for name in ("strided", "blocks")]
-    launched = {name for source in sources for name in re.findall(r"launch\(\s*kernels\(\)\.(\w+)", source)}
-    assert {"gather", "scatter", "weight_gradient", "rows_to_blocks", "blocks_to_rows"} <= launched
-    names = [*launched, *(f"{name}_tma" for name in launched)]
-    assert {name: classify(name) for name in names} == dict.fromkeys(names, "convolutions")
+    known = {"pointwise": ("pointwise.py", "l1.py"), "convolutions": ("hopper/*.py",)}
+    for category, patterns in known.items():
+        sources = [path.read_text() for text in patterns for path in (common.REPOSITORY / "networks/ops").glob(text)]
+        names = {name for source in sources for name in re.findall(r"launch\(\s*(\w+),", source)} - {"kernel"}
+        assert names
+        # Convolutions are known with a suffix, too: gather_tma was counted as copies.
+        names |= {f"{name}_tma" for name in names if category == "convolutions"}
+        assert {name: classify(name) for name in names} == dict.fromkeys(names, category)
 
 
 def test_overlaps_of_kernels_count_once_and_all_adds_up_to_the_step() -> None:

@@ -77,7 +77,6 @@ def test_images_below_the_minimum_size_are_refused(name: str, least: int) -> Non
         ("reuters_cnn", MNIST, "reuters_cnn takes texts, .*use mnist_cnn"),
         ("lenet", {**MNIST, "norm": "group"}, "network lenet has no option norm; remove it"),
         ("unet", {**VOLUMES, "crop": 6}, "data_size 6 is not a multiple of 4"),
-        ("unet", {**VOLUMES, "fused": True, "norm": "group"}, "fused_pointwise cannot be combined with norm group; tu"),
         ("unet", {**VOLUMES, "norm": "layer"}, "unknown norm layer; known: none, batch"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from devices import ON_GPU
-from host_waits import HostWaits, WaitingTrace
+from fake_gpu import HostWaits, Trace
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,7 +114,7 @@ def test_a_renewal_does_not_wait_for_the_device() -> None:
     network = SmallNetwork()
     optimizer = build(network)
     train(network, optimizer, range(1))
-    with WaitingTrace():
+    with Trace():
         optimizer.renew()
         optimizer._renew_bases(first=False)
         with pytest.raises(HostWaits):

@@ -385,42 +385,17 @@ def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp
     assert all("earlier" not in earlier for earlier in record["earlier"])
 
 
-def test_a_run_that_resumes_with_other_kernels_says_so(first: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It names the layers. Records of earlier versions lack them."""
-    begin(first)
-    save(first, TEST, 8)
-    path = first / "provenance.json"
-    record = json.loads(path.read_text())
-    assert record["convolutions"] == dict.fromkeys(
-        ["down1", "down2", "up2", "last"], "PyTorch (there is no CUDA device)"
-    )
-    for changes, says in (
-        (
-            {"down1": "own kernels", "up2": "own kernels", "last": "cuDNN (why)"},
-            "down1, up2 by own kernels before, by PyTorch now; last by cuDNN before, by PyTo",
-        ),
-        ({"last": "PyTorch (for another reason)"}, ""),
-        (None, ""),
-    ):
-        earlier = {} if changes is None else {"convolutions": record["convolutions"] | changes}
-        path.write_text(json.dumps({key: record[key] for key in record if key != "convolutions"} | earlier))
-        caplog.clear()
-        begin(first, resume="auto")
-        lines = [line for line in caplog.messages if line.startswith("Other kernels compute")]
-        assert len(lines) == bool(says)
-        assert all(says in line for line in lines)
-
-
 def test_a_run_that_resumes_another_one_compares_its_kernels_and_data(first: Path, caplog: Any) -> None:
-    """And keeps its own origin."""
+    """And keeps its own origin. Records of earlier versions lack the kernels."""
     begin(first)
     save(first, TEST, 8)
     path, elsewhere = first / "provenance.json", first.parent / "other" / "00"
     record = json.loads(path.read_text())
-    record["convolutions"]["last"], record["origin"] = "cuDNN", "weights"
+    assert record["kernels"] == dict.fromkeys(["down1", "down2", "up2", "last", "loss"], "torch (kernels is torch)")
+    record["kernels"]["last"], record["origin"] = "cudnn", "weights"
     path.write_text(json.dumps(record))
     begin(elsewhere, resume=str(first))
-    assert any("last by cuDNN before, by PyTorch now" in line for line in caplog.messages)
+    assert any("last: cudnn before, torch now" in line for line in caplog.messages)
     written = json.loads((elsewhere / "provenance.json").read_text())
     assert "earlier" not in written
     assert written["origin"] != "weights"

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 from small_steps import ALONE
-from triton_interpreter import import_kernels_again
+from triton_interpreter import kernel_modules
 
-from networks import fused, strided
+from networks.ops import launch, plan
+from networks.ops.launch import Launch
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.distributed import devices
-from utils.steps import kernels
-
-OPTIONS: dict[str, Any] = {"enable_amp": True, "channels_last": True, "fused_pointwise": True, "fused_tail": "auto"}
+from utils.steps import build, kernels
 
 
 @pytest.fixture
@@ -32,41 +31,51 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
     )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
-    import_kernels_again()
+    monkeypatch.setattr(plan, "not_hopper", lambda device: "")
     monkeypatch.setattr(driver, "_active", stand_in)
+    forget_compiled()
     yield tmp_path / "cache"
-    import_kernels_again()
+    forget_compiled()
+
+
+def forget_compiled() -> None:
+    """Kernels that this process has compiled are read from the cache again."""
+    for module in kernel_modules():
+        for kernel in vars(module).values():
+            getattr(kernel, "device_caches", {}).clear()
 
 
 def config(**changes: Any) -> Config:
-    network = NetworkConfig(width=64, scales=2, space_to_depth=["down1", "last"])
-    return Config(data_size=8, network=network, **{**OPTIONS, "local_batch_size": 2, **changes})
+    options = {"enable_amp": True, "channels_last": True, "local_batch_size": 2, "data_size": 8}
+    return Config(network=NetworkConfig(width=64, scales=2), **{**options, **changes})
+
+
+def launches(**changes: Any) -> list[Launch]:
+    settings = config(**changes)
+    chosen = kernels.setting(settings, torch.device("cuda"))
+    return kernels.launches(settings, chosen, lambda: build.network_with_loss(settings))
 
 
 @pytest.mark.slow
 def test_all_kernels_of_a_step_are_compiled_once(hopper: Path) -> None:
     random = torch.get_rng_state()
-    launches = kernels.launches(config(), torch.device("cpu"))
-    names = {kernel.__name__ for kernel, *_ in launches}
-    assert names >= {"gather", "scatter", "weight_gradient", "blocks_to_rows", "rows_to_blocks", "activation_backward"}
-    assert "l1" not in names
+    needed = launches()
+    names = {launch.kernel.__name__ for launch in needed}
+    assert names >= {"strided_convolution", "transposed_convolution", "rows_to_blocks", "bias_activation_backward"}
+    assert "l1_forward" not in names
     assert torch.equal(torch.get_rng_state(), random)
-    kernels.in_parallel(launches)
+    kernels.in_parallel(needed)
     compiled = sorted(hopper.rglob("*.cubin"))
     assert {path.stem for path in compiled} == names
     before = [path.stat().st_mtime_ns for path in compiled]
-    import_kernels_again()
-    kernels.in_parallel(kernels.launches(config(), torch.device("cpu")))
+    forget_compiled()
+    kernels.in_parallel(launches())
     assert [path.stat().st_mtime_ns for path in sorted(hopper.rglob("*.cubin"))] == before
 
 
-def test_a_network_without_kernels_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strided, "unavailable", lambda device: "none")
-    assert (
-        kernels.launches(config(enable_amp=False, fused_pointwise=False, fused_tail=False), torch.device("cpu")) == []
-    )
-    assert fused._dry_run is None
+def test_a_network_without_kernels_needs_none() -> None:
+    assert launches(kernels="torch") == []
+    assert launch._collected is None
 
 
 def test_a_cache_that_cannot_be_written_is_replaced(monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
@@ -84,4 +93,4 @@ def test_a_cache_that_cannot_be_written_is_replaced(monkeypatch: Any, tmp_path: 
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "launches", pytest.fail)
-    kernels.compile_kernels(config(), ALONE)
+    kernels.compile_kernels(config(), ALONE, pytest.fail)

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from host_waits import HostWaits, WaitingTrace
+from fake_gpu import CPU, HostWaits, Trace, batch_of, fake_gpu
 from small_steps import ON_DEVICE
-from step_trace import CPU, batch_of, fake_gpu
 
 from docs.modules import tracked
-from networks import LOSSES, strided
+from networks import LOSSES
+from networks.ops import plan
+from networks.ops.hopper.tiles import BLOCK
 from utils import config as configs
 from utils.config import Config, yaml_files
 from utils.data.loaders.base import Batch, meta_batch
@@ -25,7 +26,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import soap
 from utils.optim.optimizers import build_optimizer
-from utils.steps import build
+from utils.steps import build, kernels
 from utils.steps.eager import EagerStep
 from utils.training.integrity import digest
 
@@ -34,8 +35,7 @@ SMALL = {"network.width": 4, "network.scales": 2, "data_size": 16}
 ALL_SIZES = {"local_batch_size": 4, "device": "cpu"}
 # The keys on which the operations of a step depend.
 KEYS = ("network", "loss", "lambda_rho", "metrics", "optimizer", "enable_amp", "precision", "accumulation_steps")
-KEYS += ("clip_grad_norm", "log_noise_scale", "ema_decay", "channel_weights", "channels_last", "fused_pointwise")
-KEYS += ("fused_tail", "ddp")
+KEYS += ("clip_grad_norm", "log_noise_scale", "ema_decay", "channel_weights", "channels_last", "kernels", "ddp")
 
 
 @cache
@@ -62,18 +62,22 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "float16": ("base", {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1}),
     "float16 with SOAP": ("bs64_fast", {"precision": "float16"}),
     "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1, **AVERAGE}),
-    "tail": ("bs64_opt", {"fused_tail": True, **AVERAGE}),
-    "own convolutions": ("bs64_opt", {"fused_tail": True, "network.width": strided.BLOCK}),
+    "cuDNN": ("bs64_opt", AVERAGE),
+    "Hopper": ("bs64_opt", {"network.width": BLOCK}),
 }
 
 
-def train(config: Config, recorded: bool) -> None:
-    """Two steps, the first of which creates the optimizer's state; and what an integrity check computes."""
-    trace = WaitingTrace()
-    with fake_gpu(trace):
+def train(config: Config, recorded: bool = False) -> tuple[set[str], list[str]]:
+    """Two steps, the first of which creates the optimizer's state, and what an integrity check computes.
+
+    Returns the names of the kernels, and large tensors in another order than channels-last.
+    """
+    trace = Trace()
+    with fake_gpu() as launches:
         model, world = build.network_with_loss(config), World(Launch("test"), CPU)
         if config.channels_last:
             model.network.to(memory_format=torch.channels_last_3d)
+        kernels.apply(model, kernels.setting(config, torch.device("cuda")))
         optimizer = build_optimizer(config.optimizer, model.network.named_parameters(), 0.1, capturable=recorded)
         step = EagerStep(model, optimizer, config, world)
         parts = (torch.zeros_like(part, device=CPU) for part in meta_batch(config, config.local_batch_size or 0))
@@ -84,6 +88,7 @@ def train(config: Config, recorded: bool) -> None:
                 step._train(batch) if recorded else step(batch, 0.1)
             assert step.replay(batch).shape == (2,)
             assert digest(step.replicated()).shape == ()
+    return {launch.kernel.__name__ for launch in launches}, [*trace.layouts]
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
@@ -91,7 +96,7 @@ def train(config: Config, recorded: bool) -> None:
 def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
-    monkeypatch.setattr(strided, "unavailable", lambda device: "")
+    monkeypatch.setattr(plan, "not_hopper", lambda device: "")
     if name in SETTINGS:
         base, changes = SETTINGS[name]
         train(configs.load(str(FOLDER / "UNet.yaml"), base, {**ALL_SIZES, **SMALL, **changes}).for_world(1), recorded)
@@ -99,6 +104,18 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
     for name, config in shipped().items():
         print(name)  # shown after a failure
         train(config.for_world(1), recorded)
+
+
+@pytest.mark.parametrize(("value", "kernel"), [("auto", "strided_convolution"), ("cudnn", "blocks_l1")])
+def test_no_large_tensor_leaves_the_channels_last_order(value: str, kernel: str, monkeypatch: Any) -> None:
+    """The full-size network at batch 64."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(plan, "not_hopper", lambda device: "")
+    config = configs.load(str(FOLDER / "UNet.yaml"), "bs64_opt", {"kernels": value, "device": "cpu"}).for_world(1)
+    names, layouts = train(config)
+    assert kernel in names
+    assert ("strided_convolution" in names) == (value == "auto")
+    assert layouts == []
 
 
 WAITS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -114,9 +131,8 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("name", WAITS)
 def test_an_operation_that_waits_is_refused(name: str) -> None:
     """With values and without. Integers as index do not wait."""
-    trace = WaitingTrace()
-    for context in (contextlib.nullcontext(), fake_gpu(trace)):
-        with pytest.raises(HostWaits), context, trace:
+    for context in (contextlib.nullcontext(), fake_gpu()):
+        with pytest.raises(HostWaits), context, Trace():
             WAITS[name](torch.ones(3, 3))
-    with WaitingTrace():
+    with Trace():
         torch.ones(3)[torch.tensor([1, 0])]

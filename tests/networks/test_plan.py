@@ -1,0 +1,153 @@
+"""The plan of what computes each layer: its reasons, its log line and records, and the kernels that follow from it.
+
+No kernel runs here. tests/networks/launches.json has the launches of one step of each shipped config by the code of the
+commit it names.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_steps import world_on
+from trainings import YAML
+
+from networks.ops import CUDNN, HOPPER, TORCH, plan
+from networks.ops.launch import Launch
+from utils import config as configs
+from utils.config import Config
+from utils.config.yaml_files import read_file
+from utils.steps import build, kernels
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+OLD = "NVIDIA A100 is not a Hopper GPU or a later one for data centers"
+LAUNCHES = json.loads((Path(__file__).parent / "launches.json").read_text())
+DOWN, UP = ", ".join(f"down{scale}" for scale in range(1, 7)), ", ".join(f"up{scale}" for scale in range(6, 1, -1))
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU on which all kernels would run."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(plan, "not_hopper", lambda device: "")
+
+
+def config_of(name: str = "bs64_opt", **changes: Any) -> Config:
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    return configs.load(YAML, name, keys).for_world(1)
+
+
+def described(device: torch.device = GPU, **changes: Any) -> str:
+    return plan.describe(build.kernel_plan(config_of(**changes), device))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "{all} by hopper; loss by last"),
+        ({"kernels": "cudnn"}, "{all} by cudnn (kernels is cudnn); loss by last"),
+        ({"kernels": "torch"}, "{all}, loss by torch (kernels is torch)"),
+        ({"enable_jit": True}, "{all}, loss by torch (enable_jit is true)"),
+        ({"channels_last": False}, "{all}, loss by torch (channels_last is false)"),
+        ({"loss": "mse"}, "{all} by hopper; loss by torch (the loss is MSELoss)"),
+        ({"lambda_rho": 0.1}, "{all} by hopper; loss by torch (lambda_rho is 0.1, not 0)"),
+        ({"channel_weights": [1, 2, 1, 1, 1]}, "{all} by hopper; loss by torch (channel_weights are set)"),
+        ({"precision": "float16"}, "{all} by hopper; loss by cudnn (the last layer computes it in bfloat16 only)"),
+        (
+            {"enable_amp": False},
+            "{all} by cudnn (the precision is not float16 or bfloat16); "
+            "loss by cudnn (the last layer computes it in bfloat16 only)",
+        ),
+        (
+            {"network__scales": 1, "network__width": 48},
+            "down1, last by cudnn (48 channels are not a multiple of 64); loss by last",
+        ),
+        (
+            {"network__scales": 2, "network__norm": "batch"},
+            "down1, down2, up2 by torch (a norm follows); last by hopper; loss by last",
+        ),
+        (
+            {"network__scales": 2, "data_size": 96},
+            "down1, last by hopper; down2, up2 by cudnn (a side of 24 cells is not a power of two up to 64); "
+            "loss by last",
+        ),
+    ],
+    ids=str,
+)
+def test_the_log_names_what_computes_each_layer_and_why(changes: dict[str, Any], says: str) -> None:
+    assert described(**changes) == says.format(all=f"{DOWN}, {UP}, last")
+
+
+def test_other_devices_and_a_missing_triton_have_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = f"{DOWN}, {UP}, last"
+    assert described(CPU) == f"{layers}, loss by torch (there is no CUDA device)"
+    monkeypatch.setattr(plan, "not_hopper", lambda device: OLD)
+    assert described() == f"{layers} by cudnn ({OLD}); loss by last"
+    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None)
+    assert described() == f"{layers}, loss by torch (Triton is not installed)"
+
+
+def test_a_run_logs_its_plan_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A classifier has none."""
+    monkeypatch.setattr(build, "log_backends", lambda *_: None)
+    caplog.set_level("INFO")
+    classifier = configs.load(YAML.replace("UNet", "classification"), "mnist_cnn").for_world(1)
+    assert build.kernel_plan(classifier, GPU) == {}
+    for config, device in ((config_of(), "cpu"), (classifier, "cuda"), (config_of(network__scales=1), "cuda")):
+        build.log_settings(config, world_on(device))
+    assert [text for text in caplog.messages if "Kernels" in text] == ["Kernels: down1, last by hopper; loss by last"]
+    caplog.clear()
+    build.log_settings(config_of(enable_jit=True), world_on("cuda"))
+    assert "kernels auto has no effect: torch.compile (--enable_jit) compiles PyTorch's operations" in caplog.messages
+
+
+def test_records_name_the_layers_that_differ() -> None:
+    now = build.kernel_plan(config_of(network__scales=2), GPU)
+    before = build.kernel_plan(config_of(network__scales=2), CPU)
+    assert plan.changes(now, now) == plan.changes({}, now) == []
+    assert plan.changes({**before, "last": "torch (another reason)"}, before) == []
+    (line,) = plan.changes({**now, "down1": "cudnn (reason)", "loss": "torch (reason)", "other": "hopper"}, now)
+    assert line.endswith(": down1: cudnn before, hopper now; loss: torch before, last now")
+
+
+@pytest.mark.parametrize("value", ["auto", "cudnn", "torch"])
+def test_other_windows_have_their_own_plan(value: str) -> None:
+    """As in the evaluation of a training run: the layers have that of the training again afterward."""
+    config = config_of(network__scales=2, kernels=value)
+    model = build.network_with_loss(config)
+    kernels.apply(model, kernels.setting(config, GPU))
+    fast = {"auto": HOPPER, "cudnn": CUDNN, "torch": TORCH}[value]
+
+    def operations() -> list[str]:
+        return [layer.operation for layer in plan.layers_of(model.network).values()]
+
+    with kernels.planned(model.network, config, GPU, 96):
+        assert operations() == [fast, *[CUDNN if fast == HOPPER else fast] * 2, fast]
+    assert operations() == [fast] * 4
+    assert model.loss.operation == (TORCH if value == "torch" else plan.LAST)
+
+
+def test_every_shipped_config_has_launches() -> None:
+    assert {step.split()[0] for steps in LAUNCHES["steps"].values() for step in steps} == set(read_file(YAML))
+
+
+def text_of(launch: Launch) -> str:
+    options = {key: value for key, value in launch.options.items() if key != "enable_fp_fusion"}
+    return " ".join([launch.kernel.__name__, *(f"{key}={value}" for key, value in sorted(options.items()))])
+
+
+@pytest.mark.parametrize("capability", LAUNCHES["steps"])
+def test_the_launches_of_a_step_are_those_of_the_code_before(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and options, launch by launch."""
+    monkeypatch.setattr(plan, "not_hopper", lambda device: "" if capability == "9.0" else OLD)
+    monkeypatch.setattr(Launch, "signature", lambda launch: id(launch))  # equal launches are kept
+    for name, index in LAUNCHES["steps"][capability].items():
+        label, *changes = name.split()
+        config = config_of(label, **dict(change.split("=") for change in changes))
+        build_model = functools.partial(build.network_with_loss, config)
+        made = kernels.launches(config, kernels.setting(config, GPU), build_model)
+        assert [text_of(launch) for launch in made] == [
+            LAUNCHES["launches"][number] for number in LAUNCHES["lists"][index]
+        ], name
