@@ -156,7 +156,7 @@ class OptimizerConfig(Section):
     # soap: weights with more elements have eigenbases along the cells of their kernel only, not along channels
     max_precondition_size: Positive = 10_000_000
     precondition_frequency: Positive = 10  # soap: updates from one renewal of the eigenbases to the next
-    tf32: bool = True  # soap on a GPU: matrix products in TF32, with a 10-bit mantissa; false: in float32
+    tf32: bool = True  # soap on a GPU: products in TF32, statistics from bfloat16 gradients; false: in float32
 
     @model_validator(mode="before")
     @classmethod
