@@ -264,7 +264,7 @@ def _slices_layout(rows: int) -> tuple[Figure, np.ndarray]:
 
     All places are given: matplotlib would need longer to find them than to draw.
     """
-    panel, gap, bar, label, title, ticks = 1.7, 0.18, 0.1, 0.75, 0.7, 0.5  # in inches
+    panel, gap, bar, label, title, ticks = 1.7, 0.18, 0.1, 0.75, 0.95, 0.5  # in inches
     widths, margin = [*[panel, gap] * 3, bar, label, panel, gap, bar], 0.85
     width, height = margin + sum(widths) + label, title + rows * (panel + gap) - gap + ticks
     figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH)
