@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.timing import spread as spread
 from benchmarks.timing import summary as summary
 from utils import cli
 from utils.data.loaders import Batch, Loader
@@ -286,18 +285,3 @@ def band(axes: Any, places: Any, means: Any, deviations: Any, **options: Any) ->
     pairs = list(zip(means, deviations, strict=True))
     low, high = ([mean + sign * deviation for mean, deviation in pairs] for sign in (-1, 1))
     axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-
-
-def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[str, Any]]], **labels: Any) -> None:
-    """Horizontal bars of medians with their ranges: a row per name, the first at the top, and a color per group."""
-    height = 0.8 / len(groups)
-    for number, (label, values) in enumerate(groups.items()):
-        medians = [value["median"] for value in values]
-        errors = [[abs(value[edge] - value["median"]) for value in values] for edge in ("min", "max")]
-        rows = [row + number * height for row in range(len(names))]
-        drawn = axes.barh(rows, medians, height, xerr=errors, capsize=2, label=label or None)
-        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")
-    axes.set_yticks([row + (len(groups) - 1) * height / 2 for row in range(len(names))], names)
-    axes.set_ylim(len(names) - 0.2, -0.6)
-    axes.margins(x=0.15)
-    axes.set(**labels)

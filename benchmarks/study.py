@@ -258,17 +258,15 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Curves over samples and seconds, with standard deviations."""
-    with common.plot(path, (9, 4.6), 2, sharey=True) as panels:
-        for panel, key in zip(panels, ("samples", "seconds"), strict=True):
-            for summary in summaries:
-                points = summary["curve"][1:]  # the untrained network is the same under all conditions
-                places, means, deviations = ([point[name] for point in points] for name in (key, "mean", "stdev"))
-                common.band(panel, places, means, deviations, marker="o", label=summary["name"])
-            panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
-            panel.grid(alpha=0.3, which="both")
-            panel.set(xlabel=key, yscale="linear" if study.rises else "log")
-        panels[0].set_ylabel(study.label)
+    """Curves over samples, with standard deviations. The seconds, which other programs disturb, are in the table."""
+    with common.plot(path, (9, 5)) as (panel,):
+        for summary in summaries:
+            points = summary["curve"][1:]  # the untrained network is the same under all conditions
+            places, means, deviations = ([point[name] for point in points] for name in ("samples", "mean", "stdev"))
+            common.band(panel, places, means, deviations, marker="o", label=summary["name"])
+        panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
+        panel.grid(alpha=0.3, which="both")
+        panel.set(xlabel="samples", ylabel=study.label, yscale="linear" if study.rises else "log")
 
 
 def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[dict[str, Any], str]:

@@ -107,6 +107,13 @@ def test_the_readme_links_to_every_page_but_that_of_developers_and_pages_named_i
     assert broken(sorted(named), README) == []
 
 
+def test_the_paths_in_the_data_flow_exist() -> None:
+    texts = re.findall(r">([^<]+)</text>", (TOP / "docs/data_flow.svg").read_text(encoding="utf-8"))
+    paths = re.findall(r"\b[a-z]\w*(?:/[\w.]+)+|\b\w+\.py\b", " ".join(texts))
+    assert "utils/data/plan.py" in paths
+    assert [path for path in paths if not (TOP / path).exists()] == []
+
+
 def lookup(file: str, key: str) -> float:
     """The number under a key of a results file."""
     value = json.loads((RESULTS / file).read_text(encoding="utf-8"))
