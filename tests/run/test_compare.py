@@ -23,8 +23,8 @@ def make_run(run: Path, summary: dict[str, Any] | None = None, **values: Any) ->
         {"step": 0, "seconds": 1.0, "Loss/valid": 0.5},
         {"step": 10, "seconds": 30.0, "Loss/valid": 0.25},
         {"step": 10, "seconds": 30.5, "Avg iters per sec": 2.0},
-        {"step": 15, "seconds": 4.0, "Step/loss": 0.1},
-        {"step": 20, "seconds": 9.5, "Loss/valid": 0.375},
+        {"step": 15, "seconds": 34.0, "Step/loss": 0.1},
+        {"step": 20, "seconds": 40.0, "Loss/valid": 0.375},
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 2')
     (run / "provenance.json").write_text(json.dumps({"git_commit": "0123456789abcdef-dirty", "world_size": 4}))

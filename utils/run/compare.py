@@ -112,9 +112,6 @@ def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]
     commit = provenance.get("git_commit")
     state = "stopped early" if summary.get("early_stop") else "finished"
-    # The clock starts again with each process.
-    seconds = [record["seconds"] for record in records]
-    total = sum(now for now, later in zip(seconds, [*seconds, 0][1:], strict=True) if later < now)
     best, best_step = min(losses, default=(None, None))
     return {
         "state": state if summary else "no summary",
@@ -123,7 +120,7 @@ def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
         BEST: best,
         "best step": best_step,
         "samples/s": speeds[-1] * config["global_batch_size"] if speeds else None,
-        "seconds": total if records else None,
+        "seconds": max((record["seconds"] for record in records), default=None),
         "ranks": provenance.get("world_size"),
         "device": provenance.get("device"),
         "torch": provenance.get("versions", {}).get("torch"),

@@ -66,7 +66,9 @@ class RunDirectory:
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):  # another was edited by hand
+                # Another one was edited by hand.
+                is_complete = isinstance(record, dict) and isinstance(record.get("step"), int)
+                if is_complete and isinstance(record.setdefault("seconds", 0.0), int | float):
                     records.append(record)
         return records
 

@@ -5,7 +5,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def provenance(world: World) -> dict[str, Any]:
     return {
         "command": command(),
         "git_commit": git_commit(),
-        "date": time.strftime(DATE, time.localtime(STARTED)),
+        "date": time.strftime(DATE, time.localtime(time.time() - (time.perf_counter() - STARTED))),
         "hostnames": world.hosts,
         "world_size": world.size,
         "launcher": world.launch.launcher,
@@ -51,14 +50,6 @@ def provenance(world: World) -> dict[str, Any]:
 
 def command() -> list[str]:
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
-
-
-def seconds_until(log: Path, record: Mapping[str, Any]) -> float:
-    """The time from the start of the process of a record to the last change of its log file; 0 if one is unknown."""
-    if "date" not in record:
-        return 0.0
-    started = datetime.strptime(record["date"], DATE).timestamp()
-    return max(0.0, log.stat().st_mtime - started) if log.exists() else 0.0
 
 
 def device_name(device: torch.device) -> str:

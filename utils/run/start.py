@@ -113,7 +113,8 @@ def find_start(choice: Choice, init_from: str | None, config: Mapping[str, Any],
     is_elsewhere = saved is not None and saved.path.parent.resolve() != directory.checkpoints.resolve()
     if saved is not None and is_elsewhere:
         # The other run's best checkpoint stays there, and its time does not count here.
-        saved.state.best_loss, saved.state.best_step, saved.state.step_seconds = math.inf, 0, 0.0
+        saved.state.best_loss, saved.state.best_step = math.inf, 0
+        saved.state.step_seconds = saved.state.process_seconds = 0.0
     return Start(config, init_from, saved, is_elsewhere)
 
 

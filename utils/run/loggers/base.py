@@ -80,9 +80,11 @@ class RunRecords(Logger):
     It is opened with the first scalars, so that a run that fails before it trains does not touch it.
     """
 
-    def __init__(self, run: LoggedRun, loggers: Sequence[Logger] = ()) -> None:
-        self._run, self._loggers = run, list(loggers)
-        self._started = time.time()
+    def __init__(
+        self, run: LoggedRun, loggers: Sequence[Logger] = (), clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`clock`: the seconds of all processes of the run."""
+        self._run, self._loggers, self._clock = run, list(loggers), clock
 
     @cached_property
     def _metrics(self) -> IO[str]:
@@ -94,7 +96,7 @@ class RunRecords(Logger):
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        record = {"step": step, "seconds": round(time.time() - self._started, 3), **finite}
+        record = {"step": step, "seconds": round(self._clock(), 3), **finite}
         try:
             self._metrics.write(json.dumps(record) + "\n")
         except OSError as error:  # the next line is tried again
