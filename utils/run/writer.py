@@ -142,8 +142,8 @@ class BackgroundWriter(CheckpointWriter):
         same from the checkpoints.
         """
         best, link = step_directory(self._folder, step), self._folder / BEST
-        if best.is_dir():
-            with _errors_logged(f"Cannot point {link} to the best checkpoint"):
+        with _errors_logged(f"Cannot point {link} to the best checkpoint"):
+            if best.is_dir():
                 fresh = link.with_name(f".{BEST}.partial")
                 fresh.unlink(missing_ok=True)
                 fresh.symlink_to(best.name)
