@@ -446,6 +446,21 @@ def test_goodput_is_the_share_of_steps_in_the_time_of_all_processes(first: Path,
         assert run.goodput(0.0) == 0
 
 
+def test_ctrl_c_says_what_is_kept(first: Path) -> None:
+    """A fixed bug: without a checkpoint it said nothing."""
+
+    def interrupt(*steps: int) -> None:
+        with opened(first):
+            for step in steps:
+                save(first, TEST, step)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="nothing is kept, and the same command starts again"):
+        interrupt()
+    with pytest.raises(KeyboardInterrupt, match="the last checkpoint is kept, and the same command"):
+        interrupt(8)
+
+
 def test_goodput_of_a_run_without_its_records(first: Path, monkeypatch: Any) -> None:
     """A fixed bug: it was above 100 %. The checkpoint has the time of the processes; another run's does not count."""
     save(first, TEST, 8, process_seconds=400.0, step_seconds=300.0)

@@ -84,10 +84,12 @@ class Run:
                 yield run
             except BaseException as error:
                 run.records.close(error)
-                if isinstance(error, KeyboardInterrupt) and saved_steps(directory.checkpoints):
+                if isinstance(error, KeyboardInterrupt):
                     again = "the same command" + (" without --resume=no" if choice.resume == "no" else "")
-                    remedy = f"the last checkpoint is kept, and {again} continues from it (kill -TERM saves first)"
-                    raise KeyboardInterrupt(remedy) from error
+                    kept = f"the last checkpoint is kept, and {again} continues from it"
+                    if not saved_steps(directory.checkpoints):
+                        kept = "nothing is kept, and the same command starts again"
+                    raise KeyboardInterrupt(f"{kept} (kill -TERM saves first)") from error
                 raise
             run.records.close()
             log.info("DONE ---- rank %d", world.rank)
