@@ -82,6 +82,19 @@ def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys
     assert f"{tmp_path} is not a run's directory and has none in it" in line
 
 
+def test_records_of_another_form_are_ignored(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """A fixed bug: valid JSON that the program does not write, as after an edit by hand, was a traceback."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    runs = [make_run(tmp_path / name, {"steps": 20}, seed=seed) for seed, name in enumerate("ab")]
+    for name in ("summary.json", "provenance.json"):
+        (runs[0] / name).write_text("[]")
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 30, "seconds": 50.0, "Loss/valid": "x"}\n{"step": 30, "seconds": "x"}\n[]\n')
+    cells, _ = compared(capsys, *runs)
+    assert cells["state"] == ["no summary", "finished"]
+    assert cells["final loss"] == ["0.375000"] * 2
+
+
 def test_the_runs_below_a_directory_are_sorted_by_final_or_best_loss(tmp_path: Path, capsys: Any) -> None:
     """Also as CSV. Folders of a run and other config.yaml are no runs. Fixed: a run without records was a traceback."""
     (tmp_path / "runs").mkdir()

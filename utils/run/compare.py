@@ -18,7 +18,7 @@ from utils import config as configs
 from utils.cli import Parser
 from utils.config import Config
 from utils.errors import UserError, one_line_errors, os_errors_for_users
-from utils.files import atomic_write, read_json
+from utils.files import atomic_write
 from utils.progress import format_duration
 from utils.run import tags
 from utils.run.directory import RunDirectory
@@ -106,8 +106,7 @@ def _flat_config(run: Path) -> dict[str, Any]:
 
 def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
     """The results of a run, and where it ran."""
-    summary = read_json(run.summary) if run.summary.exists() else {}
-    provenance, records = run.read_provenance(), run.read_metrics()
+    summary, provenance, records = run.read_record(run.summary), run.read_provenance(), run.read_metrics()
     losses = [(record[tags.VALID_LOSS], record["step"]) for record in records if tags.VALID_LOSS in record]
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]
     commit = provenance.get("git_commit")
