@@ -77,10 +77,7 @@ def _read(path: Path, key: str, channels: int) -> dict[str, Any]:
 def calibration(
     weights: Sequence[Path], networks: Sequence[TrainedNetwork], volume: str, options: InferenceOptions, world: World
 ) -> dict[str, Any]:
-    """The `fit` on a volume with targets; "" is the validation volume of the training run. Every rank calls it.
-
-    It is read from FILE next to the first network's weights, or measured if that lacks it for networks and options.
-    """
+    """The `fit` on a volume ("": that of the validation), from FILE next to the weights, or measured, on all ranks."""
     path, key, stored = weights[0].with_name(FILE), "", dict[str, Any]()
     with world.raise_together():
         if world.is_root:

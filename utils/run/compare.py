@@ -105,7 +105,6 @@ def _flat_config(run: Path) -> dict[str, Any]:
 
 
 def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
-    """The results of a run, and where it ran."""
     summary, provenance, records = run.read_record(run.summary), run.read_provenance(), run.read_metrics()
     losses = [(record[tags.VALID_LOSS], record["step"]) for record in records if tags.VALID_LOSS in record]
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]

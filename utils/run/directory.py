@@ -85,7 +85,6 @@ class RunDirectory:
             return {}
 
     def evaluated_steps(self) -> list[int]:
-        """Steps of the evaluations during training, in ascending order."""
         names = [path.stem[5:] for path in self.evaluations.glob("step_*.npz")]
         return sorted(int(name) for name in names if name.isdecimal())
 

@@ -106,11 +106,7 @@ class Run:
         return True
 
     def restore(self, parts: build.Parts) -> TrainState:
-        """Loads the checkpoint or the weights into the step. From then on the directory records this run.
-
-        It replaces the summary and, with --resume=no, all that an earlier run has written. Every rank calls it, after
-        all checks.
-        """
+        """Loads checkpoint or weights into the step, then begins the records; every rank calls it, after all checks."""
         state = self.start.restore(parts.step, self.volumes, self.world)
         record = {**provenance(self.world), "run_num": self.request.directory.path.name}
         record |= {"jobs": self.request.jobs, "origin": self.request.origin}
@@ -129,10 +125,7 @@ class Run:
         return self.earlier_seconds + time.perf_counter() - STARTED
 
     def finish(self, result: FitResult, baselines: Mapping[str, float], lines: Sequence[str]) -> None:
-        """Logs the result table and writes summary.json, the last file of a run; every rank calls it.
-
-        The table has the losses of the `baselines`, by name, and ends with `lines` about files.
-        """
+        """Logs the result table, with `baselines` and `lines`; writes summary.json, the last file; on every rank."""
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
         results = {tags.HPARAM + name: value for name, value in final.items()}
         self.world.pulse.enter("end")
@@ -212,11 +205,7 @@ class Run:
 
 @contextlib.contextmanager
 def _claimed(request: RunRequest) -> Iterator[Choice | None]:
-    """Chooses, creates and locks a directory for the duration of the block; None if another job trains this job's run.
-
-    Removes the directories that it has created if nothing was written there. Raises UserError if the chosen run is
-    being trained.
-    """
+    """Chooses, creates and locks a directory, which is removed if it stays empty; None: another job trains the run."""
     lock = None
     while lock is None:
         choice = choose(request)

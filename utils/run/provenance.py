@@ -53,7 +53,6 @@ def command() -> list[str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of a GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpus = Path("/proc/cpuinfo")
@@ -69,7 +68,12 @@ def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
     reports it if it needs the file.
     """
     with world.raise_together():
-        record = {name: _describe(path) for name, path in volumes.files() if path.is_file()}
+        record = {}
+        for name, path in volumes.files():
+            if path.is_file():
+                status = path.stat()
+                record[name] = {"path": str(path.resolve()), "bytes": status.st_size, DIGEST: sample_digest(path)}
+                record[name]["modified"] = time.strftime(DATE, time.localtime(status.st_mtime))
     everywhere = world.gather_json({name: [file["bytes"], file[DIGEST]] for name, file in record.items()})
     for name, path in volumes.files():
         seen = {rank: files[name] for rank, files in enumerate(everywhere) if name in files}
@@ -99,9 +103,3 @@ def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapp
 def _change(before: int, now: int) -> str:
     """What differs between two files of these sizes."""
     return "other content" if before == now else f"{now} bytes instead of {before}"
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    status = path.stat()
-    modified = time.strftime(DATE, time.localtime(status.st_mtime))
-    return {"path": str(path.resolve()), "bytes": status.st_size, "modified": modified, DIGEST: sample_digest(path)}

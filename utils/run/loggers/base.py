@@ -61,10 +61,7 @@ class Logger:
         """Records a picture; `png` is the content of a PNG file."""
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
-        """Records config and final results.
-
-        With `step` one after the last, a run that is resumed replaces them instead of adding to them.
-        """
+        """Records config and results; with `step` one after the last, a resumed run replaces them."""
 
     def flush(self) -> None:
         """Ensures that a kill loses nothing recorded so far."""
