@@ -158,7 +158,9 @@ def make(
     keys = {"num_epochs": EPOCHS, "global_batch_size": BATCH, "Nsamples": BATCH * STEPS, "log_interval": 2}
     keys |= {"lr_schedule": {"start_lr": 1.0, "end_lr": 0.0}, "checkpoint": {"every_minutes": None}}
     recorded = Recorded()
-    run: Any = SimpleNamespace(world=world, records=recorded, checkpoint_writer=recorded, goodput=float)
+    run: Any = SimpleNamespace(
+        world=world, records=recorded, checkpoint_writer=recorded, goodput=float, process_seconds=float
+    )
     config, state = Config(**{**keys, **settings}), state or TrainState()
     evaluation = mock.Mock(after_epoch=mock.Mock(return_value={}))
     return Trainer(config, Parts(mock.Mock(), loaders, step), run, state, Profiler(), evaluation, signals or Signals())

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import math
 import os
 import select
 import socket
@@ -183,10 +184,11 @@ class Heartbeat:
     def _watch_store(self) -> None:
         """Ends the process if the store does not answer, because the other thread then waits for it forever."""
         beats, seconds = 0, 0  # for which this process has run since that beat
+        limit = self.diagnoser.interval + (self._timeouts.silence or self._timeouts.hang or math.inf)
         while not self._over.wait(1.0):
             seconds = seconds + 1 if beats == self._beats else 0
             beats = self._beats
-            if seconds > self.diagnoser.silent_seconds + self.diagnoser.interval:
+            if seconds > limit:
                 self._lose_store(f"does not answer for {seconds} s")
 
     def _lose_store(self, what: str) -> None:

@@ -93,10 +93,7 @@ class World:
         return torch.stack(parts)
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0, on every rank: tensors in host memory, numbers and texts in dicts, lists and tuples.
-
-        It is sent as a file of torch.save, and read without running code in it; if it is large, through the device.
-        """
+        """The value of rank 0: host tensors, numbers and texts in dicts, lists and tuples; reading runs no code."""
         if self.size == 1:
             return value
         file = io.BytesIO()
@@ -120,10 +117,7 @@ class World:
         return tensor
 
     def exchange(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Sends consecutive parts of a flat tensor to the ranks; returns the parts that they sent, in their order.
-
-        `sent` and `received` are the sizes of the parts, by rank.
-        """
+        """Sends parts of a flat tensor, of the sizes `sent` by rank; returns the ranks' parts, in their order."""
         if self.size == 1:
             return values
         if values.is_complex():  # gloo has no complex numbers

@@ -31,8 +31,6 @@ ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that this program cannot use."""
-
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"cannot read {path}: {reason}; recopy it, or give another checkpoint")
         self.reason = reason
@@ -79,10 +77,7 @@ def step_directory(folder: Path, step: int) -> Path:
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
-    """The newest intact checkpoint, None if there are none; logs damaged ones, and directories of another step's name.
-
-    Raises UserError if all checkpoints are damaged.
-    """
+    """The newest intact checkpoint, None without any; logs damaged or misnamed ones; UserError if all are damaged."""
     skipped = []
     for step in saved_steps(folder):
         path = step_directory(folder, step)
@@ -150,10 +145,7 @@ def file_digest(path: Path) -> str:
 
 
 def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
-    """The weights file that `checkpoint` names, and its content; rank 0 reads it for all ranks, which call this.
-
-    The link to the best checkpoint is resolved once, because a training run that is still running moves it.
-    """
+    """The file that `checkpoint` names, resolved once since a run in progress moves its link, and its content."""
     content = None
     with world.raise_together():
         if world.is_root:
@@ -164,10 +156,7 @@ def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
 
 
 def weights_file(path: Path) -> Path:
-    """The weights file for a path: the file itself, the one in a checkpoint's directory, or a run's best one.
-
-    Raises UserError if there is none.
-    """
+    """The file itself, the one in a checkpoint's directory, or a run's best one; UserError if there is none."""
     folder = RunDirectory(path).checkpoints
     directory = best_checkpoint(folder) if folder.is_dir() else named_checkpoint(path)
     file = directory / WEIGHTS if directory.is_dir() else directory

@@ -64,25 +64,27 @@ class RunDirectory:
         """The lines of metrics.jsonl, but for those that a kill or a full disk has truncated."""
         records = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):  # another was edited by hand
+            with contextlib.suppress(ValueError, TypeError):  # the latter, and texts: edited by hand
+                record = {"step": None, "seconds": 0.0, **json.loads(line)}
+                if isinstance(record["step"], int) and all(isinstance(x, int | float) for x in record.values()):
                     records.append(record)
         return records
 
     def read_provenance(self) -> dict[str, Any]:
-        """The content of provenance.json; empty if there is no file, and with a warning if it is damaged."""
+        return self.read_record(self.provenance)
+
+    def read_record(self, path: Path) -> dict[str, Any]:
+        """The content of a JSON file; empty if there is no file, and with a warning if it is damaged."""
         try:
-            record = read_json(self.provenance) if self.provenance.exists() else {}
+            record = read_json(path) if path.exists() else {}
             if all(isinstance(part, dict) for part in (record, *record.get("earlier", ()))):
                 return dict(record)
             raise ValueError("edited by hand")
         except (ValueError, AttributeError, TypeError):
-            warn_once(f"{self.provenance} is ignored: it is damaged")
+            warn_once(f"{path} is ignored: it is damaged")
             return {}
 
     def evaluated_steps(self) -> list[int]:
-        """Steps of the evaluations during training, in ascending order."""
         names = [path.stem[5:] for path in self.evaluations.glob("step_*.npz")]
         return sorted(int(name) for name in names if name.isdecimal())
 

@@ -34,6 +34,7 @@ class TrainState:
     samples_per_second: float = 0.0  # in the last epoch
     epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
     seconds: float = 0.0  # time since the run started, summed over all its processes
+    process_seconds: float = 0.0  # time of all processes, from their start
     step_seconds: float = 0.0  # training time of all steps, without waits for data and saves
 
     def after_epoch(self, validation_loss: float, min_delta: float) -> "TrainState":

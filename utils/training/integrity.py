@@ -106,7 +106,7 @@ class Integrity:
         rank, ranks = self._world.rank, self._world.size
         sent, received = [0] * ranks, [0] * ranks
         sent[(rank + 1) % ranks] = received[(rank - 1) % ranks] = part.numel()
-        values = self._world.exchange(part.flatten(), sent, received)
+        values = self._world.exchange(part.flatten().contiguous(), sent, received)
         return torch.empty_like(part).copy_(values.view(part.shape))
 
     def _agree(self, result: torch.Tensor, repeated: torch.Tensor) -> bool:

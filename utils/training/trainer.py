@@ -68,6 +68,7 @@ class Trainer:
         self.reporter = Reporter(config, parts, run, self.schedule, state)
         self.integrity = Integrity(config, parts.step, run.world)
         self._pulse, self._coordinator = self.world.pulse, StopCoordinator(self.world)
+        self._process_seconds = run.process_seconds
         self._since_save = Stopwatch()
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
 
@@ -214,7 +215,7 @@ class Trainer:
         self.integrity.compare(self.state)
         self.records.flush()
         self._pulse.enter("save", self.state.step)
-        self.state.seconds = self.reporter.clock.seconds()
+        self.state.seconds, self.state.process_seconds = self.reporter.clock.seconds(), self._process_seconds()
         random = random_states(self.world)
         self.checkpoint_writer.save({**self.step.state(), "random": random}, self.state, wait=wait)
         self._since_save, self._save_is_due = Stopwatch(), False

@@ -77,10 +77,7 @@ def cells_text(shape: Sequence[int]) -> str:
 
 
 def slab_planes(shape: Sequence[int], chunk: Sequence[int] | None = None) -> list[slice]:
-    """Slices along x that divide a grid [X, Y, Z] into slabs of at most SLAB_VALUES values, or of one plane.
-
-    `chunk` is the shape of the chunks, which HDF5 unpacks as a whole: slabs are then a multiple of it.
-    """
+    """Slices along x into slabs of at most SLAB_VALUES values, or one plane; with `chunk`, of whole chunks."""
     depth = chunk[0] if chunk else 1
     thickness = max(1, SLAB_VALUES // (shape[1] * shape[2]) // depth) * depth
     return [slice(start, min(start + thickness, shape[0])) for start in range(0, shape[0], thickness)]
@@ -203,7 +200,6 @@ def checked_dataset(
 
 
 def check_real(dtype: np.dtype, name: str) -> None:
-    """Raises UserError for values that are not real numbers."""
     if dtype.kind not in "fiu":
         raise UserError(f"{name} holds {dtype}, expected real numbers; write it as float32")
 

@@ -171,8 +171,7 @@ def _open_nyx(path: Path) -> Snapshot:
             raise _other_layout(path, file)
         group = file[NATIVE]
         grids = {name: _nyx_field(path, name, group[name]) for name in (*FIELDS, *VECTORS) if name in group}
-        fields = _components(path, grids)
-        simulation = universe_of(file)
+        fields, simulation = _components(path, grids), universe_of(file)
         if fields and (lengths := domain_of(file)):
             simulation[CELL] = cubic_cell(str(path), lengths, Snapshot(str(path), fields).shape)
         periodic = plain_attributes(file, TYPES).get("periodic", True)  # predict.py writes it

@@ -22,7 +22,6 @@ LISTED = 12  # datasets in a message
 
 
 def open_file(path: str, remedy: str = "give another path") -> h5py.File:
-    """Opens an HDF5 file for reading; raises UserError if that fails."""
     if not os.path.isfile(path):
         fault = f"cannot read {path}: it is not a regular file" if os.path.exists(path) else f"no such file: {path}"
         if os.path.isdir(path) and any(name.endswith(".npy") for name in os.listdir(path)):
@@ -60,10 +59,7 @@ def contents(file: h5py.File) -> str:
 
 
 def storage_files(dataset: h5py.Dataset) -> list[str]:
-    """The files of a dataset's values: its own, and those of external storage and of a virtual dataset's sources.
-
-    Raises UserError if one is missing, if values were never written, or if they cannot be decompressed.
-    """
+    """The files of a dataset's values; UserError if one or some values are missing, or cannot be decompressed."""
     path, size = dataset.file.filename, dataset.nbytes
     name, files, stored = f"{path}: {dataset.name.strip('/')}", [path], dataset.id.get_storage_size()
     if dataset.is_virtual:
