@@ -268,7 +268,7 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
         words = ["-m", "benchmarks.loaders", f"--box={options.box}", f"--crop={options.crop}", "--starts=0"]
         words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={options.output}"]
         study = ["-m", "benchmarks.study", "adam_and_soap", "--seeds=1", f"--output={options.output}"]
-        volumes = ["-m", "benchmarks.volumes", "--grid=256", "--ranks", "1", "--width=64", "--device=cuda"]
+        volumes = ["-m", "benchmarks.volumes", "--width=64", "--trials=2", "--device=cuda"]
         first = Part("study", study, STUDY), Part("volumes", [*volumes, f"--output={options.output}"], VOLUMES)
         parts[:0] = [*first, Part("loaders", words, LOADERS)]
     return parts
