@@ -58,12 +58,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--grid {options.grid} is not a multiple of {SIDE}")
     checkpoint, volume = make_files(options.folder, options.width, options.crop, options.grid // SIDE)
     gas, shared = options.folder / "gas.h5", [f"--input={volume}", "--overwrite", f"--device={options.device}"]
-    prediction = [f"--checkpoint={checkpoint}", f"--output={gas}", *shared]
-    evaluation = [f"--prediction={gas}", f"--output={options.folder / 'evaluation'}", *shared]
-    measures = {
-        "predict": functools.partial(seconds_of, "predict", prediction),
-        "evaluate": functools.partial(seconds_of, "evaluate", evaluation),
-    }
+    flags = {"predict": [f"--checkpoint={checkpoint}", f"--output={gas}", *shared]}
+    flags["evaluate"] = [f"--prediction={gas}", f"--output={options.folder / 'evaluation'}", *shared]
+    measures = {name: functools.partial(seconds_of, name, words) for name, words in flags.items()}
     seconds = common.interleaved(measures, options.trials, warmup=0)
     results = {name: common.summary(values) for name, values in seconds.items()}
     text = f"{options.grid}³ cells, width {options.width}, windows of {options.crop}³, {options.device}.\n\n"
