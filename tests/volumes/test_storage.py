@@ -85,18 +85,15 @@ def test_a_linked_volume_is_not_staged_and_its_sources_are_recorded(tmp_path: Pa
     assert "source.h5 differs" in change
 
 
-@pytest.mark.parametrize(("number", "name"), [(32015, "Zstandard"), (32099, "unknown")])
-def test_a_missing_filter_is_named_with_its_plugin(tmp_path: Path, number: int, name: str) -> None:
+def test_a_missing_filter_is_named_with_its_plugin(tmp_path: Path) -> None:
     """Fixed: "can't open directory /usr/local/lib/plugin; copy or recreate it"."""
     with h5py.File(path := tmp_path / "a.h5", "w") as file:
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_chunk(SHAPES["Nbody"])
-        layout.set_filter(number, h5py.h5z.FLAG_OPTIONAL, ())
+        layout.set_filter(32099, h5py.h5z.FLAG_OPTIONAL, ())
         space = h5py.h5s.create_simple(SHAPES["Nbody"])
         h5py.h5d.create(file.id, b"Nbody", h5py.h5t.IEEE_F32LE, space, layout).write_direct_chunk((0,) * 4, b"x" * 99)
-    if h5py.h5z.filter_avail(number):
-        pytest.skip("the filter is installed")
-    with pytest.raises(UserError, match=rf"Nbody needs the HDF5 filter {name} \(number {number}\); .*hdf5plugin"):
+    with pytest.raises(UserError, match=r"Nbody needs the HDF5 filter number 32099; .*hdf5plugin"):
         open_volume(path)
 
 

@@ -15,9 +15,6 @@ from utils.errors import UserError, os_reason, os_remedy
 
 IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
 OF_NPY = f"{IMPORTER} makes one of the .npy files in a directory, named dark_matter_density.npy and so on"
-# Filters that HDF5 itself lacks. Source: the HDF Group's list of registered filter plugins.
-FILTERS = {307: "bzip2", 32001: "Blosc", 32004: "LZ4", 32008: "bitshuffle", 32013: "ZFP", 32015: "Zstandard"}
-
 LISTED = 12  # datasets in a message
 
 
@@ -76,13 +73,12 @@ def check_storage(dataset: h5py.Dataset) -> None:
 def _check_filters(dataset: h5py.Dataset, name: str) -> None:
     """Raises UserError if a filter is missing; tries hdf5plugin, if it is installed."""
     layout = dataset.id.get_create_plist()
-    for code, *_, stated in map(layout.get_filter, range(layout.get_nfilters())):
+    for code, *_ in map(layout.get_filter, range(layout.get_nfilters())):
         if not h5py.h5z.filter_avail(code):
             with contextlib.suppress(ImportError):
                 importlib.import_module("hdf5plugin")  # registers its filters
         if not h5py.h5z.filter_avail(code):
-            known = FILTERS.get(code) or stated.decode(errors="replace") or "unknown"
             raise UserError(
-                f"{name} needs the HDF5 filter {known} (number {code}); install its plugin: pip install hdf5plugin, or "
-                f"write the file without it: h5repack -f NONE"
+                f"{name} needs the HDF5 filter number {code}; install its plugin: pip install hdf5plugin, or write the "
+                f"file without it: h5repack -f NONE"
             )
