@@ -19,7 +19,7 @@ class TensorBoardLogger(Logger):
     """TensorBoard's curves continue where the run resumes, and later points are hidden.
 
     The hyperparameters are those that differ from the defaults, so that HPARAMS has few columns. The files are opened
-    with the first scalar or picture. After a full disk, TensorBoard's writer fails for good.
+    with the first scalar or picture. After a full disk, TensorBoard's writer fails for good; its thread prints why.
     """
 
     def __init__(self, run: LoggedRun) -> None:
