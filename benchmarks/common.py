@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import statistics
 import subprocess
@@ -56,11 +55,6 @@ class Parser(cli.Parser):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, end_by_signal)
         return parsed, rest
-
-    def add_changes(self) -> None:
-        """Adds --set KEY=VALUE."""
-        text = "sets a key in all configs; may be repeated"
-        self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
 
 
 def end_by_signal(number: int, frame: object) -> NoReturn:
@@ -192,11 +186,6 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     """Mean, standard deviation (NaN for a single value) and the values."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
-
-
-def peak_bytes() -> int:
-    """The largest resident memory of this process so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def drop_pages(path: Path) -> None:

@@ -205,12 +205,6 @@ def single_is_suspended_for_a_while(world: World) -> None:
     time.sleep(6 * TICK)
 
 
-def rank_0_is_suspended_and_continued(world: World) -> None:
-    if world.rank == 0:
-        subprocess.Popen(["bash", "-c", f"sleep {2 * HANG + 8}; kill -CONT {os.getpid()}"])
-    reduce_but(0, lambda: os.kill(os.getpid(), signal.SIGSTOP), world)
-
-
 def hold_gil(seconds: float) -> None:
     ctypes.PyDLL(None).sleep(int(seconds))
 
@@ -250,13 +244,6 @@ SCENARIOS: dict[str, tuple[Callable[[World], None], list[int | None], str, str]]
     ),
     "rank_1_is_suspended": (send(1, signal.SIGSTOP), [76, None, 76], GONE.format(1, SILENT), ""),
     "single_is_suspended_for_a_while": (single_is_suspended_for_a_while, [0], "", ""),
-    # Fixed: after the true line it accused the others.
-    "rank_0_is_suspended_and_continued": (
-        rank_0_is_suspended_and_continued,
-        [76, 76],
-        GONE.format(0, r"does not answer for \d+ s") + r"\nerror: rank 0 .* was suspended for \d+ s: the other .* 76",
-        STORE_WARNINGS,
-    ),
     # Fixed: they ran on without end.
     "rank_1_hangs_while_it_leaves": (
         rank_1_hangs_while_it_leaves,

@@ -414,6 +414,7 @@ def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_
     assert 1 < size / build.model_size(config.for_world(1)).checkpoint < 1.02
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
 def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
     """Checkpoints, logs, curves and pictures are on it; it stays full to the end, and has space at the restart."""
     disk = tmp_path / "disk"

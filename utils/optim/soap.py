@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from utils.config.sections import OptimizerConfig
+from utils.distributed.devices import tf32_products
 from utils.optim.adam_by_weight import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
 
 # The decomposition of a small matrix keeps a few multiprocessors busy: this many run at a time on a GPU.
@@ -88,7 +89,7 @@ class Soap(AdamByWeight):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        with self._precision():
+        with tf32_products(self._tf32):
             super().step()
         # What cannot be recorded in a CUDA graph is done after each of its replays.
         if not is_recorded():
@@ -133,7 +134,7 @@ class Soap(AdamByWeight):
             return
         self.param_groups[0]["steps"] = steps + 1
         if steps % self._frequency == 0:
-            with self._precision():
+            with tf32_products(self._tf32):
                 self._renew_bases(first=steps == 0)
 
     def _renew_bases(self, first: bool) -> None:
@@ -157,17 +158,6 @@ class Soap(AdamByWeight):
             for number, tensors in renewed[weight].items():
                 self._broadcast(self._owners[weight][number], *tensors)
             _change_bases(state, renewed[weight], self._skipped)
-
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        """Context in which the products have the requested precision."""
-        matmul = torch.backends.cuda.matmul
-        before = matmul.allow_tf32
-        matmul.allow_tf32 = before and self._tf32
-        try:
-            yield
-        finally:
-            matmul.allow_tf32 = before
 
     def share(self, rank: int, ranks: int) -> None:
         """Divides the bases among ranks, whose gradients are equal. Every rank calls it before the first step."""

@@ -175,11 +175,11 @@ def named_checkpoint(path: Path) -> Path:
 def best_checkpoint(folder: Path) -> Path:
     """The checkpoint with the lowest validation loss in the folder of a run's checkpoints; UserError if there is none.
 
-    The link names it. A copy may lack the link, or have in its place a directory, which saves do not renew: there, it
-    is the best one according to the newest checkpoint whose best one exists.
+    The link names it. A copy may lack the link: there, it is the best one according to the newest checkpoint whose best
+    one exists.
     """
     link, steps, reason = folder / BEST, saved_steps(folder), NO_BEST
-    if link.is_symlink() and link.exists():
+    if link.exists():
         return link
     for step in steps:
         with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
@@ -188,8 +188,6 @@ def best_checkpoint(folder: Path) -> Path:
             if best.exists():
                 return best
             reason = f"{best.name} is missing" if best_step else reason
-    if link.is_dir():
-        return link
     example = f"the last one, {step_directory(folder, steps[0])}" if steps else ANY_CHECKPOINT
     raise UserError(f"{folder} has no best checkpoint: {reason}; give another checkpoint, for example {example}")
 
