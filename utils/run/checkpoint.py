@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from utils.config import retired
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
@@ -120,6 +121,8 @@ def read(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(path, f"{path.name} is damaged or not a PyTorch checkpoint") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpoint(path, f"{path.name} was not written by this version of the program")
+    if isinstance(config := content.get("config"), dict):
+        content["config"] = retired.update(config, path)
     return content
 
 
