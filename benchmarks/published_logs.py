@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks import common
-from utils.config import load
+from utils.config import read_file
 from utils.run.tags import ITERATIONS_PER_SECOND, TRAIN_LOSS, VALID_LOSS
 
 DEMO = common.REPOSITORY / "example_logs/demo"
@@ -53,14 +53,14 @@ def published() -> dict[str, dict[str, list[Point]]]:
 
 def demo(directory: Path = DEMO) -> list[Point]:
     """The curve of a stored run of the demo."""
-    config = load(str(directory / "config.yaml"), "demo")
+    batch = read_file(str(directory / "config.yaml"))["demo"]["global_batch_size"]
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     rates = {record["step"]: record[ITERATIONS_PER_SECOND] for record in records if ITERATIONS_PER_SECOND in record}
     points = []
     for epoch, record in enumerate((record for record in records if VALID_LOSS in record and record["step"]), 1):
-        rate = rates[record["step"]] * config.global_batch_size
-        samples, losses = record["step"] * config.global_batch_size, (record[TRAIN_LOSS], record[VALID_LOSS])
+        rate = rates[record["step"]] * batch
+        samples, losses = record["step"] * batch, (record[TRAIN_LOSS], record[VALID_LOSS])
         points.append(Point(epoch, samples, record["seconds"], rate, *losses))
     return points
 

@@ -47,7 +47,8 @@ class Checkpoint:
 
     @cached_property
     def state(self) -> TrainState:
-        return TrainState(**self.training["state"])
+        stored = self.training["state"]
+        return TrainState(**{name: stored[name] for name in TrainState.__dataclass_fields__ if name in stored})
 
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
