@@ -279,7 +279,7 @@ def rank_main(name: str, rank: int, size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     hang = HANG if re.search("hang|for_a_while|without_a_limit", name) else NEVER
     silence = 0.0 if "without_a_limit" in name else HANG if re.search("suspended|silence", name) else 30.0
-    timeouts = TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS, hang=hang, silence=silence)
+    timeouts = TimeoutsConfig(rendezvous=GENEROUS, hang=hang, silence=silence)
     user_errors.GRACE_SECONDS = 1.0
 
     def main() -> None:

@@ -484,7 +484,7 @@ def test_a_kill_before_the_link_to_the_best_checkpoint_moves_loses_nothing(first
 
 WRITTEN = ["config.yaml", "evaluation/step_00000008.npz", "flight_recorder_rank1.json", "logs/events.out.tfevents.1"]
 WRITTEN += ["loss_curves.png", "metrics.jsonl", "out.log", "provenance.json", "report.html", "slices.png", "wandb/id"]
-WRITTEN += ["slices_largest_error.png", "top_operations_rank1.txt", "trace.json.gz", "summary.json"]
+WRITTEN += ["slices_largest_error.png", "top_operations.txt", "trace.json.gz", "summary.json"]
 WRITTEN += ["checkpoints/.step_00000009.12.partial/weights.pt"]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from utils.config import retired
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
@@ -44,7 +45,8 @@ class Checkpoint:
 
     @cached_property
     def state(self) -> TrainState:
-        return TrainState(**self.training["state"])
+        stored = self.training["state"]
+        return TrainState(**{name: stored[name] for name in TrainState.__dataclass_fields__ if name in stored})
 
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -115,6 +117,8 @@ def read(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(path, f"{path.name} is damaged or not a PyTorch checkpoint") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpoint(path, f"{path.name} was not written by this version of the program")
+    if isinstance(config := content.get("config"), dict):
+        content["config"] = retired.update(config, path)
     return content
 
 
