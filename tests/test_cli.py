@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,21 @@ def test_a_missing_pytorch_and_an_interrupt_during_the_imports_are_one_line(scri
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert done.stderr.startswith("error: PyTorch is not installed: ")
         assert "make install" in done.stderr
+
+
+@pytest.mark.skipif(not all(map(find_spec, ("pip", "setuptools"))), reason="an installation needs pip and setuptools")
+def test_an_installation_finds_the_packages_with_safe_path(tmp_path: Path) -> None:
+    """PYTHONSAFEPATH=1, as hardened sites set it, was a traceback of each script."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(Path(train.__file__).with_name(name), tmp_path)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--target", tmp_path / "site", "--editable", tmp_path], check=True, capture_output=True)
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "__init__.py").touch()
+    script = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import utils; print(utils.__file__)"
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / 'utils' / '__init__.py'}\n", done.stderr
 
 
 def test_the_backend_of_a_notebook_has_no_effect() -> None:

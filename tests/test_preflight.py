@@ -1,7 +1,6 @@
 """Tests of --preflight: it checks a run before training, prints the findings and writes nothing."""
 
 import contextlib
-import itertools
 import re
 import shutil
 from collections.abc import Callable
@@ -125,10 +124,13 @@ def test_a_run_without_a_checkpoint_is_continued_from_scratch(
     assert f"{run} exists: its logs and checkpoints will be replaced\n" in report("--resume=no")[1]
 
 
-@pytest.mark.parametrize(("seconds", "says"), [(1, "2:08 on"), (100, "3:33:20 on this CPU; use a GPU, more ranks, ")])
+@pytest.mark.parametrize(("seconds", "says"), [(1, "3:12 on"), (100, "5:20:00 on this CPU; use a GPU, more ranks, ")])
 def test_the_time_of_all_steps_follows_from_one(report: Report, seconds: int, says: str, monkeypatch: Any) -> None:
-    """Fixed: a laptop was silent for hours. Here the clock advances by `seconds` at each call."""
-    clock = itertools.count(0, seconds)
+    """Fixed: a laptop was silent for hours. Here a step takes five times `seconds`, of which the update takes four.
+
+    Also fixed: the update counted once per sample of the local batch of 8.
+    """
+    clock = iter([0, 9, 10, 10 + 5 * seconds, 10 + 9 * seconds])
     monkeypatch.setattr(preflight, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     warning = "warning: " if seconds == 100 else ""
     assert f"\n{warning}all 16 steps would take about {says}" in report()[1]
@@ -176,18 +178,14 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
     """Its memory may be too small. Fixed: a run with CUDA graphs was refused, because only CUDA devices have them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(threaded, "available_memory", lambda: 0)
-    graph, unfit = {"step_class": GraphStep}, "cannot record the step as a CUDA graph: gradient_compression"
-    for flags, options, says in (
-        (["--data_loader_config=resident"], {}, ""),
-        (["8", "--data_loader_config=auto"], graph, ""),
-        (["8", "--set=gradient_compression=bfloat16"], graph, unfit),
+    for flags, options in (
+        (["--data_loader_config=resident"], {}),
+        (["8", "--data_loader_config=auto"], {"step_class": GraphStep}),
     ):
-        code, printed, errors = report(*flags, "--set=device=cuda", **options)
-        assert says in errors
-        assert code == (2 if says else 0)
-        if not says:
-            for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
-                assert part in printed
+        code, printed, _ = report(*flags, "--set=device=cuda", **options)
+        assert code == 0
+        for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
+            assert part in printed
     assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
 
 

@@ -92,7 +92,7 @@ def assert_same_training(whole: Path, parts: Path, steps: int = STEPS) -> None:
     ends = [last(run) for run in (whole, parts)]
     assert ends[0].state.step == steps
     for end in ends:
-        for clock in ("seconds", "epoch_seconds", "step_seconds", "samples_per_second"):
+        for clock in ("seconds", "epoch_seconds", "process_seconds", "step_seconds", "samples_per_second"):
             setattr(end.state, clock, 0.0)
             end.training["state"][clock] = 0.0
         end.weights["config"]["expdir"] = ""

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
-STARTED = time.time()  # of this process, in seconds since 1970
+STARTED = time.perf_counter()  # of this process
 
 # Entry scripts import this package first, and none of its programs works without these.
 _missing = [name for name in ("torch", "numpy", "pydantic", "yaml") if importlib.util.find_spec(name) is None]

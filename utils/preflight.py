@@ -138,7 +138,7 @@ def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize,
     """Opens the loaders and trains one step on the smallest batch that the network accepts, if memory allows.
 
     An eager step without compilation, which runs on every device and takes seconds. On the CPU that the run uses, a
-    second one is timed to estimate all steps.
+    second one and an update are timed to estimate all steps.
     """
     run, samples = volumes.config, build.smallest_batch(volumes.config)
     volumes = volumes.changed(local_batch_size=samples, accumulation_steps=1, enable_jit=False, use_cache=None)
@@ -160,7 +160,11 @@ def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize,
         if world.device.type == "cpu" and run.device != "cuda" and not run.enable_benchy:
             started = time.perf_counter()
             parts.step(batch, config.lr_schedule.start_lr)
-            total = (time.perf_counter() - started) / samples * (run.local_batch_size or samples) * run.total_steps
+            updating = time.perf_counter()
+            parts.step.optimizer.step()  # its time does not grow with the batch
+            update = time.perf_counter() - updating
+            passes = max(0.0, updating - started - update) * (run.local_batch_size or samples) / samples
+            total = (update + passes) * run.total_steps
             line = f"all {run.total_steps} steps would take about {format_duration(total)} on this CPU"
             if total < HOUR:
                 log.info(line)

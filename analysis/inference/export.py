@@ -27,8 +27,6 @@ LARGEST_DIFFERENCE = 1e-5
 
 @dataclass(frozen=True)
 class ExportedNetwork:
-    """The content of a file."""
-
     module: nn.Module  # the network, between the transforms of its channels unless `density_floor` is None
     inputs: Sequence[Channel]
     targets: Sequence[Channel]
@@ -87,14 +85,10 @@ class ExportedNetwork:
         return {"shape": _shape(channels), "dtype": "float32", **more, "channels": described}
 
     def write(self, target: Path, metadata: dict[str, Any]) -> str:
-        """Writes the file and compares it with the network; returns a sentence about it.
-
-        Raises UserError, and leaves no file, if the file cannot be written or computes something else.
-        """
+        """Writes the file and compares it with the network; returns a sentence. UserError, and no file, on failure."""
         self.module.requires_grad_(False)
-        content = self._pack(to_json(metadata))
         with atomic_write([target]) as (partial,):
-            partial.write_bytes(content)
+            partial.write_bytes(self._pack(to_json(metadata)))
             with open(partial, "rb") as file:  # torch.export.load refuses the partial file's name
                 difference = self.largest_difference(torch.export.load(file).module())
             if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN

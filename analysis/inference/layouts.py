@@ -21,8 +21,6 @@ NYX_FIELDS |= {f"gas velocity {name[-1]}": name for name in GAS_VELOCITY}
 
 
 class Layout(NamedTuple):
-    """Contents of a file."""
-
     identity: dict[str, Any]  # options as JSON values; an unfinished file with other ones is not resumed
     datasets: Mapping[str, tuple[int, ...]]  # shapes by name
     attributes: dict[str, dict[str, Any]]  # of datasets and groups by name, and of the file under ""

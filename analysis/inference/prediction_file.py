@@ -134,8 +134,7 @@ class PredictionFile:
             "calibration": _list_if_several([record.get("density_factor") for record in records]),
             **layout.identity,
         }
-        path = Path(options.output)
-        side = options.block or BLOCK_WINDOWS * grid.x.window
+        path, side = Path(options.output), options.block or BLOCK_WINDOWS * grid.x.window
         blocks = grid.split_blocks(side, predictor.world.size, predictor.most_cells(per_node))
         file = ResumableHDF5File(path, layout.datasets, file_attributes, identity, blocks, options.overwrite)
         if file.changed:
@@ -167,8 +166,7 @@ class PredictionFile:
         with Progress(f"predicting {self.options.output}", total, "windows") as progress, pulse.using(show=show):
             try:
                 for number in mine:
-                    block = predictor.predict_box(boxes[number])
-                    writer.write(number, boxes[number], self.layout.values(block))
+                    writer.write(number, boxes[number], self.layout.values(predictor.predict_box(boxes[number])))
                 # Not in a collective, which has a time limit.
                 while writer.missing and not writer.stops:
                     time.sleep(POLL_SECONDS / 10)

@@ -54,11 +54,7 @@ class SlidingWindowPredictor:
         return min(limit // (4 * 3 * outputs), on_device // (4 * (inputs + outputs)))
 
     def predict_box(self, box: Box) -> Block:
-        """Predicts a box of cells on this rank alone.
-
-        The bits of a cell do not depend on the box: a cell's windows are added in the order of their numbers, and all
-        batches have the same size.
-        """
+        """Predicts cells on this rank alone, with bits that do not depend on the box: one order and batch size."""
         parts = self.grid.parts(box)
         inputs = self._read_box(parts)
         total = self._blend(inputs, parts, self.batch_size)
@@ -72,11 +68,7 @@ class SlidingWindowPredictor:
         return sum(window_count(turn[rank]) for turn in self._turns() if rank < len(turn))
 
     def predict_planes(self, slabs: Slabs) -> torch.Tensor:
-        """Predicts this rank's planes [C_out, n, Y, Z]; every rank calls it.
-
-        Each window is predicted once, on any rank, and its weighted cells are sent to the owners of their planes. So
-        the results on different numbers of ranks are equal within rounding.
-        """
+        """Predicts this rank's planes [C_out, n, Y, Z]; every rank calls it. Each window is predicted on one rank."""
         total, rank = slabs.empty(self.channels[1]).zero_(), self.world.rank
         self.world.pulse.enter("prediction")
         for turn in self._turns():
@@ -113,8 +105,7 @@ class SlidingWindowPredictor:
                 pieces.append((parts, place.volume, shape))
         flat = torch.cat([total.new_empty(0), *itertools.chain(*sent)])
         sent_sizes = [sum(map(torch.numel, parts)) for parts in sent] or [0] * self.world.size
-        received = self.world.exchange(flat, sent_sizes, sizes)
-        values = received.split([math.prod(shape) for *_, shape in pieces])
+        values = self.world.exchange(flat, sent_sizes, sizes).split([math.prod(shape) for *_, shape in pieces])
         for (parts, planes, shape), piece in zip(pieces, values, strict=True):
             along = (axis.segments(part.first, part.length) for axis, part in zip((y, z), parts[1:], strict=True))
             for row, line in itertools.product(*along):
@@ -122,10 +113,7 @@ class SlidingWindowPredictor:
                 total[:, slabs.local(planes), row.volume, line.volume] += cells
 
     def _blend(self, inputs: torch.Tensor, parts: Sequence[AxisPart], fixed_batch: int = 0) -> torch.Tensor:
-        """The weighted sum of the windows' predictions in the cells [start, stop) along each axis, [C_out, x, y, z].
-
-        All batches have the size `fixed_batch`, if it is given.
-        """
+        """Sum of weighted predictions in [start, stop) of each axis, [C_out, x, y, z], in batches of `fixed_batch`."""
         device, side = self.world.device, self.grid.x.window
         total = torch.zeros((self.channels[1], *(part.stop - part.start for part in parts)), device=device)
         along = [torch.from_numpy(axis.weights).to(device) for axis in self.grid.axes]
@@ -175,10 +163,9 @@ def with_conditions(predict: Callable[..., torch.Tensor], conditions: Sequence[f
 def forward_pass(
     network: torch.nn.Module, precision: str, device: torch.device, window: int, kernels: str = "auto"
 ) -> Callable[..., torch.Tensor]:
-    """The network's forward pass in one of PRECISIONS. Sets cuDNN's switches for the whole process.
+    """The forward pass in one of PRECISIONS. Sets cuDNN's switches; converts a network on a GPU to channels-last.
 
-    On a GPU, converts the network to channels-last, and uses the operations of `kernels` (the config's key) for windows
-    of `window` cells in bfloat16.
+    In bfloat16, `kernels` (the config's key) chooses the operations for windows of `window` cells.
     """
     # cuDNN's search would choose other algorithms for other batch sizes, and so make results depend on them.
     torch.backends.cudnn.benchmark = False

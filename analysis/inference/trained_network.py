@@ -53,7 +53,6 @@ class InferenceOptions:
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each field of InferenceOptions."""
     group, devices = parser.add_argument_group("inference"), ("auto", "cpu", "cuda")
     group.add_argument("--window", type=positive, help="cells per side of one network input (the config's data_size)")
     group.add_argument("--overlap", type=int, help="cells by which neighboring windows overlap (half a window)")
@@ -121,7 +120,6 @@ class TrainedNetwork:
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-        """Input and target channels."""
         return volume_channels(self.config)
 
     def use_of(self, path: str) -> str:

@@ -59,21 +59,32 @@ def predict_part(
     return means, variances, torch.from_numpy(np.array(target.box(x, y, z))).to(world.device)
 
 
+def _read(path: Path, key: str, channels: int) -> dict[str, Any]:
+    """The calibrations in a file; empty, with a warning, if it is damaged or has another form."""
+    try:
+        stored = dict(read_json(path))
+        if key in stored:
+            torch.tensor([stored[key][name] for name in ("factors", "floors")]).view(2, channels)
+            Path(stored[key]["volume"])
+        return stored
+    except (ValueError, TypeError, LookupError, RuntimeError):
+        log.warning("%s is ignored: it is damaged; calibrating again", path)
+    except OSError:  # missing, or not readable
+        pass
+    return {}
+
+
 def calibration(
     weights: Sequence[Path], networks: Sequence[TrainedNetwork], volume: str, options: InferenceOptions, world: World
 ) -> dict[str, Any]:
-    """The `fit` on a volume with targets; "" is the validation volume of the training run. Every rank calls it.
-
-    It is read from FILE next to the first network's weights, or measured if that lacks it for networks and options.
-    """
-    path, key, stored = weights[0].with_name(FILE), "", dict[str, dict[str, Any]]()
+    """The `fit` on a volume ("": that of the validation), from FILE next to the weights, or measured, on all ranks."""
+    path, key, stored = weights[0].with_name(FILE), "", dict[str, Any]()
     with world.raise_together():
         if world.is_root:
             chosen = options.window, options.overlap, options.symmetries, options.precision, options.no_calibration
             given = volume and [str(Path(volume).resolve()), Path(volume).exists() and Path(volume).stat().st_mtime_ns]
             key = json.dumps([*map(file_digest, weights), *chosen, given])
-            with suppress(OSError, ValueError):  # missing or damaged
-                stored = read_json(path)
+            stored = _read(path, key, networks[0].config.N_out_channels)
     if known := world.broadcast(stored.get(key)):
         log.info("The standard deviations were calibrated on %s before", known["volume"])
         return known

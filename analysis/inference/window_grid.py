@@ -51,10 +51,7 @@ Box = tuple[slice, slice, slice]  # cells along x, y and z, with start and stop
 
 
 def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
-    """Windows that overlap by at least `overlap` cells, spaced evenly.
-
-    Raises UserError if a window does not fit.
-    """
+    """Windows that overlap by at least `overlap` cells, spaced evenly; UserError if one does not fit."""
     if size < window:
         raise UserError(
             f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or a smaller window"
@@ -165,7 +162,6 @@ class WindowGrid:
         return list(itertools.product(*cuts))
 
     def describe(self) -> str:
-        """One phrase for logs and reports."""
         steps = {end - start for axis in self.axes for start, end in itertools.pairwise(axis.origins)}
         overlap = f", overlapping by {self.x.window - max(steps)} cells" if steps else ""
         return f"{self.count} windows of {self.x.window}³ cells{overlap}"
@@ -178,5 +174,4 @@ def build_window_grid(shape: tuple[int, int, int], window: int, overlap: int | N
 
 
 def window_count(parts: Sequence[AxisPart]) -> int:
-    """Number of windows of parts of all three axes."""
     return math.prod(len(part.windows) for part in parts)

@@ -1,6 +1,7 @@
 """Checkpoints on disk are intact or skipped, and read without running code; no disk error ends a run."""
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -370,6 +371,21 @@ def test_a_disk_error_is_one_warning_and_costs_no_other_checkpoint(
     save(saves, 3, best_step=2)
     assert names(tmp_path) == directories(kept[0], 3)
     assert read_weights(tmp_path / BEST)["step"] == kept[0]
+
+
+def test_a_stale_handle_at_the_best_checkpoint_is_one_warning(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixed bug: it ended the thread with a traceback, and old checkpoints stayed."""
+    saves = writer(tmp_path, 1)
+    save(saves, 1, best_step=1)
+    is_dir, stale = Path.is_dir, OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    fail = mock.Mock(side_effect=stale)
+    monkeypatch.setattr(Path, "is_dir", lambda path: fail() if path.name == "step_00000002" else is_dir(path))
+    save(saves, 2, best_step=2)
+    assert warnings(caplog) == [f"Cannot point {tmp_path}/best to the best checkpoint: {stale.strerror}"]
+    save(saves, 3, best_step=2)
+    assert names(tmp_path) == directories(1, 2, 3)
 
 
 def test_checkpoints_that_a_new_run_removes_are_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

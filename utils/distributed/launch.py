@@ -67,11 +67,6 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
             f"the rank environment is inconsistent: rank {launch.rank} (local {launch.local_rank}) of "
             f"{launch.world_size}; {HOW_TO_START}"
         )
-    if launch.launcher in ("slurm", "environment") and launch.world_size > 1 and _is_in_shell_of_srun(env):
-        raise LocalError(
-            f"this shell of srun --pty is rank {launch.rank} of {launch.world_size}, without the others; start them "
-            f"all with srun -n {launch.world_size} python train.py in an allocation, or the shell with srun -n 1 --pty"
-        )
     if not 0 < launch.master_port < 2**16:
         raise LocalError(f"MASTER_PORT must be between 1 and 65535, not {launch.master_port}")
     return launch
@@ -95,14 +90,6 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
 def _is_in_slurm_step(env: Mapping[str, str]) -> bool:
     """True for a task of srun. A batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but no other ranks."""
     return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
-
-
-def _is_in_shell_of_srun(env: Mapping[str, str]) -> bool:
-    """True for a command in a shell of `srun --pty`: its other tasks are shells, too, and end without a terminal.
-
-    `srun --pty python train.py` starts all ranks, which lead their sessions. A shell gives a command a process group.
-    """
-    return "SLURM_PTY_PORT" in env and os.isatty(0) and os.getpgrp() != os.getsid(0)
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
@@ -175,10 +162,7 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
 
 
 def lasting_jobs(env: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """The names of this job that stay the same when a launcher restarts it, and those of launchers that have done so.
-
-    Slurm's job, and the log directory of torchrun's agent on this node: torchrun's run id is "none" by default.
-    """
+    """Slurm's job and torchrun's log directory, which restarts keep, and those of launchers that have restarted it."""
     # TORCHELASTIC_ERROR_FILE is <log directory>/<run id>_<random>/attempt_<restarts>/<local rank>/error.json.
     attempt = Path(env.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     agent = attempt.parent.name if attempt.name.startswith("attempt_") else env.get("TORCHELASTIC_RUN_ID", "none")
@@ -245,10 +229,7 @@ def _exit_code_of(main: Callable[[], None]) -> int:
 
 
 def _replace_closed_streams() -> None:
-    """Opens the null device for a stream that the caller has closed, as `2>&-` does: Python then has None for it.
-
-    Otherwise a file of the run could get the number of stderr, to which lines are also written directly.
-    """
+    """Opens the null device for closed streams (`2>&-`): another file could get stderr's number, and its lines."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # open until the end

@@ -22,10 +22,7 @@ def set_threads(rank: int, hosts: Sequence[str], gather: Callable[[Any], list[An
 
 
 def is_set_by_user(env: Mapping[str, str]) -> bool:
-    """True if a variable that PyTorch reads sets the number; OMP_NUM_THREADS=1 does not count if it is torchrun's.
-
-    torchrun sets it for several ranks, unless it is set. MKL_NUM_THREADS=1 always counts.
-    """
+    """True if the user has set a number that PyTorch reads; OMP_NUM_THREADS=1 may be torchrun's, for several ranks."""
     set_by_torchrun = "TORCHELASTIC_RUN_ID" in env and env.get("LOCAL_WORLD_SIZE") != "1"
     ignored = ("", "1") if set_by_torchrun else ("",)
     return env.get("OMP_NUM_THREADS", "") not in ignored or bool(env.get("MKL_NUM_THREADS"))

@@ -30,6 +30,7 @@ from utils.launchers import launched_rank
 from utils.log import warn_once
 
 BROADCAST_BYTES = 2**26
+COLLECTIVE_SECONDS = 1800.0  # the limit of one collective operation; usually the heartbeat ends a run earlier
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,7 @@ class World:
         return torch.stack(parts)
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0, on every rank: tensors in host memory, numbers and texts in dicts, lists and tuples.
-
-        It is sent as a file of torch.save, and read without running code in it; if it is large, through the device.
-        """
+        """The value of rank 0: host tensors, numbers and texts in dicts, lists and tuples; reading runs no code."""
         if self.size == 1:
             return value
         file = io.BytesIO()
@@ -120,10 +118,7 @@ class World:
         return tensor
 
     def exchange(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Sends consecutive parts of a flat tensor to the ranks; returns the parts that they sent, in their order.
-
-        `sent` and `received` are the sizes of the parts, by rank.
-        """
+        """Sends parts of a flat tensor, of the sizes `sent` by rank; returns the ranks' parts, in their order."""
         if self.size == 1:
             return values
         if values.is_complex():  # gloo has no complex numbers
@@ -181,7 +176,7 @@ def connect(
     store, chosen, shared = rendezvous(device, launch, timeouts, identity)
     heartbeat = Heartbeat(timeouts, launch, store)
     with _beating(heartbeat):
-        limit = timedelta(seconds=timeouts.collective)
+        limit = timedelta(seconds=COLLECTIVE_SECONDS)
         store.set_timeout(limit)
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
         nccl = nccl and chosen.type == "cuda" and not shared

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from utils.config import retired
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import atomic_directory
@@ -31,8 +32,6 @@ ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that this program cannot use."""
-
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"cannot read {path}: {reason}; recopy it, or give another checkpoint")
         self.reason = reason
@@ -46,7 +45,8 @@ class Checkpoint:
 
     @cached_property
     def state(self) -> TrainState:
-        return TrainState(**self.training["state"])
+        stored = self.training["state"]
+        return TrainState(**{name: stored[name] for name in TrainState.__dataclass_fields__ if name in stored})
 
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -79,10 +79,7 @@ def step_directory(folder: Path, step: int) -> Path:
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
-    """The newest intact checkpoint, None if there are none; logs damaged ones, and directories of another step's name.
-
-    Raises UserError if all checkpoints are damaged.
-    """
+    """The newest intact checkpoint, None without any; logs damaged or misnamed ones; UserError if all are damaged."""
     skipped = []
     for step in saved_steps(folder):
         path = step_directory(folder, step)
@@ -120,6 +117,8 @@ def read(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(path, f"{path.name} is damaged or not a PyTorch checkpoint") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpoint(path, f"{path.name} was not written by this version of the program")
+    if isinstance(config := content.get("config"), dict):
+        content["config"] = retired.update(config, path)
     return content
 
 
@@ -150,10 +149,7 @@ def file_digest(path: Path) -> str:
 
 
 def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
-    """The weights file that `checkpoint` names, and its content; rank 0 reads it for all ranks, which call this.
-
-    The link to the best checkpoint is resolved once, because a training run that is still running moves it.
-    """
+    """The file that `checkpoint` names, resolved once since a run in progress moves its link, and its content."""
     content = None
     with world.raise_together():
         if world.is_root:
@@ -164,10 +160,7 @@ def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
 
 
 def weights_file(path: Path) -> Path:
-    """The weights file for a path: the file itself, the one in a checkpoint's directory, or a run's best one.
-
-    Raises UserError if there is none.
-    """
+    """The file itself, the one in a checkpoint's directory, or a run's best one; UserError if there is none."""
     folder = RunDirectory(path).checkpoints
     directory = best_checkpoint(folder) if folder.is_dir() else named_checkpoint(path)
     file = directory / WEIGHTS if directory.is_dir() else directory
@@ -186,11 +179,11 @@ def named_checkpoint(path: Path) -> Path:
 def best_checkpoint(folder: Path) -> Path:
     """The checkpoint with the lowest validation loss in the folder of a run's checkpoints; UserError if there is none.
 
-    The link names it. A copy may lack the link, or have in its place a directory, which saves do not renew: there, it
-    is the best one according to the newest checkpoint whose best one exists.
+    The link names it. A copy may lack the link: there, it is the best one according to the newest checkpoint whose best
+    one exists.
     """
     link, steps, reason = folder / BEST, saved_steps(folder), NO_BEST
-    if link.is_symlink() and link.exists():
+    if link.exists():
         return link
     for step in steps:
         with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
@@ -199,8 +192,6 @@ def best_checkpoint(folder: Path) -> Path:
             if best.exists():
                 return best
             reason = f"{best.name} is missing" if best_step else reason
-    if link.is_dir():
-        return link
     example = f"the last one, {step_directory(folder, steps[0])}" if steps else ANY_CHECKPOINT
     raise UserError(f"{folder} has no best checkpoint: {reason}; give another checkpoint, for example {example}")
 

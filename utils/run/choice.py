@@ -3,7 +3,6 @@
 docs/reliability.md has the rules in a table, in the order in which `choose` applies them.
 """
 
-import io
 import os
 import re
 from collections.abc import Mapping
@@ -60,15 +59,12 @@ class Choice:
     directory: RunDirectory
     resume: str | None = None
     reason: str = ""
-    lock: io.FileIO | None = None  # of the directory, while it is open
 
     def __str__(self) -> str:
         return f"{self.directory} ({self.reason})" if self.reason else str(self.directory)
 
 
 class EarlierRun:
-    """The state and the records of a run in its directory."""
-
     def __init__(self, directory: RunDirectory, number: int) -> None:
         self.directory, self.number = directory, number
 
@@ -82,16 +78,8 @@ class EarlierRun:
         latest = self.directory.read_provenance()
         return [latest, *reversed(latest.get("earlier", []))]
 
-    def was_started_by(self, jobs: tuple[str, ...]) -> bool:
-        """True if one of these jobs has trained it with the command of this process: a job may have several."""
-        same_command = [record for record in self.records if record.get("command") == command()]
-        return any(set(jobs) & set(record.get("jobs", ())) for record in same_command)
-
     def changes(self, request: RunRequest) -> list[str]:
-        """The keys and flags that make the requested run another one; the config's file if it is missing or invalid.
-
-        A file system that fails says nothing about the run: UserError.
-        """
+        """Keys, files and flags that make it another run, or an invalid config's name; UserError if reading fails."""
         try:
             before = configs.load(str(self.directory.config), request.name)
         except UserError as error:
@@ -107,7 +95,6 @@ class EarlierRun:
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
 
     def why_not_continued(self, request: RunRequest) -> str:
-        """The reason why a command does not continue it."""
         name = self.directory.path.name
         if is_locked(self.directory.lock):
             return f"{name} is being trained by another process"
@@ -120,7 +107,8 @@ def choose(request: RunRequest) -> Choice:
     """The directory that the command uses; changes nothing."""
     first, runs = request.directory, _earlier_runs(request.directory)
     for run in runs:
-        if run.was_started_by(request.restarted):
+        same_command = [record for record in run.records if record.get("command") == command()]  # a job may have others
+        if any({*request.restarted} & {*record.get("jobs", ())} for record in same_command):
             return Choice(run.directory, None if request.resume == "no" else request.resume)
     if request.resume == "no" and (first.is_free or any(run.number == 1 for run in runs)):
         return Choice(first, "no")
@@ -158,10 +146,7 @@ def _numbered(first: RunDirectory, number: int) -> RunDirectory:
 
 
 def first_directory(config: Config, name: str, run_num: str, ranks: int) -> RunDirectory:
-    """The first directory of a run number: <expdir>/<config>/<ranks>GPU/<run_num>, as in the tutorial.
-
-    On CPUs <ranks>ranks takes the place of <ranks>GPU.
-    """
+    """The first directory of a run number: <expdir>/<config>/<ranks>GPU/<run_num>, on CPUs <ranks>ranks."""
     kind = "GPU" if uses_gpus(config.device) else "ranks"
     return RunDirectory(Path(config.expdir) / name / f"{ranks}{kind}" / run_num)
 

@@ -18,7 +18,7 @@ from utils import config as configs
 from utils.cli import Parser
 from utils.config import Config
 from utils.errors import UserError, one_line_errors, os_errors_for_users
-from utils.files import atomic_write, read_json
+from utils.files import atomic_write
 from utils.progress import format_duration
 from utils.run import tags
 from utils.run.directory import RunDirectory
@@ -105,25 +105,19 @@ def _flat_config(run: Path) -> dict[str, Any]:
 
 
 def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
-    """The results of a run, and where it ran."""
-    summary = read_json(run.summary) if run.summary.exists() else {}
-    provenance, records = run.read_provenance(), run.read_metrics()
+    summary, provenance, records = run.read_record(run.summary), run.read_provenance(), run.read_metrics()
     losses = [(record[tags.VALID_LOSS], record["step"]) for record in records if tags.VALID_LOSS in record]
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]
     commit = provenance.get("git_commit")
-    state = "stopped early" if summary.get("early_stop") else "finished"
-    # The clock starts again with each process.
-    seconds = [record["seconds"] for record in records]
-    total = sum(now for now, later in zip(seconds, [*seconds, 0][1:], strict=True) if later < now)
     best, best_step = min(losses, default=(None, None))
     return {
-        "state": state if summary else "no summary",
+        "state": "finished" if summary else "no summary",
         "steps": records[-1]["step"] if records else None,
         FINAL: losses[-1][0] if losses else None,
         BEST: best,
         "best step": best_step,
         "samples/s": speeds[-1] * config["global_batch_size"] if speeds else None,
-        "seconds": total if records else None,
+        "seconds": max((record["seconds"] for record in records), default=None),
         "ranks": provenance.get("world_size"),
         "device": provenance.get("device"),
         "torch": provenance.get("versions", {}).get("torch"),

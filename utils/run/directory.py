@@ -22,15 +22,12 @@ class RunDirectory:
         self.metrics, self.tensorboard, self.wandb = path / "metrics.jsonl", path / "logs", path / "wandb"
         self.loss_curves, self.report = path / "loss_curves.png", path / "report.html"
         self.slices, self.error_slices = path / "slices.png", path / "slices_largest_error.png"
+        self.profile = path / "trace.json.gz", path / "top_operations.txt"  # the latter: a table
         self.removal = path / ".removal"  # while the run is being removed
         self.learning_rate = path / "learning_rate.png"  # the preflight's plot
 
     def __str__(self) -> str:
         return str(self.path)
-
-    def profile(self, suffix: str) -> tuple[Path, Path]:
-        """The trace and the table of operations, for several ranks with a suffix."""
-        return self.path / f"trace{suffix}.json.gz", self.path / f"top_operations{suffix}.txt"
 
     def evaluation(self, step: int) -> Path:
         return self.evaluations / f"step_{step:08d}.npz"
@@ -39,7 +36,7 @@ class RunDirectory:
         """All that a run has written here; --resume=no removes it, and nothing else."""
         paths = [self.summary, self.config, self.checkpoints, self.metrics, self.tensorboard, self.log]
         paths += [self.evaluations, self.report, self.wandb, self.loss_curves, self.path / "slices*.png"]
-        paths += [*self.profile("*"), self.path / RECORD.format("*"), self.provenance]
+        paths += [*self.profile, self.path / RECORD.format("*"), self.provenance]
         return [file for path in paths for file in sorted(self.path.glob(path.name))]
 
     @property
@@ -64,25 +61,27 @@ class RunDirectory:
         """The lines of metrics.jsonl, but for those that a kill or a full disk has truncated."""
         records = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):  # another was edited by hand
+            with contextlib.suppress(ValueError, TypeError):  # the latter, and texts: edited by hand
+                record = {"step": None, "seconds": 0.0, **json.loads(line)}
+                if isinstance(record["step"], int) and all(isinstance(x, int | float) for x in record.values()):
                     records.append(record)
         return records
 
     def read_provenance(self) -> dict[str, Any]:
-        """The content of provenance.json; empty if there is no file, and with a warning if it is damaged."""
+        return self.read_record(self.provenance)
+
+    def read_record(self, path: Path) -> dict[str, Any]:
+        """The content of a JSON file; empty if there is no file, and with a warning if it is damaged."""
         try:
-            record = read_json(self.provenance) if self.provenance.exists() else {}
+            record = read_json(path) if path.exists() else {}
             if all(isinstance(part, dict) for part in (record, *record.get("earlier", ()))):
                 return dict(record)
             raise ValueError("edited by hand")
         except (ValueError, AttributeError, TypeError):
-            warn_once(f"{self.provenance} is ignored: it is damaged")
+            warn_once(f"{path} is ignored: it is damaged")
             return {}
 
     def evaluated_steps(self) -> list[int]:
-        """Steps of the evaluations during training, in ascending order."""
         names = [path.stem[5:] for path in self.evaluations.glob("step_*.npz")]
         return sorted(int(name) for name in names if name.isdecimal())
 

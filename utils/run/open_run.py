@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
 from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
-from utils.run.provenance import DIGEST, data_changes, provenance, seconds_until
+from utils.run.provenance import DIGEST, data_changes, provenance
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
 from utils.run.writer import BackgroundWriter, CheckpointWriter, check_space
@@ -45,7 +45,7 @@ class Run:
     _open_files: contextlib.ExitStack
     records: Logger = field(default_factory=Logger)
     checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
-    earlier_seconds: float = 0.0  # of the processes of this run before this one
+    earlier_seconds: float = 0.0  # of the processes of this run before this one, on rank 0
 
     @property
     def directory(self) -> RunDirectory:
@@ -85,10 +85,12 @@ class Run:
                 yield run
             except BaseException as error:
                 run.records.close(error)
-                if isinstance(error, KeyboardInterrupt) and saved_steps(directory.checkpoints):
+                if isinstance(error, KeyboardInterrupt):
                     again = "the same command" + (" without --resume=no" if choice.resume == "no" else "")
-                    remedy = f"the last checkpoint is kept, and {again} continues from it (kill -TERM saves first)"
-                    raise KeyboardInterrupt(remedy) from error
+                    kept = f"the last checkpoint is kept, and {again} continues from it"
+                    if not saved_steps(directory.checkpoints):
+                        kept = "nothing is kept, and the same command starts again"
+                    raise KeyboardInterrupt(f"{kept} (kill -TERM saves first)") from error
                 raise
             run.records.close()
             log.info("DONE ---- rank %d", world.rank)
@@ -105,11 +107,7 @@ class Run:
         return True
 
     def restore(self, parts: build.Parts) -> TrainState:
-        """Loads the checkpoint or the weights into the step. From then on the directory records this run.
-
-        It replaces the summary and, with --resume=no, all that an earlier run has written. Every rank calls it, after
-        all checks.
-        """
+        """Loads checkpoint or weights into the step, then begins the records; every rank calls it, after all checks."""
         state = self.start.restore(parts.step, self.volumes, self.world)
         record = {**provenance(self.world), "run_num": self.request.directory.path.name}
         record |= {"jobs": self.request.jobs, "origin": self.request.origin}
@@ -122,18 +120,17 @@ class Run:
         """The share of `step_seconds` in the time of all processes of the run so far, on rank 0; None if unknown."""
         if self.start.is_complete:
             return None  # this process trains nothing
-        return step_seconds / (self.earlier_seconds + time.time() - STARTED)
+        return step_seconds / self.process_seconds()
+
+    def process_seconds(self) -> float:
+        return self.earlier_seconds + time.perf_counter() - STARTED
 
     def finish(self, result: FitResult, baselines: Mapping[str, float], lines: Sequence[str]) -> None:
-        """Logs the result table and writes summary.json, the last file of a run; every rank calls it.
-
-        The table has the losses of the `baselines`, by name, and ends with `lines` about files.
-        """
+        """Logs the result table, with `baselines` and `lines`; writes summary.json, the last file; on every rank."""
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
         results = {tags.HPARAM + name: value for name, value in final.items()}
         self.world.pulse.enter("end")
-        if self.directory.path.exists():  # it may have been renamed; the loggers would create it
-            self.records.hparams(self.request.config, results, result.steps + 1)
+        self.records.hparams(self.request.config, results, result.steps + 1)
         losses = {self.start.initial_network: result.initial_loss, **baselines}
         log.info("\n  ".join(["Result:", *result.table(losses), f"run directory  {self.directory}", *lines]))
         with self.world.raise_together():
@@ -172,13 +169,16 @@ class Run:
             log.warning(line)
         if start.is_complete:
             log.info("The summary of this run is missing: writing it now, without training")
+        # The records also have the time of steps that were lost, because a process ended before a save.
+        recorded = [record["seconds"] for record in directory.read_metrics()]
+        self.earlier_seconds = max([start.state.process_seconds, *recorded])
         resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
         logged = LoggedRun(directory, resumed, config.model_dump(), record)
-        self.records = RunRecords(logged, build_loggers(config.loggers, logged))
+        self.records = RunRecords(logged, build_loggers(config.loggers, logged), self.process_seconds)
         known: dict[str, Any] = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
         known["data"] = {name: file[DIGEST] for name, file in self.request.data.items()}
         known["input_statistics"] = self.volumes.input_statistics()
-        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
+        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:
@@ -191,10 +191,8 @@ class Run:
         source = RunDirectory(self.start.path.resolve().parent.parent) if self.start.path else self.directory
         before = source.read_provenance() if self.start.path or path.exists() else {}
         if before and source.path.resolve() == path.resolve().parent:  # otherwise another run resumes here
-            before["seconds"] = seconds_until(self.directory.log, before)
             record["earlier"] = [*before.pop("earlier", []), before]
             record["origin"] = before.get("origin")
-            self.earlier_seconds = sum(process.get("seconds", 0.0) for process in record["earlier"])
         if self.start.path is not None:
             changes = data_changes(before.get("data", {}), record["data"])
             changes += plan.changes(before.get("kernels", {}), record["kernels"])
@@ -207,11 +205,7 @@ class Run:
 
 @contextlib.contextmanager
 def _claimed(request: RunRequest) -> Iterator[Choice | None]:
-    """Chooses, creates and locks a directory for the duration of the block; None if another job trains this job's run.
-
-    Removes the directories that it has created if nothing was written there. Raises UserError if the chosen run is
-    being trained.
-    """
+    """Chooses, creates and locks a directory, which is removed if it stays empty; None: another job trains the run."""
     lock = None
     while lock is None:
         choice = choose(request)
@@ -231,7 +225,7 @@ def _claimed(request: RunRequest) -> Iterator[Choice | None]:
                 if choice.resume == "no" or not is_new:  # else another new run has just taken the directory
                     raise
     try:
-        yield replace(choice, lock=lock)
+        yield choice
     finally:
         if created and directory.is_free:
             directory.lock.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def provenance(world: World) -> dict[str, Any]:
     return {
         "command": command(),
         "git_commit": git_commit(),
-        "date": time.strftime(DATE, time.localtime(STARTED)),
+        "date": time.strftime(DATE, time.localtime(time.time() - (time.perf_counter() - STARTED))),
         "hostnames": world.hosts,
         "world_size": world.size,
         "launcher": world.launch.launcher,
@@ -53,16 +52,7 @@ def command() -> list[str]:
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
-def seconds_until(log: Path, record: Mapping[str, Any]) -> float:
-    """The time from the start of the process of a record to the last change of its log file; 0 if one is unknown."""
-    if "date" not in record:
-        return 0.0
-    started = datetime.strptime(record["date"], DATE).timestamp()
-    return max(0.0, log.stat().st_mtime - started) if log.exists() else 0.0
-
-
 def device_name(device: torch.device) -> str:
-    """The model of a GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpus = Path("/proc/cpuinfo")
@@ -78,7 +68,12 @@ def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
     reports it if it needs the file.
     """
     with world.raise_together():
-        record = {name: _describe(path) for name, path in volumes.files() if path.is_file()}
+        record = {}
+        for name, path in volumes.files():
+            if path.is_file():
+                status = path.stat()
+                record[name] = {"path": str(path.resolve()), "bytes": status.st_size, DIGEST: sample_digest(path)}
+                record[name]["modified"] = time.strftime(DATE, time.localtime(status.st_mtime))
     everywhere = world.gather_json({name: [file["bytes"], file[DIGEST]] for name, file in record.items()})
     for name, path in volumes.files():
         seen = {rank: files[name] for rank, files in enumerate(everywhere) if name in files}
@@ -108,9 +103,3 @@ def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapp
 def _change(before: int, now: int) -> str:
     """What differs between two files of these sizes."""
     return "other content" if before == now else f"{now} bytes instead of {before}"
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    status = path.stat()
-    modified = time.strftime(DATE, time.localtime(status.st_mtime))
-    return {"path": str(path.resolve()), "bytes": status.st_size, "modified": modified, DIGEST: sample_digest(path)}

@@ -46,25 +46,18 @@ class Start:
     def __init__(
         self, config: Mapping[str, Any], init_from: str | None, saved: Checkpoint | None, is_elsewhere: bool
     ) -> None:
-        """Starts from the checkpoint `saved`; without one, from the weights `init_from` or from scratch.
-
-        `is_elsewhere`: the checkpoint is that of a run in another directory.
-        Raises UserError if the checkpoint's run saw other samples.
-        """
+        """Starts from `saved`, else `init_from`, else from scratch; UserError if `saved` is of other samples."""
         self._init_from, self._checkpoint, self._config = init_from, saved, configs.flatten(config)
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
         self._changes = _changes(saved, config) if saved else []
-        self.is_complete = saved is not None and _is_complete(saved.state, config)
-        trained = saved is not None and _is_complete(saved.state, saved.weights["config"])
+        self.is_complete = saved is not None and saved.state.epoch >= config["num_epochs"]
+        trained = saved is not None and saved.state.epoch >= saved.weights["config"]["num_epochs"]
         self.lacks_only_summary = self.is_complete and trained and not is_elsewhere
         self.initial_network = "weights of --init_from" if init_from and not saved else "untrained network"
 
     def restore(self, step: EagerStep, volumes: Volumes, world: World) -> TrainState:
-        """Loads the checkpoint or the weights into the step and frees them; returns the training state.
-
-        Compares the data with those on which the weights were trained. Raises UserError if they do not fit.
-        """
+        """Loads checkpoint or weights into the step and compares the data; UserError if they do not fit."""
         saved, self._checkpoint = self._checkpoint, None
         if saved is not None:
             warn_of_other_code(str(saved.path), saved.weights)
@@ -82,7 +75,6 @@ class Start:
         return self.state
 
     def describe(self) -> list[str]:
-        """Log lines about the starting point."""
         if self.path is None:
             return [f"Weights of {self._init_from}"] if self._init_from else []
         lines = [f"Resuming from {self.path}, after step {self.state.step}"]
@@ -90,18 +82,14 @@ class Start:
 
     @property
     def nothing_to_train(self) -> str:
-        """A log line about a complete run."""
         return (
             f"Nothing was trained: {self.path} is the end of epoch {self.state.epoch}, the last one; raise num_epochs "
-            f"or early_stopping.patience to extend that run, or omit --resume to start a new one"
+            f"to extend that run, or omit --resume to start a new one"
         )
 
 
 def find_start(choice: Choice, init_from: str | None, config: Mapping[str, Any], world: World) -> Start:
-    """The start of a training run in a run directory; every rank calls it, and rank 0 reads the files.
-
-    The checkpoints in the run directory take precedence over those of `choice.resume`, except with no.
-    """
+    """The start of a run; every rank calls it. Checkpoints in its directory precede `choice.resume`, except with no."""
     directory, resume = choice.directory, choice.resume
     saved: Checkpoint | None = None
     with world.raise_together():
@@ -113,7 +101,8 @@ def find_start(choice: Choice, init_from: str | None, config: Mapping[str, Any],
     is_elsewhere = saved is not None and saved.path.parent.resolve() != directory.checkpoints.resolve()
     if saved is not None and is_elsewhere:
         # The other run's best checkpoint stays there, and its time does not count here.
-        saved.state.best_loss, saved.state.best_step, saved.state.step_seconds = math.inf, 0, 0.0
+        saved.state.best_loss, saved.state.best_step = math.inf, 0
+        saved.state.step_seconds = saved.state.process_seconds = 0.0
     return Start(config, init_from, saved, is_elsewhere)
 
 
@@ -176,10 +165,6 @@ def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]
         if trained != current:
             remedy = f"to keep the former, --set {key}={str(trained).replace(' ', '')}"
             raise UserError(f"{source} was trained with {key} {trained}, this run has {current}; {remedy}")
-
-
-def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
-    return state.is_complete(config["num_epochs"], config["early_stopping"]["patience"])
 
 
 def random_states(world: World) -> list[list[torch.Tensor]]:

@@ -1,7 +1,6 @@
 """Writes checkpoints of a run: in the background, from copies in host memory, keeping the last and the best ones."""
 
 import contextlib
-import io
 import math
 import os
 import shutil
@@ -16,10 +15,9 @@ import torch
 
 from utils.config import Config
 from utils.errors import UserError, os_reason
-from utils.files import remove, was_renamed
+from utils.files import remove
 from utils.log import once_per_job
 from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
-from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 from utils.steps.size import ModelSize
 
@@ -34,10 +32,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, state: Any) -> Any | None:
-        """Returns a copy of the state; None if the network's tensors are not finite.
-
-        On a GPU the copies are made in the order of the current stream; they are complete after `wait`.
-        """
+        """A copy of the state, on a GPU complete after `wait`; None if the network's tensors are not finite."""
         tensors = list(state["network"].values())
         # NaN and infinity are always among the extremes; on a CPU isfinite() takes twenty times as long.
         real = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
@@ -52,7 +47,6 @@ class HostCopy:
         return copied
 
     def wait(self) -> None:
-        """Returns when the copies are complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -89,16 +83,13 @@ class CheckpointWriter:
 
 
 class BackgroundWriter(CheckpointWriter):
-    """Writes checkpoints in a thread, from a copy in host memory; keeps the last ones and the best one.
-
-    It skips a checkpoint, with a warning, if the disk fails or the save before it takes too long.
-    """
+    """Writes checkpoints in a thread; keeps the last and the best ones. A failure of the disk is a warning."""
 
     WAIT_SECONDS, CLOSE_SECONDS = 60.0, 300.0
 
-    def __init__(self, folder: Path, config: Config, known: Mapping[str, Any], lock: io.FileIO | None = None) -> None:
+    def __init__(self, folder: Path, config: Config, known: Mapping[str, Any]) -> None:
         """`known` is stored with the weights: what a prediction needs to know about the training, by name."""
-        self._folder, self._keep_last, self._lock = folder, config.checkpoint.keep_last, lock
+        self._folder, self._keep_last = folder, config.checkpoint.keep_last
         self.seconds_between_saves = 60 * (config.checkpoint.every_minutes or math.inf)
         self._record = {"config": stored_config(config.model_dump()), **known}
         self._copy = HostCopy()
@@ -136,14 +127,10 @@ class BackgroundWriter(CheckpointWriter):
             raise UserError(f"{missing}: {self._fault}; run the command again")
 
     def link_best(self, step: int) -> None:
-        """Points the link to the checkpoint of the best step; without such a checkpoint the link stays.
-
-        It replaces the directory that the link has become in some copies. FAT has no links; `best_checkpoint` reads the
-        same from the checkpoints.
-        """
+        """Points the link to the best checkpoint, if that exists. In copies it may be a directory; FAT has no links."""
         best, link = step_directory(self._folder, step), self._folder / BEST
-        if best.is_dir():
-            with _errors_logged(f"Cannot point {link} to the best checkpoint"):
+        with _errors_logged(f"Cannot point {link} to the best checkpoint"):
+            if best.is_dir():
                 fresh = link.with_name(f".{BEST}.partial")
                 fresh.unlink(missing_ok=True)
                 fresh.symlink_to(best.name)
@@ -167,8 +154,6 @@ class BackgroundWriter(CheckpointWriter):
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
-            if self._lock is not None and was_renamed(self._lock, RunDirectory(self._folder.parent).lock):
-                raise OSError(f"{self._folder.parent} was renamed; rename it back")
             write(target, weights, training)
         except Exception as error:  # no error of a checkpoint ends a run
             self._fault = os_reason(error) if isinstance(error, OSError) else repr(error)
@@ -203,11 +188,7 @@ def prune(folder: Path, keep_last: int, last: int, best_step: int, checked: int 
 
 
 def check_space(folder: Path, size: ModelSize, resumes: bool) -> str:
-    """Compares the free space with the checkpoints of a run, and returns a line about it.
-
-    Raises UserError if there is none for one checkpoint; warns if there is none for all that exist at once. Those that
-    are in the folder now are removed at the start, unless the run resumes. A quota may leave less space.
-    """
+    """A line about the free space; UserError if one checkpoint does not fit, a warning if not all of them do."""
     needed, keep_last = size.checkpoint, size.config.checkpoint.keep_last
     count = keep_last + 2 + (size.config.integrity.every > 0)  # the best, the one that is being written, the checked
     existing = sum(file.stat().st_size for file in folder.glob("step_*/*"))

@@ -3,11 +3,10 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import nn
 
 from networks.losses import NetworkWithLoss
 from networks.ops import plan
@@ -20,32 +19,18 @@ from utils.distributed.world import World
 log = logging.getLogger(__name__)
 
 
-def setting(config: Config, device: torch.device, side: int | None = None) -> plan.Setting:
-    """The setting of a plan for training and evaluation, with windows of `side` cells if given."""
+def setting(config: Config, device: torch.device) -> plan.Setting:
+    """The setting of a plan for training, validation and evaluation."""
     obstacle = "enable_jit is true" if config.enable_jit else ""
     if not config.channels_last:
         obstacle = obstacle or "channels_last is false"
     dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32
-    return plan.Setting(config.kernels, side or config.data_size, dtype, device, obstacle)
+    return plan.Setting(config.kernels, config.data_size, dtype, device, obstacle)
 
 
 def apply(model: NetworkWithLoss, chosen: plan.Setting) -> None:
     """Makes the plan of a network and its loss, and gives each layer its operation."""
     plan.apply(model.network, plan.make(model.network, chosen, model.loss), chosen.dtype, model.loss)
-
-
-@contextlib.contextmanager
-def planned(network: nn.Module, config: Config, device: torch.device, side: int) -> Iterator[None]:
-    """Context in which the network computes windows of another side than that of the training."""
-    usual, chosen = setting(config, device), setting(config, device, side)
-    if side == config.data_size:
-        yield
-        return
-    plan.apply(network, plan.make(network, chosen), chosen.dtype)
-    try:
-        yield
-    finally:
-        plan.apply(network, plan.make(network, usual), usual.dtype)
 
 
 def compile_kernels(config: Config, world: World, build_model: Callable[[], NetworkWithLoss]) -> None:

@@ -6,6 +6,7 @@ compares them where it reads the losses anyway.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -34,7 +35,6 @@ class Integrity:
         self._step, self._world, self._parts = step, world, config.accumulation_steps
         # Without gradient exchange the ranks train different networks.
         self._every = 0 if config.noddp and world.size > 1 else config.integrity.every
-        self._warns = config.integrity.action == "warn"
         self._tolerance = TOLERANCES[config.enable_amp]
         self._repeats_bits = config.deterministic or world.device.type == "cpu"
         self._can_replay = False
@@ -68,28 +68,24 @@ class Integrity:
     def compare(self, state: TrainState) -> None:
         """Compares what is queued, which waits for the device; sets `state.checked`, the last step with good replays.
 
-        Raises CorruptionError, on every rank, at the first difference, or logs a warning.
+        Raises CorruptionError, on every rank, at the first difference.
         """
         pending, self._pending = self._pending, []
         for step, digests, replays in pending:
             suspects = minority(self._world.gather(digests).tolist())
             if suspects:
-                self._report(step, "weights or optimizer state", suspects, "the same command resumes")
+                self._stop(step, "weights or optimizer state", suspects, "the same command resumes")
             elif replays is not None:
                 suspects = disagreeing(self._world.gather(replays).cpu(), self._agree)
                 if suspects:
                     doubt = f"checkpoints after step {state.checked} may be wrong: remove them before you resume"
-                    self._report(step, "results of a micro-batch", suspects, doubt)
-                else:
-                    state.checked = step
+                    self._stop(step, "results of a micro-batch", suspects, doubt)
+                state.checked = step
 
-    def _report(self, step: int, what: str, suspects: Sequence[int], checkpoints: str) -> None:
+    def _stop(self, step: int, what: str, suspects: Sequence[int], checkpoints: str) -> NoReturn:
         ranks = ", ".join(f"{rank} ({self._world.hosts[rank]})" for rank in suspects[:8])
         where = f"one of the ranks {ranks}" if len(suspects) > 1 else f"rank {ranks}"
-        line = f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}; {checkpoints}"
-        if not self._warns:
-            raise CorruptionError(line)
-        log.warning(line)
+        raise CorruptionError(f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}; {checkpoints}")
 
     def _micro_batch(self, batch: Batch) -> Batch:
         return Batch(*(part.chunk(self._parts)[0] for part in batch))
@@ -106,7 +102,7 @@ class Integrity:
         rank, ranks = self._world.rank, self._world.size
         sent, received = [0] * ranks, [0] * ranks
         sent[(rank + 1) % ranks] = received[(rank - 1) % ranks] = part.numel()
-        values = self._world.exchange(part.flatten(), sent, received)
+        values = self._world.exchange(part.flatten().contiguous(), sent, received)
         return torch.empty_like(part).copy_(values.view(part.shape))
 
     def _agree(self, result: torch.Tensor, repeated: torch.Tensor) -> bool:

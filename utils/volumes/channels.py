@@ -57,7 +57,6 @@ class Channel:
         return (values - self.center) * (1 / self.scale)
 
     def formula(self) -> str:
-        """The transform from physical values as a readable formula."""
         if self.unit is None:
             return "unknown"
         if not self.is_log:

@@ -79,7 +79,6 @@ class _Species:
 
     @np.errstate(over="ignore")
     def add(self, planes: slice) -> None:
-        """Adds some planes."""
         count, (x, y, z), after = len(self.channels), self.places, planes.stop % self.stored.shape[1]
         values, behind = self.stored[:count, planes], self.stored[:count, after : after + 1]
         rows = np.searchsorted(x[0], np.arange(planes.start, planes.stop), "right") - 1
@@ -104,10 +103,7 @@ class _Species:
             self.speeds += _products(values[0][square > 0], np.log(square[square > 0]))
 
     def finish(self, world: World) -> None:
-        """Adds the sums of all ranks; blocks become means, those of the density relative to the volume's.
-
-        `waves` [channels, 18] are the amplitudes of the density contrast and the velocity.
-        """
+        """Adds the sums of all ranks; blocks become means, of the density relative ones; `waves` is [channels, 18]."""
         for sums in (self.blocks, *self.steps, self.gradients, self.speeds, self.missing):
             sums[:] = world.sum(torch.from_numpy(sums)).numpy()
         self.blocks /= np.einsum("x,y,z->xyz", *(end - first for first, end in self.places))

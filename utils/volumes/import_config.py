@@ -28,11 +28,7 @@ HEADER = """\
 def write_config(
     path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int], machine: str | None = None
 ) -> list[str]:
-    """Writes a config for volumes of these shapes, training first, unless the file exists; returns lines for the user.
-
-    `counts` are the numbers of input and target channels; `machine` is gpu, cpu or, to look for one, None. A file that
-    exists may have been edited, and is kept.
-    """
+    """Writes a config for volumes of these shapes, training first, unless one exists; returns lines for the user."""
     command = f"python train.py --yaml_config {shlex.quote(str(path))}"
     if path.exists():
         return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]

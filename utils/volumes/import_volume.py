@@ -69,7 +69,6 @@ class Source:
 
     @property
     def channel_names(self) -> dict[str, list[str]]:
-        """The names of the channels of each dataset."""
         return {name: [channel.name for _, channel, _ in channels] for name, channels in self.datasets.items()}
 
 
@@ -117,7 +116,6 @@ def list_inputs(options: Options) -> list[Options]:
 
 
 def plan_source(options: Options) -> Source:
-    """The channels, attributes and files to write for one input."""
     path = Path(options.input)
     snapshot = open_snapshot(path, options.shape, options.index)
     is_part = options.not_periodic or not snapshot.periodic
@@ -306,15 +304,11 @@ def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
 
 
 def _check_units(source: FieldChannel, means: np.ndarray, is_part: bool) -> None:
-    """Raises UserError if the field's mean, of a velocity its root mean square, does not fit its unit.
-
-    `means`: of the field, its square and its channel. Cold gas is a warning.
-    """
+    """UserError for an implausible mean (velocities: root mean square); `means`: of field, its square, its channel."""
     field, channel, factor = source
     name, value = ("root mean square", math.sqrt(means[1])) if field.quantity == "velocity" else ("mean", means[0])
     low, high = IN_A_PART if is_part and field.quantity == "density" else PLAUSIBLE[str(channel.unit)]
-    typical = factor * value
-    remedy = REMEDIES[field.quantity]
+    typical, remedy = factor * value, REMEDIES[field.quantity]
     if not low <= typical <= high:
         raise UserError(f"{field.name}: a {name} of {typical:.3g} {channel.unit} is implausible; {remedy}")
     typical = channel.to_physical(means[2])

@@ -20,11 +20,7 @@ def open_npy_volume(
     volume: Volume | None = None,
     names: Sequence[str] = DATASETS,
 ) -> Volume:
-    """Opens both files; raises UserError if they do not match the arguments, or `volume` if it is given.
-
-    `keys` are the config's names of the paths, `source` is the HDF5 file from which they are converted, and `names` are
-    its datasets.
-    """
+    """Opens files, by `keys` of the config, made from `names` of `source`; UserError if they do not match `volume`."""
     command = f"python -m utils.volumes.convert_to_npy -i {source} --overwrite"
     if tuple(names) != DATASETS:
         command += f" -d {names[0]} -l {names[1]}"

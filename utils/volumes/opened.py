@@ -49,7 +49,6 @@ def npy_keys(*keys: str) -> list[str]:
 
 
 def split_samples(config: Config, split: str) -> int:
-    """The config's number of samples of split 'train' or 'valid'."""
     return config.Nsamples if split == "train" else config.Nsamples_val
 
 
@@ -156,10 +155,7 @@ class Volumes:
         return {split: self.split(split, npy) for split in SPLITS}
 
     def split(self, split: str, npy: bool | None = None) -> list[Volume]:
-        """One split's volumes, from the HDF5 files or the `.npy` files; UserError if they contradict the config.
-
-        `npy` None takes the HDF5 files or, if they are missing and the loader reads `.npy` files, those.
-        """
+        """One split's volumes; UserError for contradictions. `npy` None: the `.npy` files if HDF5 files are missing."""
         volumes, counts = self._open_split(split, npy), channel_counts(self.config)
         box, shape, crop = self.config.box_size[SPLITS[split]], volumes[0].shape, self.config.data_size
         for volume in volumes:
@@ -268,14 +264,10 @@ class Volumes:
         return box if named and isinstance(box, int) and isinstance(stated, int) else stated
 
     def check(self, world: World) -> None:
-        """Checks samples of all volumes and logs what is unlikely; UserError if a run cannot succeed with the values.
-
-        Every rank calls it; rank 0 reads samples, all share the cross-check. A file that cannot be opened is left to
-        the loader; a benchmark may use any.
-        """
+        """Checks samples on rank 0, and cross-checks on all ranks, which call it; UserError if a run cannot succeed."""
         splits: dict[str, list[Volume]] = {}
         if self.has_files and not self.config.enable_benchy:
-            with contextlib.suppress(UserError):
+            with contextlib.suppress(UserError):  # the loader reports a file that it needs
                 splits = self.splits()
         with world.raise_together():
             if world.is_root and splits:

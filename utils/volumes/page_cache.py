@@ -24,10 +24,7 @@ MADV_POPULATE_READ = 22  # since Linux 5.14; older kernels refuse it
 
 
 def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: World) -> None:
-    """Reads the files into the page cache, once per node, unless they do not fit in memory together.
-
-    Every rank calls it, waits, and then enters its arrays, which are mapped from the files, into its page table.
-    """
+    """Reads the files into the page cache, once per node, if they fit in memory together; every rank calls it."""
     paths = list(dict.fromkeys(paths))  # training and validation may read the same file
     names = ", ".join(map(os.path.basename, paths))
     with world.raise_together():
@@ -46,7 +43,6 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
 
 
 def advise(array: np.ndarray, advice: int) -> None:
-    """Tells the kernel how a mapped array will be used."""
     start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     # A view with the channels last has gaps between its values.
     steps = sum((side - 1) * stride for side, stride in zip(array.shape, array.strides, strict=True))
@@ -55,10 +51,7 @@ def advise(array: np.ndarray, advice: int) -> None:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory available on this machine and in this process's control groups (version 2).
-
-    Cached files count as available, because the kernel can drop them. Unlimited if the system does not report it.
-    """
+    """Bytes of memory available on this machine and in this process's control groups, with files that are cached."""
     available = _meminfo(proc, "MemAvailable")
     for group in control_groups(proc, cgroups):
         with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or not visible in this container

@@ -56,10 +56,7 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
 
 
 def check_all(volume: Volume, allow_physical: bool = False) -> None:
-    """Reads the whole volume; UserError for constant datasets and the first non-finite value.
-
-    Constant channels and, unless they are allowed, physical values are a warning.
-    """
+    """Reads all values; UserError if a dataset is constant or not finite. Constant or physical channels: warnings."""
     ranges: list[list[dict[float, list[int]]]] = [[{} for _ in range(field.shape[0])] for field in volume.fields]
     for number, channel, start, values in volume.slabs(f"checking all values of {volume.path}"):
         if (place := nonfinite_place(values)) is not None:

@@ -40,10 +40,7 @@ def _paths(target: Path) -> list[Path]:
 
 
 class ResumableHDF5File:
-    """An unfinished file of float32 datasets [C, X, Y, Z] or [X, Y, Z], which one process creates and finishes.
-
-    `changed` lists the keys of `identity` for which an unfinished file is replaced.
-    """
+    """An unfinished file of float32 datasets [C, X, Y, Z] or [X, Y, Z]; `changed`: what differs from an earlier one."""
 
     def __init__(
         self,
@@ -54,11 +51,7 @@ class ResumableHDF5File:
         blocks: Blocks,
         overwrite: bool = False,
     ) -> None:
-        """Resumes an unfinished file with the same `identity` (JSON values), or starts a new one with these blocks.
-
-        `attributes` are as for `write_attributes`. Raises UserError if the target exists and `overwrite` is false, if
-        another process writes it, or if it does not fit on the disk.
-        """
+        """Resumes a file of this `identity` (JSON) or starts one; UserError if it exists, is busy or does not fit."""
         self._target, self._overwrite = target, overwrite
         self._partial, self._journal_path, self._record = _paths(target)
         self._os_errors = partial(os_errors_for_users, f"cannot write {target}", "give another --output")
@@ -76,7 +69,6 @@ class ResumableHDF5File:
             self._opened = opened.pop_all()
 
     def finish(self) -> None:
-        """Renames the complete file to the target."""
         check_target(self._target, self._overwrite)  # another process may have created it
         with self._os_errors():
             os.replace(self._partial, self._target)

@@ -127,6 +127,27 @@ def test_several_networks_have_a_mean_and_a_calibration_of_their_own(files: Path
         assert len(file.attrs["checkpoint_density_factor"]) == len(file.attrs["checkpoint_sha256"]) == 2
 
 
+def test_a_calibration_of_another_form_is_measured_again(files: Path, tmp_path: Path, capsys: Any) -> None:
+    """A fixed bug: valid JSON that the program does not write, as after an edit by hand, was a traceback."""
+    path = files / "b" / FILE
+    path.unlink(missing_ok=True)
+    expected = predicted(files, tmp_path / "gas.h5", "--uncertainty", networks="b")["Hydro_std"]
+    ((key, measured),) = json.loads(path.read_text()).items()
+    for form in (
+        [3],
+        5,
+        {key: [3]},
+        {key: {}},
+        {key: measured | {"floors": ["x"] * 5}},
+        {key: measured | {"factors": []}},
+    ):
+        path.write_text(json.dumps(form))
+        again = predicted(files, tmp_path / "again.h5", "--uncertainty", "--overwrite", networks="b")["Hydro_std"]
+        np.testing.assert_array_equal(again, expected)
+        assert f"{path} is ignored: it is damaged; calibrating again" in capsys.readouterr().err
+        assert json.loads(path.read_text()) == {key: measured}
+
+
 def test_each_volume_has_a_calibration_of_its_own(files: Path, tmp_path: Path, capsys: Any) -> None:
     """Fixed: that of a given volume replaced that of the validation volume, even if it was the predicted box."""
     box, val, other = files / "box.h5", files / "val.h5", write_volume(tmp_path / "other.h5", seed=7, redshift=4.0)

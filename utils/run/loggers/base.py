@@ -61,10 +61,7 @@ class Logger:
         """Records a picture; `png` is the content of a PNG file."""
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
-        """Records config and final results.
-
-        With `step` one after the last, a run that is resumed replaces them instead of adding to them.
-        """
+        """Records config and results; with `step` one after the last, a resumed run replaces them."""
 
     def flush(self) -> None:
         """Ensures that a kill loses nothing recorded so far."""
@@ -80,9 +77,11 @@ class RunRecords(Logger):
     It is opened with the first scalars, so that a run that fails before it trains does not touch it.
     """
 
-    def __init__(self, run: LoggedRun, loggers: Sequence[Logger] = ()) -> None:
-        self._run, self._loggers = run, list(loggers)
-        self._started = time.time()
+    def __init__(
+        self, run: LoggedRun, loggers: Sequence[Logger] = (), clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`clock`: the seconds of all processes of the run."""
+        self._run, self._loggers, self._clock = run, list(loggers), clock
 
     @cached_property
     def _metrics(self) -> IO[str]:
@@ -94,7 +93,7 @@ class RunRecords(Logger):
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        record = {"step": step, "seconds": round(time.time() - self._started, 3), **finite}
+        record = {"step": step, "seconds": round(self._clock(), 3), **finite}
         try:
             self._metrics.write(json.dumps(record) + "\n")
         except OSError as error:  # the next line is tried again

@@ -114,8 +114,7 @@ class WandbLogger(Logger):
         run.define_metric("*", step_metric="step")
         self._first_row = run.starting_step
         for record in self._logged.kept_records():
-            values = {name: record[name] for name in record.keys() - {"step", "seconds"}}
-            self._add(run, values, record["step"])
+            self._add(run, {name: record[name] for name in record.keys() - {"step", "seconds"}}, record["step"])
         if not run.disabled:  # WANDB_MODE=disabled
             log.info("Weights & Biases: %s", run.url or f"offline; upload with: wandb sync {run.sync_dir}")
         return run
