@@ -137,6 +137,16 @@ def l1_backward(outputs_gradient, outputs, targets, gradient, count, TILE: tl.co
 
 
 @triton.jit
+def tanh_l1(values, targets, used):  # type: ignore[no-untyped-def]
+    """|tanh(values) - targets| and its gradient; 0 where not `used`."""
+    output = tanh(values)
+    difference = output - targets
+    # 0 * difference is 0, or NaN. The comparisons alone would treat a NaN as no difference.
+    sign = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0 * difference))
+    return tl.where(used, tl.abs(difference), 0.0), tl.where(used, sign * (1.0 - output * output), 0.0)
+
+
+@triton.jit
 def blocks_l1(  # type: ignore[no-untyped-def]
     blocks_gradient,
     loss_partial,
@@ -161,24 +171,20 @@ def blocks_l1(  # type: ignore[no-untyped-def]
     Each program processes the same tile of several planes, at equal distances. So all that depends on the place in the
     plane is computed once: channel, bias, and the address of the target in the first plane.
     """
-    BLOCK: tl.constexpr = 8 * CHANNELS
-    PLANE: tl.constexpr = ROWS * COLUMNS * BLOCK
+    PLANE: tl.constexpr = ROWS * COLUMNS * 8 * CHANNELS
     TILES: tl.constexpr = (PLANE + TILE - 1) // TILE
     CELLS_X: tl.constexpr = 2 * DEPTH - 2
     CELLS_Y: tl.constexpr = 2 * ROWS - 2
     CELLS_Z: tl.constexpr = 2 * COLUMNS - 2
     program = tl.program_id(0)
     place = program % TILES * TILE + tl.arange(0, TILE)
-    channel = place % CHANNELS
     corner = place // CHANNELS % 8
-    block = place // BLOCK
-    x = corner // 4 - 1
-    y = block // COLUMNS * 2 + corner // 2 % 2 - 1
-    z = block % COLUMNS * 2 + corner % 2 - 1
+    block = place // (8 * CHANNELS)
+    x, y, z = corner // 4 - 1, block // COLUMNS * 2 + corner // 2 % 2 - 1, block % COLUMNS * 2 + corner % 2 - 1
     stored = place < PLANE
     inside = stored & (y >= 0) & (y < CELLS_Y) & (z >= 0) & (z < CELLS_Z)
-    offset = ((x * CELLS_Y + y) * CELLS_Z + z) * CHANNELS + channel
-    shift = tl.load(bias + channel).to(tl.float32)
+    offset = ((x * CELLS_Y + y) * CELLS_Z + z) * CHANNELS + place % CHANNELS
+    shift = tl.load(bias + place % CHANNELS).to(tl.float32)
     loss = tl.full([TILE], 0.0, tl.float32)
     total = tl.full([TILE], 0.0, tl.float32)
     plane = program // TILES
@@ -189,13 +195,9 @@ def blocks_l1(  # type: ignore[no-untyped-def]
         origin = ((plane // DEPTH).to(tl.int64) * CELLS_X + depth) * (CELLS_Y * CELLS_Z * CHANNELS)
         values = tl.load(blocks + here, mask=stored, other=0.0).to(tl.float32) + shift
         target = tl.load(targets + origin + offset, mask=used, other=0.0).to(tl.float32)
-        output = tanh(values)
-        difference = output - target
-        # 0 * difference is 0, or NaN. The comparisons alone would treat a NaN as no difference.
-        sign = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0 * difference))
-        gradient = tl.where(used, sign * (1.0 - output * output), 0.0)
+        difference, gradient = tanh_l1(values, target, used)
         tl.store(blocks_gradient + here, gradient.to(blocks_gradient.dtype.element_ty), mask=stored)
-        loss += tl.where(used, tl.abs(difference), 0.0)
+        loss += difference
         total += gradient
         plane += tl.num_programs(0) // TILES
     tl.store(loss_partial + program, tl.sum(loss, 0))

@@ -225,6 +225,18 @@ def bias_activation_forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def times_slope(gradient, value, ACTIVATION: tl.constexpr, NEGATIVE_SLOPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gradient times the slope of the activation where its result is `value`."""
+    if ACTIVATION == "leaky_relu":
+        gradient = tl.where(value > 0, gradient, NEGATIVE_SLOPE * gradient)
+    elif ACTIVATION == "relu":
+        gradient = tl.where(value <= 0, 0.0, gradient)
+    else:
+        gradient = gradient * (1.0 - value * value)
+    return gradient
+
+
+@triton.jit
 def bias_activation_backward(  # type: ignore[no-untyped-def]
     x_gradient,
     partial,
@@ -262,13 +274,9 @@ def bias_activation_backward(  # type: ignore[no-untyped-def]
         cell = start + inner
         stored = (cell < cells) & (lane < PACKED * CHANNELS)
         inside = stored
-        y_cell = cell
-        first_cell = cell
-        second_cell = cell
+        y_cell, first_cell, second_cell = cell, cell, cell
         if SIDE > 0:
-            w = cell % PITCH
-            h = cell // PITCH % PITCH
-            d = cell // (PITCH * PITCH) % PITCH
+            w, h, d = cell % PITCH, cell // PITCH % PITCH, cell // (PITCH * PITCH) % PITCH
             n = cell // (PITCH * PITCH * PITCH)
             inside = stored & (w < SIDE) & (h < SIDE) & (d < SIDE)
             y_cell = ((n * y_pitch + d) * y_pitch + h) * y_pitch + w
@@ -278,12 +286,7 @@ def bias_activation_backward(  # type: ignore[no-untyped-def]
         if TWICE:
             gradient += tl.load(second + second_cell * second_stride + channel, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(y + y_cell * y_stride + channel, mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATION == "leaky_relu":
-            gradient = tl.where(value > 0, gradient, NEGATIVE_SLOPE * gradient)
-        elif ACTIVATION == "relu":
-            gradient = tl.where(value <= 0, 0.0, gradient)
-        else:
-            gradient = gradient * (1.0 - value * value)
+        gradient = times_slope(gradient, value, ACTIVATION, NEGATIVE_SLOPE)
         place = x_gradient + cell * CHANNELS + channel
         tl.store(place, gradient.to(x_gradient.dtype.element_ty), mask=stored)
         total += gradient

@@ -76,6 +76,17 @@ def activated(values, slope):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def remainder_and_quotient(number, divisor):  # type: ignore[no-untyped-def]
+    return number % divisor, number // divisor
+
+
+@triton.jit
+def bits(number):  # type: ignore[no-untyped-def]
+    """The three bits of a number below 8, one per axis, the highest first."""
+    return number >> 2, (number >> 1) & 1, number & 1
+
+
+@triton.jit
 def cells_of_tile(n0, d0, h0, D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sample, plane, row and column of each cell of the tile that begins at these."""
     r = tl.arange(0, BM)

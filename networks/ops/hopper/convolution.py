@@ -5,7 +5,16 @@ import triton
 import triton.language as tl
 
 from networks.ops import padded
-from networks.ops.hopper.common import activated, add_splits, cells_of_tile, descriptor, float32, laid_out, strides_of
+from networks.ops.hopper.common import (
+    activated,
+    add_splits,
+    cells_of_tile,
+    descriptor,
+    float32,
+    laid_out,
+    remainder_and_quotient,
+    strides_of,
+)
 from networks.ops.hopper.tiles import box, convolution_tile
 from networks.ops.launch import launch
 
@@ -69,17 +78,11 @@ def strided_convolution(  # type: ignore[no-untyped-def]
     fine_even, fine_odd: rows of the fine grid of even and of odd number. With SPLIT, the programs of one tile share the
     sum, `per_split` steps each, and write their parts to `partial` [splits, cells, Cs] float32.
     """
-    pid = tl.program_id(0)
-    columns = Cs // BN
-    col0 = pid % columns * BN
-    pid = pid // columns
-    h0 = pid % (D // BH) * BH
-    pid = pid // (D // BH)
-    d0 = pid % D
-    pid = pid // D
-    tiles = (samples + BB - 1) // BB
-    n0 = pid % tiles * BB
-    split = pid // tiles
+    column, pid = remainder_and_quotient(tl.program_id(0), Cs // BN)
+    row, pid = remainder_and_quotient(pid, D // BH)
+    d0, pid = remainder_and_quotient(pid, D)
+    box_number, split = remainder_and_quotient(pid, (samples + BB - 1) // BB)
+    col0, h0, n0 = column * BN, row * BH, box_number * BB
     steps = Cl // BK
     # A grid of one cell has neighbors at the middle taps only.
     half = (4 if D == 1 else 32) * steps
@@ -90,27 +93,16 @@ def strided_convolution(  # type: ignore[no-untyped-def]
         for t in range(tl.maximum(begin - odd * half, 0), tl.minimum(end - odd * half, half)):
             tap = t // steps
             c0 = (t - tap * steps) * BK
-            if D == 1:
-                kw = 1 + (tap & 1)
-                q = odd
-                kd = 1 + (tap >> 1)
-            else:
-                kw = tap & 3
-                q = (tap >> 2) & 1
-                kd = tap >> 3
+            kd, q, kw = strided_tap(tap, odd, D)
             kh = 2 * q + 1 - odd
             rw = 1 - (kw & 1)
-            column = (kw >> 1) - rw
-            if odd == 0:
-                x = fine_even.load([n0, 2 * d0 - 1 + kd, h0 + q, column, rw * Cl + c0])
-            else:
-                x = fine_odd.load([n0, 2 * d0 - 1 + kd, h0 + q - 1, column, rw * Cl + c0])
+            place = [n0, 2 * d0 - 1 + kd, h0 + q - odd, (kw >> 1) - rw, rw * Cl + c0]
+            x = fine_odd.load(place) if odd else fine_even.load(place)
             y = weights.load([col0, ((kd * 4 + kh) * 4 + kw) * Cl + c0])
             acc = tl.dot(y, x.reshape(BM, BK).T, acc)
-    n, d, h, w_ = cells_of_tile(n0, d0, h0, D, 1, BH, BM)
-    cell = ((n.to(tl.int64) * D + d) * D + h) * D + w_
+    n, d, h, w = cells_of_tile(n0, d0, h0, D, 1, BH, BM)
     c = col0 + tl.arange(0, BN)
-    place = cell[:, None] * Cs + c[None, :]
+    place = (((n.to(tl.int64) * D + d) * D + h) * D + w)[:, None] * Cs + c[None, :]
     inside = (n < samples)[:, None] & (c < Cs)[None, :]
     if SPLIT:
         part = partial + split.to(tl.int64) * samples * (D * D * D) * Cs
@@ -118,3 +110,13 @@ def strided_convolution(  # type: ignore[no-untyped-def]
     else:
         acc = activated(acc + tl.load(bias + c, mask=c < biased, other=0.0)[:, None], slope)
         tl.store(out + place, acc.T.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def strided_tap(tap, odd: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tap whose rows are `odd`: its number along the planes, the row of the pair, its number along the row."""
+    if D == 1:
+        kd, q, kw = 1 + (tap >> 1), odd, 1 + (tap & 1)
+    else:
+        kd, q, kw = tap >> 3, (tap >> 2) & 1, tap & 3
+    return kd, q, kw

@@ -28,9 +28,8 @@ from networks.ops import padded
 from networks.ops.blocks import MOST_CHANNELS
 from networks.ops.hopper.common import activated
 from networks.ops.hopper.tiles import BLOCK, PROCESSORS
-from networks.ops.l1 import Sums
+from networks.ops.l1 import Sums, tanh_l1
 from networks.ops.launch import launch
-from networks.ops.pointwise import tanh
 
 # Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs fit into
 # a multiprocessor, so that one computes while the other one loads or writes.
@@ -206,14 +205,12 @@ def store_blocks(  # type: ignore[no-untyped-def]
         if targets is None:
             tl.store(out + place, acc.to(out.dtype.element_ty), mask=used)
         else:
-            output = tanh(acc + tl.load(bias + channel).to(tl.float32)[None, :])
-            difference = output - tl.load(targets + place, mask=used, other=0.0).to(tl.float32)
-            # 0 * difference is 0, or NaN. The comparisons alone would treat a NaN as no difference.
-            sign = tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0 * difference))
-            gradient = tl.where(used, sign * (1.0 - output * output), 0.0)
+            values = acc + tl.load(bias + channel).to(tl.float32)[None, :]
+            target = tl.load(targets + place, mask=used, other=0.0).to(tl.float32)
+            difference, gradient = tanh_l1(values, target, used)
             out.store([f0, k0], gradient.to(out.dtype))
             sums += f0 // PART * 128 + column
-            tl.store(sums, tl.sum(tl.where(used, tl.abs(difference), 0.0), 0))
+            tl.store(sums, tl.sum(difference, 0))
             tl.store(sums + 64, tl.sum(gradient, 0))
 
 

@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 
 from networks.ops import padded
-from networks.ops.hopper.common import activated, cells_of_tile, descriptor, float32, laid_out, strides_of
+from networks.ops.hopper.common import (
+    activated,
+    bits,
+    cells_of_tile,
+    descriptor,
+    float32,
+    laid_out,
+    remainder_and_quotient,
+    strides_of,
+)
 from networks.ops.hopper.tiles import BLOCK, box, transposed_tile
 from networks.ops.launch import launch
 
@@ -84,63 +93,68 @@ def transposed_convolution(  # type: ignore[no-untyped-def]
     """out = activated(sum over taps and channels of coarse × weights, plus the bias of the first `biased` channels).
 
     A program computes the fine cells of one parity along each axis, for which 2³ taps count; with PLANES = 2 those of
-    two planes, 2d - 1 and 2d, whose taps are the same coarse cells. `out` has out_channels channels per cell and
-    out_pitch cells from row to row. The `skipped` channels of `skip`, with skip_pitch cells from row to row, are copied
-    to the channels that follow.
+    two planes, 2d - 1 and 2d, whose taps are the same coarse cells. See `store_fine` for the other arguments.
     """
-    pid = tl.program_id(0)
     CLASSES: tl.constexpr = 8 // PLANES
-    parity = pid % CLASSES
-    pid = pid // CLASSES
-    columns = PLANES * Cl // BN
-    col0 = pid % columns * BN
-    pid = pid // columns
-    h0 = pid % (D // BH) * BH
-    pid = pid // (D // BH)
-    d_tiles: tl.constexpr = D // BD if PLANES == 1 else D + 1
-    d0 = pid % d_tiles * BD
-    n0 = pid // d_tiles * BB
-    rw = parity & 1
-    rh = (parity >> 1) & 1
-    rd = parity >> 2
+    parity, pid = remainder_and_quotient(tl.program_id(0), CLASSES)
+    column, pid = remainder_and_quotient(pid, PLANES * Cl // BN)
+    row, pid = remainder_and_quotient(pid, D // BH)
+    plane, box_number = remainder_and_quotient(pid, D // BD if PLANES == 1 else D + 1)
+    col0, h0, d0, n0 = column * BN, row * BH, plane * BD, box_number * BB
+    rd, rh, rw = bits(parity)
     steps = Cs // BK
-    begin = 0
-    end = (1 if D == 1 else 8) * steps
-    if PLANES == 2:  # the first and the last pair have one plane inside the grid
-        begin = tl.where(d0 == 0, 4 * steps, 0)
-        end = tl.where(d0 == D, 4 * steps, 8 * steps)
+    # With PLANES = 2 the first and the last pair have one plane inside the grid.
+    begin = tl.where(d0 == 0, 4 * steps, 0) if PLANES == 2 else 0
+    end = tl.where(d0 == D, 4 * steps, 8 * steps) if PLANES == 2 else (1 if D == 1 else 8) * steps
     acc = tl.full((BN, BM), 0.0, tl.float32)
     for t in range(begin, end):
         tap = t // steps
         c0 = (t - tap * steps) * BK
-        aw = tap & 1
-        ah = (tap >> 1) & 1
-        ad = tap >> 2
-        kw = 1 + rw + 2 * aw * (1 - 2 * rw)
-        kh = 1 + rh + 2 * ah * (1 - 2 * rh)
-        if PLANES == 1:
-            d = d0 + ad * (2 * rd - 1)
-            kd = 1 + rd + 2 * ad * (1 - 2 * rd)
-            row = c0
-            column = ((kd * 4 + kh) * 4 + kw) * Cl + col0
-        else:
-            d = d0 - 1 + ad
-            row = (((1 - ad) * 4 + kh) * 4 + kw) * Cs + c0
-            column = col0
+        d, ah, aw, row, column = transposed_tap(tap, d0, c0, col0, rd, rh, rw, Cs, Cl, PLANES)
         x = coarse.load([n0, d, h0 + ah * (2 * rh - 1), aw * (2 * rw - 1), c0]).reshape(BM, BK)
         acc = tl.dot(weights.load([row, column]).T, x.T, acc)
-    n, d, h, w_ = cells_of_tile(n0, d0, h0, D, BD, BH, BM)
+    n, d, h, w = cells_of_tile(n0, d0, h0, D, BD, BH, BM)
     j = (col0 + tl.arange(0, BN)) // Cl
     c = col0 + tl.arange(0, BN) - j * Cl
+    acc = activated(acc + tl.load(bias + c, mask=c < biased, other=0.0)[:, None], slope).T
     # Fine planes: a column of the tile is in plane 2d + rd, or in one of the pair.
     first = 2 * d + rd if PLANES == 1 else 2 * d - 1
-    plane = first[:, None] + j[None, :]
-    inside = (n < samples)[:, None] & (plane >= 0) & (plane < 2 * D)
-    acc = activated(acc + tl.load(bias + c, mask=c < biased, other=0.0)[:, None], slope)
-    cell = ((n.to(tl.int64) * out_pitch + first) * out_pitch + 2 * h + rh) * out_pitch + 2 * w_ + rw
+    inside = (n < samples)[:, None] & (first[:, None] + j[None, :] >= 0) & (first[:, None] + j[None, :] < 2 * D)
+    h, w = 2 * h + rh, 2 * w + rw
+    store_fine(acc, n, first, h, w, j, c, inside, out, skip, skipped, out_channels, out_pitch, skip_pitch, Cl)
+
+
+@triton.jit
+def transposed_tap(tap, d0, c0, col0, rd, rh, rw, Cs, Cl, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tap: the plane of coarse cells, its cells along the two other axes, and row and column of the weights."""
+    ad, ah, aw = bits(tap)
+    kw = 1 + rw + 2 * aw * (1 - 2 * rw)
+    kh = 1 + rh + 2 * ah * (1 - 2 * rh)
+    if PLANES == 1:
+        d = d0 + ad * (2 * rd - 1)
+        kd = 1 + rd + 2 * ad * (1 - 2 * rd)
+        row = c0
+        column = ((kd * 4 + kh) * 4 + kw) * Cl + col0
+    else:
+        d = d0 - 1 + ad
+        row = (((1 - ad) * 4 + kh) * 4 + kw) * Cs + c0
+        column = col0
+    return d, ah, aw, row, column
+
+
+@triton.jit
+def store_fine(  # type: ignore[no-untyped-def]
+    acc, n, d, h, w, j, c, inside, out, skip, skipped, out_channels, out_pitch, skip_pitch, Cl
+):
+    """Writes a tile of fine cells, column j, c being channel c in plane d + j.
+
+    `out` has out_channels channels per cell and out_pitch cells from row to row. The `skipped` channels of `skip`, with
+    skip_pitch cells from row to row, are copied to the channels that follow.
+    """
+    cell = ((n.to(tl.int64) * out_pitch + d) * out_pitch + h) * out_pitch + w
     place = cell[:, None] * out_channels + (j * (out_pitch * out_pitch) * out_channels + c)[None, :]
-    tl.store(out + place, acc.T.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
     if skipped > 0:
-        cell = ((n.to(tl.int64) * skip_pitch + first) * skip_pitch + 2 * h + rh) * skip_pitch + 2 * w_ + rw
+        cell = ((n.to(tl.int64) * skip_pitch + d) * skip_pitch + h) * skip_pitch + w
         source = cell[:, None] * skipped + (j * (skip_pitch * skip_pitch) * skipped + c)[None, :]
         tl.store(out + place + Cl, tl.load(skip + source, mask=inside), mask=inside)

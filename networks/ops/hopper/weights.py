@@ -5,7 +5,14 @@ import triton
 import triton.language as tl
 
 from networks.ops import padded
-from networks.ops.hopper.common import add_splits, descriptor, float32, laid_out, strides_of
+from networks.ops.hopper.common import (
+    add_splits,
+    descriptor,
+    float32,
+    laid_out,
+    remainder_and_quotient,
+    strides_of,
+)
 from networks.ops.hopper.tiles import BLOCK, box, splits_of, weight_tile
 from networks.ops.launch import launch
 
@@ -65,29 +72,14 @@ def strided_weight_gradient(  # type: ignore[no-untyped-def]
     fine0 … fine3: the cells in planes and rows of even and odd number. With RUNS, all taps of a cell along its row are
     one run of memory; otherwise pairs of cells are. A chunk has BK cells.
     """
-    pid = tl.program_id(0)
-    rows = Cs // BM
-    row0 = pid % rows * BM
-    pid = pid // rows
-    columns = 64 * Cl // BN
-    col0 = pid % columns * BN
-    split = pid // columns
-    tap = col0 // Cl
-    c0 = col0 - tap * Cl
-    kw = tap & 3
-    kh = (tap >> 2) & 3
-    kd = tap >> 4
-    rh = 1 - (kh & 1)
-    rd = 1 - (kd & 1)
-    dh = (kh >> 1) - rh
-    dd = (kd >> 1) - rd
-    if RUNS:
-        column = 0
-        k0 = kw * Cl + c0
-    else:
-        rw = 1 - (kw & 1)
-        column = (kw >> 1) - rw
-        k0 = rw * Cl + c0
+    row, pid = remainder_and_quotient(tl.program_id(0), Cs // BM)
+    column, split = remainder_and_quotient(pid, 64 * Cl // BN)
+    row0, col0 = row * BM, column * BN
+    c0, tap = remainder_and_quotient(col0, Cl)
+    kd, kh, kw = tap >> 4, (tap >> 2) & 3, tap & 3
+    rd, rh, rw = 1 - (kd & 1), 1 - (kh & 1), 1 - (kw & 1)
+    dd, dh, dw = (kd >> 1) - rd, (kh >> 1) - rh, 0 if RUNS else (kw >> 1) - rw
+    k0 = (kw if RUNS else rw) * Cl + c0
     begin = split * per_split
     end = tl.minimum(begin + per_split, chunks)
     if D == 1:  # only the middle taps are inside the grid
@@ -96,19 +88,14 @@ def strided_weight_gradient(  # type: ignore[no-untyped-def]
     for number in tl.static_range(4):
         mine = number == 2 * rd + rh
         for i in range(tl.where(mine, begin, 0), tl.where(mine, end, 0)):
-            h0 = i % (D // BH) * BH
-            rest = i // (D // BH)
-            d0 = rest % (D // BD) * BD
-            n0 = rest // (D // BD) * BB
+            h, rest = remainder_and_quotient(i, D // BH)
+            d, n = remainder_and_quotient(rest, D // BD)
             x = coarse.load([i * BK, row0])
-            if number == 0:
-                y = fine0.load([n0, d0 + dd, h0 + dh, column, k0])
-            elif number == 1:
-                y = fine1.load([n0, d0 + dd, h0 + dh, column, k0])
-            elif number == 2:
-                y = fine2.load([n0, d0 + dd, h0 + dh, column, k0])
+            place = [n * BB, d * BD + dd, h * BH + dh, dw, k0]
+            if number < 2:
+                y = fine1.load(place) if number else fine0.load(place)
             else:
-                y = fine3.load([n0, d0 + dd, h0 + dh, column, k0])
+                y = fine3.load(place) if number == 3 else fine2.load(place)
             acc = tl.dot(x.T, y.reshape(BK, BN), acc)
     r = row0 + tl.arange(0, BM)
     place = r[:, None].to(tl.int64) * (64 * Cl) + (col0 + tl.arange(0, BN))[None, :]
