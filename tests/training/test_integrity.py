@@ -1,5 +1,6 @@
 """Integrity checks find flipped bits and devices that compute wrong, name the rank, and change no bit of a run."""
 
+import itertools
 import re
 import socket
 from pathlib import Path
@@ -209,6 +210,20 @@ def test_a_digest_depends_on_each_bit_and_on_the_order(dtype: torch.dtype) -> No
             integers[1] ^= 1 << bit
             assert digest(tensors) != before
             integers[1] ^= 1 << bit
+
+
+def test_a_digest_changes_if_values_are_swapped_or_flips_cancel() -> None:
+    """A fixed bug: it was a plain sum, so that a checkpoint with such weights was saved."""
+    for shape in ((24,), (6, 4), (2, 3, 4)):
+        words = torch.arange(24, dtype=torch.int32)
+        before = digest([words.view(shape)])
+        assert digest([words.flip(0).view(shape)]) != before
+        for first, second in itertools.combinations(range(24), 2):
+            swapped, flipped = words.clone(), words.clone()
+            swapped[[first, second]] = words[[second, first]]
+            flipped[first], flipped[second] = words[first] + 64, words[second] - 64
+            assert digest([swapped.view(shape)]) != before
+            assert digest([flipped.view(shape)]) != before
 
 
 def test_suspects() -> None:

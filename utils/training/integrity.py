@@ -121,9 +121,17 @@ class Integrity:
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A number [] int64 of the tensors' bits, on the device of the first one; nothing waits for it.
 
-    The bits of each tensor are added as integers, in any order with the same sum: a wrong element always changes it.
+    The bits of each tensor are added as integers, in any order with the same sum, along the first axis and along the
+    others; these sums are added with factors by their place, so that neither swaps nor opposite flips cancel.
     """
-    sums = [tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+        others = [*range(1, bits.dim())]
+        first, second = bits.sum(0, dtype=torch.int64), bits.sum(others, dtype=torch.int64) if others else bits.long()
+        for part in (first, second):
+            mixed = (part ^ part >> 32).flatten()  # the factors move bits to higher places only, and the highest out
+            sums.append((mixed * torch.arange(1, 2 * len(mixed), 2, device=part.device)).sum())
     total = torch.zeros_like(sums[0])
     for value in sums:
         total = total * MULTIPLIER + value.to(total.device)
