@@ -145,7 +145,7 @@ def file_digest(path: Path) -> str:
 
 
 def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
-    """The file that `checkpoint` names, resolved once since a run in progress moves its link, and its content."""
+    """The file that `checkpoint` names, resolved once (a run moves its link), and its content; every rank calls it."""
     content = None
     with world.raise_together():
         if world.is_root:
