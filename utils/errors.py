@@ -55,6 +55,11 @@ class CorruptionError(UserError):
 
     exit_code = EXIT_CORRUPTION
 
+    def __init__(self, message: str, checked: int | None = None) -> None:
+        """Checkpoints after the step `checked` may be wrong; None: none of them."""
+        super().__init__(message)
+        self.checked = checked
+
 
 class Stopped(Exception):
     """A signal requested a stop, all ranks have agreed to it, and the state is saved."""

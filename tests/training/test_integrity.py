@@ -19,6 +19,7 @@ import train
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import EXIT_CORRUPTION, CorruptionError
+from utils.run.checkpoint import saved_steps
 from utils.steps.eager import EagerStep
 from utils.training.integrity import Integrity, digest, disagreeing, minority
 
@@ -175,6 +176,29 @@ def test_the_last_checkpoint_before_a_good_replay_is_kept(tmp_path: Path, data_f
     train_on(ALONE, flags_of(tmp_path, data_flags, *options))
     kept = {int(path.name[5:]) for path in (directory(tmp_path) / "checkpoints").glob("step_*")}
     assert kept - {last(directory(tmp_path)).state.best_step} | {16} == {14, 15, 16}
+
+
+class ComputesWrongAfterTheFirstCheck(EagerStep):
+    replays = 0
+
+    def replay(self, batch):
+        self.replays += 1
+        return super().replay(batch) * (1 + 1e-6 * (self.replays == 5))  # two per check, and one before
+
+
+def test_a_restart_after_wrong_replays_resumes_before_them(tmp_path: Path, data_flags: list[str], caplog: Any) -> None:
+    """A fixed bug: torchrun's restart resumed from a checkpoint that the line named as wrong."""
+    flags = flags_of(tmp_path, data_flags, "--set=checkpoint.every_steps=1")
+    with pytest.raises(
+        CorruptionError, match=r"after step 4 may be wrong and are renamed to doubtful_step_…; the same"
+    ):
+        train_on(ALONE, flags, ComputesWrongAfterTheFirstCheck)
+    run = directory(tmp_path)
+    assert saved_steps(run / "checkpoints") == [4]
+    assert (run / "checkpoints" / "doubtful_step_00000007").is_dir()
+    caplog.set_level("INFO")
+    train_on(ALONE, flags)
+    assert f"Resuming from {run}/checkpoints/step_00000004, after step 4" in caplog.messages
 
 
 def test_networks_that_draw_numbers_are_compared_by_digest_alone() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
-from utils.files import atomic_directory
+from utils.files import atomic_directory, remove
 from utils.log import once_per_job
 from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
@@ -25,7 +25,7 @@ log = once_per_job(__name__)
 
 FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
-BEST = "best"
+BEST, DOUBTFUL = "best", "doubtful_"
 NO_BEST = "no saved epoch so far has lowered the validation loss below that of the initial network"
 ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
@@ -74,6 +74,16 @@ def saved_steps(folder: Path) -> list[int]:
 
 def step_directory(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
+
+
+def set_aside(folder: Path, last: int) -> None:
+    """Renames the checkpoints after the step `last`, so that no run resumes from them."""
+    for step in saved_steps(folder):
+        if step > last:
+            path = step_directory(folder, step)
+            doubtful = path.with_name(DOUBTFUL + path.name)
+            remove(doubtful)
+            path.rename(doubtful)
 
 
 def load_newest(folder: Path) -> Checkpoint | None:

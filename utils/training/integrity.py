@@ -14,6 +14,7 @@ from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.log import once_per_job
+from utils.run.checkpoint import DOUBTFUL
 from utils.run.provenance import device_name
 from utils.run.state import TrainState
 from utils.steps.eager import EagerStep
@@ -74,22 +75,23 @@ class Integrity:
         for step, digests, replays in pending:
             suspects = minority(self._world.gather(digests).tolist())
             if suspects:
-                self._report(step, "weights or optimizer state", suspects, "the same command resumes")
+                self._report(step, "weights or optimizer state", suspects)
             elif replays is not None:
                 suspects = disagreeing(self._world.gather(replays).cpu(), self._agree)
                 if suspects:
-                    doubt = f"checkpoints after step {state.checked} may be wrong: remove them before you resume"
-                    self._report(step, "results of a micro-batch", suspects, doubt)
+                    self._report(step, "results of a micro-batch", suspects, state.checked)
                 else:
                     state.checked = step
 
-    def _report(self, step: int, what: str, suspects: Sequence[int], checkpoints: str) -> None:
+    def _report(self, step: int, what: str, suspects: Sequence[int], checked: int | None = None) -> None:
         ranks = ", ".join(f"{rank} ({self._world.hosts[rank]})" for rank in suspects[:8])
         where = f"one of the ranks {ranks}" if len(suspects) > 1 else f"rank {ranks}"
-        line = f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}; {checkpoints}"
+        line = f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}"
+        doubt = "" if checked is None else f"; checkpoints after step {checked} may be wrong"
         if not self._warns:
-            raise CorruptionError(line)
-        log.warning(line)
+            renamed = f" and are renamed to {DOUBTFUL}step_…" if doubt else ""
+            raise CorruptionError(f"{line}{doubt}{renamed}; the same command resumes", checked)
+        log.warning(line + doubt)
 
     def _micro_batch(self, batch: Batch) -> Batch:
         return Batch(*(part.chunk(self._parts)[0] for part in batch))
