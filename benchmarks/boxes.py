@@ -10,7 +10,7 @@ A condition with `boxes` trains on boxes of these names.
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ import torch
 from analysis.evaluation import results
 from analysis.evaluation.baselines import volume_losses
 from analysis.evaluation.volume import VolumeFields
-from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from benchmarks import common
 from utils.config.sections import EvaluationConfig
@@ -111,24 +110,17 @@ class Boxes:
         return evaluated
 
 
-def evaluate(
-    checkpoint: str | Path,
-    file: str,
-    symmetries: int = 1,
-    calibrated: bool = False,
-    change: Callable[[SlidingWindowPredictor], SlidingWindowPredictor] = lambda predictor: predictor,
-    **settings: Any,
-) -> results.Results:
-    """Evaluates a network on a volume, after a change of its predictor; `settings` are those of the evaluation.
+def evaluate(checkpoint: Path, file: str, **settings: Any) -> results.Results:
+    """Evaluates a network on a volume; `settings` are those of the evaluation.
 
-    Studies compare what networks learn, so their densities are not `calibrated` unless asked.
+    Studies compare what networks learn, so their densities are not calibrated.
     """
     world = common.this_machine()
-    trained = TrainedNetwork.load(checkpoint, world.device, calibrated=calibrated)
+    trained = TrainedNetwork.load(checkpoint, world.device, calibrated=False)
     options = EvaluationConfig(**{"sightlines": SIGHTLINES, **settings})
     with closing(VolumeFields(file, None, trained.config.model_copy(update={"evaluation": options}))) as fields:
-        predictor = build_predictor(trained, fields.inputs, InferenceOptions(symmetries=symmetries), world)
-        return fields.evaluate(change(predictor), f"{checkpoint} on {Path(file).stem}", {"input": file}, world)
+        predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
+        return fields.evaluate(predictor, f"{checkpoint} on {Path(file).stem}", {"input": file}, world)
 
 
 def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:

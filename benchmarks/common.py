@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import statistics
 import subprocess
@@ -19,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.timing import spread as spread
 from benchmarks.timing import summary as summary
 from utils import cli
 from utils.data.loaders import Batch, Loader
@@ -57,11 +55,6 @@ class Parser(cli.Parser):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, end_by_signal)
         return parsed, rest
-
-    def add_changes(self) -> None:
-        """Adds --set KEY=VALUE."""
-        text = "sets a key in all configs; may be repeated"
-        self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
 
 
 def end_by_signal(number: int, frame: object) -> NoReturn:
@@ -195,11 +188,6 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
 
 
-def peak_bytes() -> int:
-    """The largest resident memory of this process so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def drop_pages(path: Path) -> None:
     """Drops a file from the page cache. Linux only."""
     with open(path, "rb", buffering=0) as file:
@@ -286,18 +274,3 @@ def band(axes: Any, places: Any, means: Any, deviations: Any, **options: Any) ->
     pairs = list(zip(means, deviations, strict=True))
     low, high = ([mean + sign * deviation for mean, deviation in pairs] for sign in (-1, 1))
     axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-
-
-def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[str, Any]]], **labels: Any) -> None:
-    """Horizontal bars of medians with their ranges: a row per name, the first at the top, and a color per group."""
-    height = 0.8 / len(groups)
-    for number, (label, values) in enumerate(groups.items()):
-        medians = [value["median"] for value in values]
-        errors = [[abs(value[edge] - value["median"]) for value in values] for edge in ("min", "max")]
-        rows = [row + number * height for row in range(len(names))]
-        drawn = axes.barh(rows, medians, height, xerr=errors, capsize=2, label=label or None)
-        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")
-    axes.set_yticks([row + (len(groups) - 1) * height / 2 for row in range(len(names))], names)
-    axes.set_ylim(len(names) - 0.2, -0.6)
-    axes.margins(x=0.15)
-    axes.set(**labels)

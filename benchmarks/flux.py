@@ -9,6 +9,7 @@ time does not include.
 
 import functools
 import math
+import resource
 from collections.abc import Sequence
 
 import torch
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results[name] = {"side": side, "axes": axes, "cell (Mpc/h)": cell, "seconds": seconds}
         rate = side**3 * axes / seconds["median"] / 1e6
         rows.append((name, f"{UNIVERSE.pixel_width(cell):.3g}", common.ranged(seconds, ".3g"), f"{rate:.3g}"))
-    gib = common.peak_bytes() / 2**30
+    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     text = f"Lyman-alpha optical depth, {options.threads} threads, n = {options.trials}; peak memory {gib:.2f} GiB.\n\n"
     text += common.table(["sight-lines x axes", "cell, km/s", "seconds", "million cells/s"], rows)
     common.publish("flux", options, {"cases": results, "peak memory GiB": gib}, text)

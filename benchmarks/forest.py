@@ -220,9 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if chosen.simulation.get("device") == "cuda" and not torch.cuda.is_available():
         raise UserError(f"torch sees no GPU, which --size {options.size} needs; give --size demo")
     made.simulate()
-    training_runs = study.training_runs_of(name, options.seeds, options.runs, {})
-    if failure := study.run_missing(training_runs):
-        raise failure
+    training_runs = study.trained(name, options.seeds, options.runs)
     training = [{"condition": run.condition.name, **run.result()} for run in training_runs]
     blocks: dict[str, Block] = {}
 

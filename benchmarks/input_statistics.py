@@ -72,16 +72,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
     options.output = options.output.absolute()
     os.chdir(common.REPOSITORY)
-    forest, condition = study.STUDIES["forest"], study.STUDIES["forest"].conditions[0]
-    keys = {**forest.simulated(options.runs).training_keys(condition.boxes), **condition.changes}
-    training = [study.Training("forest-0", condition, seed, options.runs, keys) for seed in range(options.seeds)]
-    if failure := study.run_missing(training):
-        raise failure
-    config, simulation = training[0].config, {**forest.simulation, "held_out": {"grid": 96, "seeds": [21, 22]}}
+    training, held_out = study.trained("forest", options.seeds, options.runs, 1), {"grid": 96, "seeds": [21, 22]}
+    config, simulation = training[0].config, {**study.STUDIES["forest"].simulation, "held_out": held_out}
     simulated, channels = boxes.Boxes(simulation, VOLUMES, options.runs), volume_channels(config)[0]
     files = {name: simulated.files(name, "held_out") for name in VOLUMES}
     files |= {name: [changed(file, name, channels) for file in files[UNCHANGED]] for name in CHANGES}
-    trained = training_statistics([open_volume(file) for file in keys["train_path"]], config)
+    trained = training_statistics([open_volume(file) for file in config.paths("train_path")], config)
     rows, results, pairs = [], {}, list[tuple[float, float]]()
     for name, group in files.items():
         found = [distance(trained, file, open_volume(file).inputs, config) for file in group]

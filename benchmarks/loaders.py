@@ -36,8 +36,7 @@ from utils.volumes.convert_to_npy import convert
 FIELDS = {"Nbody": 4, "Hydro": 5}  # channels
 # Batches that may be ready when a measurement begins: our loaders keep three, the DataLoader two per worker and more.
 UNTIMED_BATCHES = 6
-SECONDS = ("start seconds", "first epoch seconds", "later epoch seconds")  # of three epochs
-STARTS = (*SECONDS, "first epoch / later")
+STARTS = ("start seconds", "first epoch seconds", "later epoch seconds", "first epoch / later")  # of three epochs
 
 
 def volumes(box: int, crop: int, npy: bool = False) -> tuple[Path, Path]:
@@ -204,15 +203,6 @@ def start_in_process(name: str, options: argparse.Namespace) -> dict[str, float]
         return pool.submit(start, name, options).result()
 
 
-def draw(results: dict[str, Any], starts: dict[str, Any], path: Path) -> None:
-    """Throughput with its range, and the seconds of start and epochs."""
-    ways = [way["trials"] for way in starts.values()]
-    seconds = {key: [common.spread([trial[key] for trial in trials]) for trials in ways] for key in SECONDS}
-    with common.plot(path, (12, 4.4), 2) as (left, right):
-        common.bars(left, list(results), {"": list(results.values())}, xlabel="samples/s (median, range)")
-        common.bars(right, list(starts), seconds, xlabel="seconds", title="from a cold page cache")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     sizes = {"box": 512, "crop": 64, "batch": 16, "trials": 5, "workers": 2, "batches": 30, "epoch_batches": 64}
     parser = common.Parser(__doc__, **sizes, settle=2.0)
@@ -231,8 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cold = [(name, *(f"{values[key]:.2f}" for key in STARTS)) for name, values in starts.items()]
         text += f"\n\n{common.table(('loader', *STARTS), cold)}"
     result = {"unit": "samples/s", "results": results, "starts": starts}
-    draw_starts = functools.partial(draw, results, starts) if starts else None
-    common.publish("loaders" if device.type == "cpu" else "loaders_gpu", options, result, text, draw_starts)
+    common.publish("loaders" if device.type == "cpu" else "loaders_gpu", options, result, text)
 
 
 if __name__ == "__main__":

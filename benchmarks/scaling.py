@@ -3,7 +3,6 @@
 python -m benchmarks.scaling --config=demo --ranks 1 2 4                 the whole study on this machine
 python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 32 --submit   one Slurm job per missing point and round
 python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 32 --collect  the results so far
-python -m benchmarks.scaling --control 64 128 512 4096                   heartbeats and start-up (benchmarks/control.py)
 
 Weak scaling keeps the samples per rank (--weak, one or more values), strong scaling those of all ranks (--strong). All
 points are measured once per round, in --trials rounds, so that drift affects all of them. Other arguments go to
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import common, control
+from benchmarks import common
 from utils import cli
 from utils import config as configs
 from utils.cli import positive
@@ -227,10 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--submit", action="store_true", help="only submit a job for each missing result")
     instead.add_argument("--collect", action="store_true", help="only report the results in the output directory")
-    instead.add_argument("--control", nargs="+", type=positive, metavar="N", help="only measure the control plane")
     options, rest = parser.parse_known_args(argv)
-    if options.control:
-        return control.main(options)
     plan = make_plan(options, rest)
     if options.submit:
         return submit(plan)

@@ -257,8 +257,8 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     for names in {None: CPU_SETS, 1: FASTEST, 3: OTHERS}[options.call]:
         if PEER in names and options.peer is None:
             continue
-        words = ["-m", "benchmarks.step", "--sets", *names, f"--size={options.size}", "--profile", output]
-        words += [f"--peer={options.peer}"] * (PEER in names)
+        words = ["-m", "benchmarks.step", "--sets", *names, f"--size={options.size}", output]
+        words += ["--profile"] * (options.call is not None) + [f"--peer={options.peer}"] * (PEER in names)
         seconds = sum(SECONDS.get(name.split()[0], SEARCH) + TRIALS for name in names)
         parts.append(Part(", ".join(names), words, START + seconds))
     parts[0] = parts[0]._replace(seconds=parts[0].seconds + VOLUME)
@@ -268,7 +268,7 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
         words = ["-m", "benchmarks.loaders", f"--box={options.box}", f"--crop={options.crop}", "--starts=0"]
         words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={options.output}"]
         study = ["-m", "benchmarks.study", "adam_and_soap", "--seeds=1", f"--output={options.output}"]
-        volumes = ["-m", "benchmarks.volumes", "--grid=256", "--ranks", "1", "--width=64", "--device=cuda"]
+        volumes = ["-m", "benchmarks.volumes", "--width=64", "--trials=2", "--device=cuda"]
         first = Part("study", study, STUDY), Part("volumes", [*volumes, f"--output={options.output}"], VOLUMES)
         parts[:0] = [*first, Part("loaders", words, LOADERS)]
     return parts
@@ -345,8 +345,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.sets and (options.call or options.dry_run):
         raise UserError("--sets measures these sets alone; remove --call and --dry_run, or --sets")
-    if options.profile and not options.sets:
-        raise UserError("--profile has no effect without --sets; name the sets")
     if options.peer is not None:
         peer.tutorial(options.peer)  # refuses another directory before anything is measured
         options.peer = options.peer.absolute()
@@ -354,6 +352,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif PEER in (options.sets or ()):
         raise UserError(f"the set {PEER} needs --peer DIR, a clone of the tutorial")
     device = common.this_machine().device
+    if options.profile and not (options.sets and device.type == "cuda"):
+        raise UserError("--profile needs --sets and a GPU; remove it, or name the sets")
     options.size = options.size or ("cuda" if options.call else device.type)
     vars(options).update(SIZES[options.size])
     if options.sets:

@@ -12,40 +12,33 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import seconds_of, table
 
-# The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
+# The first pattern found in a name decides.
 PATTERNS: tuple[tuple[str, str], ...] = (
     # networks/strided_kernels.py and networks/block_kernels.py.
     ("convolutions", r"^(gather|scatter|(block_)?weight_gradient|sum_splits|rows_to_blocks|blocks_to_rows)(_\w+)?$"),
-    ("communication", r"nccl|^c10d::|^gloo:"),
-    ("layout and casts", r"multi_tensor_apply_kernel.*\bCopy|^aten::_foreach_copy_"),
-    ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\."),
+    ("communication", r"nccl"),
+    ("layout and casts", r"multi_tensor_apply_kernel.*\bCopy"),
+    ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))"),
     # From cuDNN, from .contiguous() and .to(), and from inductor if the kernel does nothing else.
     ("layout and casts", r"(?i:n(cd?hw|d?hwc)_?to_?n(cd?hw|d?hwc)|nd?hwcToFolded|foldedNd?hwc|AddPadding_?Kernel)"),
     ("layout and casts", r"(?i:convertTensor|tensorTransform|transpose\w*_kernel|transpose_readWrite)"),
     ("layout and casts", r"(direct|b?float\d\w*)_copy_kernel|^triton_poi_fused(_(_to_copy|clone))+_\d+$"),
-    ("layout and casts", r"^aten::(copy_|_copy_from|clone|contiguous|to|_to_copy)$|mkldnn_reorder"),
-    ("copies", r"(?i:^mem(cpy|set))|vectorized_gather|scatter_gather|index_elementwise"),
-    ("copies", r"(?i:index_?select)|^aten::(index|gather|take)$"),
+    ("copies", r"(?i:^mem(cpy|set)|index_?select)|vectorized_gather|scatter_gather|index_elementwise"),
     # Before the convolutions: inductor names a kernel after neighboring operators, including convolutions.
-    ("pointwise", r"^triton_(poi|red|per|for|mix|split_scan)_|^cpp_fused"),
+    ("pointwise", r"^triton_(poi|red|per|for|mix|split_scan)_"),
     ("convolutions", r"(?i:convol|conv[123]d|conv_(transpose|depthwise)|fprop|[dw]grad|im2col|col2im|vol2col|col2vol)"),
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
-    ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK|^aten::(add|b)?mm$"),
+    ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK"),
     ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
     # networks/kernels.py
     ("pointwise", r"^(bias_activation|activation_backward|(\w+_)?l1(_\w+)?|tail(_\w+)?)$"),
-    (
-        "pointwise",
-        r"^aten::(?!empty|as_strided|view|_unsafe_view|reshape|resize|slice|narrow|detach|t$|select|transpose|permute"
-        r"|expand|unsqueeze|squeeze|result_type|item|_local_scalar|is_|set_|alias|lift)",
-    ),
 )
 # Where kernels overlap, the time counts for the earlier category: the later one was hidden behind it.
 CATEGORIES = ("convolutions", "pointwise", "layout and casts", "optimizer", "copies", "other", "communication")
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel or operator; times in µs."""
+    """One run of a kernel; times in µs."""
 
     name: str
     start: float
@@ -54,20 +47,18 @@ class Kernel(NamedTuple):
 
 @functools.cache
 def classify(name: str) -> str:
-    """The category of a kernel or operator by its name."""
+    """The category of a kernel by its name."""
     return next((category for category, pattern in PATTERNS if re.search(pattern, name)), "other")
 
 
 def measure(run_step: Callable[[], object], device: torch.device, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
-    """Times `steps` steps without a profiler, then profiles the kernels of as many; on a CPU, the operators."""
+    """Times `steps` steps without a profiler, then profiles the kernels of as many."""
     for _ in range(warmup):
         run_step()
     milliseconds = 1e3 * seconds_of(run_step, device, steps) / steps
-    on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         seconds_of(run_step, device, steps)  # also waits for the device
-    events = profiled.events() or []
-    return breakdown(kernels_of(events) if on_gpu else operators_of(events), steps, milliseconds)
+    return breakdown(kernels_of(profiled.events() or []), steps, milliseconds)
 
 
 def breakdown(kernels: Sequence[Kernel], steps: int, step_ms: float) -> dict[str, Any]:
@@ -132,13 +123,3 @@ def kernels_of(events: Iterable[Any]) -> list[Kernel]:
         and not getattr(event, "is_user_annotation", False)
         and not re.match(r"(Context|Stream|Event) (Sync|Wait)", event.name)
     ]
-
-
-def operators_of(events: Iterable[Any]) -> list[Kernel]:
-    """Each operator's own time, without the operators it calls; laid end to end."""
-    operators, end = [], 0.0
-    for event in events:
-        if event.self_cpu_time_total > 0:
-            operators.append(Kernel(event.name, end, end + event.self_cpu_time_total))
-            end += event.self_cpu_time_total
-    return operators

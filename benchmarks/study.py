@@ -2,7 +2,6 @@
 
 python -m benchmarks.study digits          from a naive large batch to LAMB, 8 ranks, on 1,797 digits
 python -m benchmarks.study time_to_quality recipes by samples and seconds to the loss of the tutorial's recipe
-python -m benchmarks.study networks        networks and losses, also by spectra and flux
 python -m benchmarks.study generalization  networks on other redshifts, cosmologies and cell sizes
 python -m benchmarks.study examples --logs example_logs     the runs of example_logs; --logs keeps the first seed's logs
 
@@ -159,14 +158,16 @@ class Training:
         return right / samples
 
 
-def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, Any]) -> list[Training]:
-    """The runs of a study, seed by seed over all conditions, so that drift of the machine affects all conditions."""
-    study = STUDIES[name]
-    files = [study.simulated(runs).training_keys(condition.boxes) for condition in study.conditions]
+def training_runs_of(
+    name: str, seeds: int, runs: Path, changes: Mapping[str, Any], first: int | None = None
+) -> list[Training]:
+    """The runs of a study, or of its `first` conditions, seed by seed, so that drift of the machine affects all."""
+    study, conditions = STUDIES[name], STUDIES[name].conditions[:first]
+    files = [study.simulated(runs).training_keys(condition.boxes) for condition in conditions]
     return [
         Training(f"{name}-{number}", condition, seed, runs, {**keys, **changes})
         for seed in range(seeds)
-        for number, (condition, keys) in enumerate(zip(study.conditions, files, strict=True))
+        for number, (condition, keys) in enumerate(zip(conditions, files, strict=True))
         if condition.seeds is None or seed < condition.seeds
     ]
 
@@ -186,6 +187,14 @@ def run_missing(training_runs: Sequence[Training]) -> UserError | None:
     if not failures:
         return None
     return UserError(f"{len(failures)} of {len(training_runs)} training runs failed; {failures[0]}")
+
+
+def trained(name: str, seeds: int, runs: Path, first: int | None = None) -> list[Training]:
+    """The runs of a study, or of its `first` conditions, which it trains; UserError if some fail."""
+    training_runs = training_runs_of(name, seeds, runs, {}, first)
+    if failure := run_missing(training_runs):
+        raise failure
+    return training_runs
 
 
 def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> dict[str, Any]:
@@ -258,17 +267,15 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Curves over samples and seconds, with standard deviations."""
-    with common.plot(path, (9, 4.6), 2, sharey=True) as panels:
-        for panel, key in zip(panels, ("samples", "seconds"), strict=True):
-            for summary in summaries:
-                points = summary["curve"][1:]  # the untrained network is the same under all conditions
-                places, means, deviations = ([point[name] for point in points] for name in (key, "mean", "stdev"))
-                common.band(panel, places, means, deviations, marker="o", label=summary["name"])
-            panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
-            panel.grid(alpha=0.3, which="both")
-            panel.set(xlabel=key, yscale="linear" if study.rises else "log")
-        panels[0].set_ylabel(study.label)
+    """Curves over samples, with standard deviations. The seconds, which other programs disturb, are in the table."""
+    with common.plot(path, (9, 5)) as (panel,):
+        for summary in summaries:
+            points = summary["curve"][1:]  # the untrained network is the same under all conditions
+            places, means, deviations = ([point[name] for point in points] for name in ("samples", "mean", "stdev"))
+            common.band(panel, places, means, deviations, marker="o", label=summary["name"])
+        panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
+        panel.grid(alpha=0.3, which="both")
+        panel.set(xlabel="samples", ylabel=study.label, yscale="linear" if study.rises else "log")
 
 
 def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[dict[str, Any], str]:
@@ -302,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__, seeds=None, runs=common.RUNS)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--logs", type=Path, help="copy the logs of the first seed's runs to this directory")
-    parser.add_changes()
+    text = "set a key in all configs; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
     options = parser.parse_args(argv)
     for name in ("logs", "output", "runs"):  # logs and results name no directory of this machine
         setattr(

@@ -14,14 +14,10 @@ CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate: waits may be too long bu
 LONGEST_WAIT = 0.05  # s
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and range."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
-
-
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median, range and all values."""
-    return {**spread(values), "trials": list(values)}
+    spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+    return {**spread, "trials": list(values)}
 
 
 def repeat(

@@ -110,16 +110,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
     options.output, runs, forest = options.output.absolute(), options.runs, study.STUDIES["forest"]
     os.chdir(common.REPOSITORY)
-    condition, keys = forest.conditions[0], forest.simulated(runs).training_keys(forest.conditions[0].boxes)
-    training_runs = [study.Training("forest-0", condition, seed, runs, keys) for seed in range(options.seeds)]
-    if failure := study.run_missing(training_runs):
-        raise failure
-    simulated = Boxes(forest.simulation, VOLUMES, runs)
-    checkpoints = [run.checkpoint for run in training_runs]
+    training, simulated = study.trained("forest", options.seeds, runs, 1), Boxes(forest.simulation, VOLUMES, runs)
+    checkpoints = [run.checkpoint for run in training]
     density = TrainedNetwork.load(checkpoints[0], common.this_machine().device).channels[1][0]
     values: dict[str, dict[str, list[dict[str, float]]]] = {}
     for networks in (*([checkpoint] for checkpoint in checkpoints), checkpoints):
-        known = predicted(networks, keys["val_path"], runs)
+        known = predicted(networks, str(training[0].config.val_path), runs)
         for name in VOLUMES if len(networks) == 1 else [SEEDS]:
             by_method = values.setdefault(name if len(networks) == 1 else f"{name}, mean of the networks", {})
             for file in simulated.files(name, "held_out"):

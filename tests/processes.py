@@ -106,7 +106,7 @@ def _rank(function: Any, rank: int, size: int, port: int, arguments: tuple, devi
     os.environ.update(rank_variables(rank, size, port))
     torch.set_num_threads(1)
     try:
-        with connect(device, TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS)) as world:
+        with connect(device, TimeoutsConfig(rendezvous=GENEROUS)) as world:
             try:
                 answer = (True, function(world, *arguments))
             except BaseException:

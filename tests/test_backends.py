@@ -31,21 +31,21 @@ def logged(caplog: Any, config: Config, device: torch.device = CUDA) -> list[str
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit
+    before = cudnn.allow_tf32, matmul.allow_tf32
     yield
-    cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark_limit = before
+    cudnn.allow_tf32, matmul.allow_tf32 = before
     cudnn.benchmark = False
     torch.use_deterministic_algorithms(False)
 
 
 def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(monkeypatch: Any, caplog: Any) -> None:
-    for tf32, search, limit, line in (
-        (True, False, 0, "search off; float32 convolutions: TF32"),
-        (False, True, 10, "search on; float32 convolutions: IEEE"),
+    for tf32, search, line in (
+        (True, False, "search off; float32 convolutions: TF32"),
+        (False, True, "search on; float32 convolutions: IEEE"),
     ):
-        config = Config(tf32=tf32, cudnn_benchmark=search, cudnn_benchmark_limit=limit)
+        config = Config(tf32=tf32, cudnn_benchmark=search)
         set_backends(config, CUDA)
-        assert (cudnn.benchmark, cudnn.benchmark_limit) == (search, limit)
+        assert cudnn.benchmark == search
         assert cudnn.allow_tf32 is matmul.allow_tf32 is tf32
         assert logged(caplog, config)[0].endswith(line)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
@@ -105,7 +105,7 @@ def test_options_without_effect_are_logged() -> None:
     for changes, ranks, options in (
         ({"fused_pointwise": True}, 1, ["fused_pointwise"]),
         ({"fused_tail": True, "network": {"space_to_depth": ["last"]}}, 1, ["fused_tail"]),
-        ({"static_graph": True, "noddp": True}, 2, ["static_graph"]),
+        ({"integrity": {"every": 1}, "noddp": True}, 2, ["integrity"]),
         ({"lr_schedule": {"warmup_epochs": 1.0}}, 1, ["lr_schedule's warm-up"]),
         ({"profile": {"profiler": "torch"}}, 1, ["the section profile (--profiler)"]),
         ({"enable_apex": True, "enable_fused": True}, 1, ["enable_apex", "enable_fused"]),

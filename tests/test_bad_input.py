@@ -21,6 +21,7 @@ from utils import errors
 from utils.config import load
 from utils.data.loaders.base import sample_plan
 from utils.steps import build
+from utils.training import reporter
 from utils.volumes.opened import Volumes
 
 Refuse = Callable[..., str]
@@ -166,9 +167,9 @@ def test_invalid_input_changes_no_file_of_an_earlier_run(trained_run: Path, tmp_
 def test_training_skips_updates_with_nan_up_to_a_limit(
     data_flags: list[str], tmp_path: Path, capsys: Any, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues to its end, or stops after max_consecutive_skips, or if all updates were skipped.
+    """The run continues to its end, or stops after MOST_SKIPS_IN_A_ROW, or if all updates were skipped.
 
-    With fewer steps than max_consecutive_skips it once ended with the result of a "trained network".
+    With fewer steps than that it once ended with the result of a "trained network".
     """
     monkeypatch.setattr(Volumes, "check", lambda *_: None)  # its sample of a large file may miss a NaN
     path, cell, config = tmp_path / "nan.h5", (0, 10, 2), load(str(TOP / "config" / "UNet.yaml"), "test")
@@ -193,8 +194,8 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     )
     says: tuple[str, ...] = ("is nan after step 0, the untrained network", "weight_init")
     assert "learning" not in refuse("--set=weight_init.conv_scale=1e30", "--run_num=02", says=says, trains=True)
-    # With a limit of one step:
-    flags = [f"--set=train_path={path}", "--set=checkpoint.every_steps=1", "--set=max_consecutive_skips=1"]
+    monkeypatch.setattr(reporter, "MOST_SKIPS_IN_A_ROW", 1)
+    flags = [f"--set=train_path={path}", "--set=checkpoint.every_steps=1"]
     says = ("training stopped: 1 updates in a row were skipped", description, "--preflight")
     refuse(*flags, says=says, trains=True)
     assert last(directory(tmp_path / "runs")).state.step == step - 1

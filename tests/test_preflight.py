@@ -179,18 +179,14 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
     """Its memory may be too small. Fixed: a run with CUDA graphs was refused, because only CUDA devices have them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(threaded, "available_memory", lambda: 0)
-    graph, unfit = {"step_class": GraphStep}, "cannot record the step as a CUDA graph: gradient_compression"
-    for flags, options, says in (
-        (["--data_loader_config=resident"], {}, ""),
-        (["8", "--data_loader_config=auto"], graph, ""),
-        (["8", "--set=gradient_compression=bfloat16"], graph, unfit),
+    for flags, options in (
+        (["--data_loader_config=resident"], {}),
+        (["8", "--data_loader_config=auto"], {"step_class": GraphStep}),
     ):
-        code, printed, errors = report(*flags, "--set=device=cuda", **options)
-        assert says in errors
-        assert code == (2 if says else 0)
-        if not says:
-            for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
-                assert part in printed
+        code, printed, _ = report(*flags, "--set=device=cuda", **options)
+        assert code == 0
+        for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
+            assert part in printed
     assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
     flags = ["--set=device=cuda", "--set=convolutions=own", "--set=network.width=64", "--set=channels_last=true"]
     assert report(*flags, "--set=enable_amp=true")[::2] == (0, ""), "nothing is known of the GPU"

@@ -73,8 +73,7 @@ class Parser(argparse.ArgumentParser):
         spaced = re.search(r"--set[ =]([\w.]+)(?: *= +| +=? *)([^\s=-]\S*)", " ".join(self._arguments))
         if spaced and argument.strip("=") in ("", spaced[2]):
             return [f"--set {spaced[1]}={spaced[2]}"]
-        is_flag = argument.startswith(("-", "–", "—")) or "=" in argument  # dashes: of a word processor
-        keys = similar(name.lstrip("-–—"), flatten(Config())) if is_flag else []
+        keys = similar(name.lstrip("-"), flatten(Config())) if argument.startswith("-") or "=" in argument else []
         return similar(name, options) or [f"--set {key}=VALUE" for key in keys]
 
     @property

@@ -163,12 +163,6 @@ def _lock(file: io.FileIO, path: Path) -> bool:
     return True
 
 
-def was_renamed(file: io.FileIO, path: Path) -> bool:
-    """True if the file that was opened as `path` has another name now; false if it was removed."""
-    opened = os.fstat(file.fileno())
-    return opened.st_nlink > 0 and not (path.exists() and os.path.samestat(opened, path.stat()))
-
-
 def is_locked(path: Path) -> bool:
     """True if a process seems to hold the lock of `open_locked(path)`; changes nothing."""
     try:

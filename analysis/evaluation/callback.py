@@ -9,7 +9,7 @@ from analysis.evaluation import drawing, tables, training_pictures
 from analysis.evaluation.baselines import baseline_losses
 from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, open_fitted, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
-from analysis.inference.window_grid import WindowGrid, build_window_grid
+from analysis.inference.window_grid import build_window_grid
 from analysis.lyman_alpha.forest import KnownFlux
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
@@ -27,8 +27,7 @@ from utils.volumes.opened import Volumes
 log = logging.getLogger(__name__)
 
 MEMORY_REMEDY = (
-    "use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume without evaluation "
-    "(--set evaluation.every_epochs=0)"
+    "use more ranks or fewer evaluation.sightlines, or resume without evaluation (--set evaluation.every_epochs=0)"
 )
 
 
@@ -37,14 +36,12 @@ class VolumeEvaluation(Evaluation):
 
     def __init__(self, config: Config, volume: Volume, parts: Parts, run: Run) -> None:
         assert config.local_batch_size is not None
-        grid = evaluation_grid(config, volume)
-        # No more cells at once than in training.
-        batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
+        grid = build_window_grid(volume.shape, config.data_size, None, volume.periodic)
         channels = config.N_in_channels, config.N_out_channels
         read = functools.partial(read_cells, volume.path, volume.inputs, slice(None))
         conditions = conditions_of(config.network, volume.path, volume.simulation)
         predict = with_conditions(parts.step.predict, conditions, run.world.device)
-        self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, run.world)
+        self._predictor = SlidingWindowPredictor(predict, read, grid, channels, config.local_batch_size, run.world)
         self._config, self._volume, self._run, self._world = config, volume, run, run.world
         self._known = KnownFlux()
         self.drawn: dict[str, Future[bytes]] = {}  # the pictures of the last evaluation, on rank 0
@@ -76,15 +73,6 @@ class VolumeEvaluation(Evaluation):
         return evaluation.scalars()
 
 
-def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
-    """The windows of an evaluation; UserError if they do not suit the volume."""
-    options = config.evaluation
-    try:
-        return build_window_grid(volume.shape, options.window or config.data_size, options.overlap, volume.periodic)
-    except UserError as error:
-        raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
-
-
 def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
     """The first validation volume, if evaluation.every_epochs asks for it; UserError if it cannot be evaluated.
 
@@ -99,7 +87,6 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
                 f"predict; set it to 0, or choose another loader"
             )
         volume, *_ = volumes.split("valid")
-        evaluation_grid(volumes.config, volume)
         if path := volumes.config.evaluation.fitted_on:
             open_fitted(path, volumes.config).close()
     return volume

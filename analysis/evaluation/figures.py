@@ -28,6 +28,7 @@ LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$
 NEAR_ONE, LARGEST_RATIO = (0.5, 1.5), 1e3  # of an axis of ratios: its linear part, and the end of its logarithmic one
 DECADE = 0.25  # length of a factor of ten in the logarithmic part, in units of the linear one
 DOTS_PER_INCH = 110
+BARS = 3, 5  # columns of the color bars among the panels of slices
 
 
 def draw(name: str, results: Results) -> Figure:
@@ -258,25 +259,25 @@ def _ratio_panels(
 # --- slices ----------------------------------------------------------------------------------------------------------
 
 
-def _slices_layout(rows: int) -> tuple[Figure, np.ndarray, list[tuple[Axes, Axes]]]:
-    """A figure with panels [rows, 4], and below each row the axes of two color bars: of three panels, and of the last.
+def _slices_layout(rows: int) -> tuple[Figure, np.ndarray]:
+    """A figure with axes [rows, 6]: three panels and their color bar, and a fourth panel and its color bar.
 
     All places are given: matplotlib would need longer to find them than to draw.
     """
-    panel, bar, label, title, ticks = 2.15, 0.1, 0.55, 1.0, 0.5  # heights in inches
-    gaps = [*[0.1] * (rows - 1), ticks]  # above the bars: the last row has tick labels there
-    heights = [height for gap in gaps for height in (panel, gap, bar, label)]
-    total = title + sum(heights)
-    figure = Figure(figsize=(10, total), dpi=DOTS_PER_INCH)
-    place = GridSpec(4 * rows, 4, figure, 0.09, 0.0, 0.98, 1 - title / total, 0.06, 0.0, height_ratios=heights)
-    panels = np.empty((rows, 4), dtype=object)
-    for row, column in np.ndindex(panels.shape):
-        first = panels[0, 0]
-        panels[row, column] = axes = figure.add_subplot(place[4 * row, column], sharex=first, sharey=first)
-        axes.tick_params(labelbottom=row == rows - 1, labelleft=column == 0)
-        axes.locator_params(nbins=3)  # each tick of 20 panels takes time
-    places = [(place[4 * row + 2, :3], place[4 * row + 2, 3]) for row in range(rows)]
-    return figure, panels, [(figure.add_subplot(wide), figure.add_subplot(last)) for wide, last in places]
+    panel, gap, bar, label, title, ticks = 1.7, 0.18, 0.1, 0.75, 0.95, 0.5  # in inches
+    widths, margin = [*[panel, gap] * 3, bar, label, panel, gap, bar], 0.85
+    width, height = margin + sum(widths) + label, title + rows * (panel + gap) - gap + ticks
+    figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH)
+    edges = margin / width, ticks / height, 1 - label / width, 1 - title / height
+    place = GridSpec(rows, len(widths), figure, *edges, 0.0, gap / panel, width_ratios=widths)
+    grid = np.empty((rows, 6), dtype=object)
+    for row, column in np.ndindex(grid.shape):
+        first = None if column in BARS else grid[0, 0]
+        grid[row, column] = axes = figure.add_subplot(place[row, 2 * column], sharex=first, sharey=first)
+        if column not in BARS:
+            axes.tick_params(labelbottom=row == rows - 1, labelleft=column == 0)
+            axes.locator_params(nbins=3)  # each tick of 20 panels takes time
+    return figure, grid
 
 
 def draw_slices(
@@ -290,10 +291,10 @@ def draw_slices(
 
     `cell` is the side of a cell in Mpc/h; None: lengths are in cells.
     """
-    figure, grid, bars = _slices_layout(len(targets))
+    figure, grid = _slices_layout(len(targets))
     sides = [side * (cell or 1.0) for side in planes["target"].shape[1:]]
     extent = (0.0, sides[0], 0.0, sides[1])
-    for number, (row, row_bars, channel) in enumerate(zip(grid, bars, targets, strict=True)):
+    for number, (row, channel) in enumerate(zip(grid, targets, strict=True)):
         target, predicted = (display_values(channel, planes[name][number]) for name in ("target", "predicted"))
         panels = [(row[1], target), (row[2], predicted)]
         if number < len(inputs) and inputs[number].unit == channel.unit:
@@ -307,21 +308,22 @@ def draw_slices(
             limits = -float(np.abs(target).max()), float(np.abs(target).max())
         for axes, values in panels:
             image = _draw_plane(axes, values, extent, colors, limits)
-        _add_color_bar(figure, image, row_bars[0], 3, _value_label(channel.unit, channel.is_log))
+        figure.colorbar(image, cax=row[BARS[0]], extend="both", label=_value_label(channel.unit, channel.is_log))
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
-        image = _draw_plane(row[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
-        _add_color_bar(figure, image, row_bars[1], 1, residual_unit(channel))
+        image = _draw_plane(row[4], residual, extent, RESIDUAL_COLORS, (-limit, limit))
+        figure.colorbar(image, cax=row[BARS[1]], extend="both", label=residual_unit(channel))
     unit = "cells" if cell is None else "Mpc/h"
     source = "dark matter" if inputs[0].name.startswith(DARK_MATTER) else "input"
-    for axes, name in zip(grid[0], (source, "target", "prediction", "prediction − target"), strict=True):
+    names = source, "target", "prediction", "", "prediction − target"
+    for axes, name in zip(grid[0], names, strict=False):
         axes.set_title(name)
     for axes, channel in zip(grid[:, 0], targets, strict=True):
         axes.set_ylabel(f"{channel.name.removeprefix(GAS)}\nz ({unit})")
-    for axes in grid[-1]:
+    for axes in np.delete(grid[-1], BARS):
         axes.set_xlabel(f"y ({unit})")
     figure.suptitle(title)
     return figure
@@ -347,10 +349,6 @@ def _draw_plane(
     """Draws a plane [Y, Z] with y to the right and z upwards; non-finite values are gray."""
     axes.set_facecolor("0.5")
     return axes.imshow(values.T, origin="lower", extent=extent, cmap=colors, vmin=limits[0], vmax=limits[1])
-
-
-def _add_color_bar(figure: Figure, image: AxesImage, axes: Axes, panels: int, label: str) -> None:
-    figure.colorbar(image, cax=axes, orientation="horizontal", extend="both", extendfrac=0.06 / panels, label=label)
 
 
 def coverage(results: Results) -> Figure:

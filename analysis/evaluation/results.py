@@ -215,7 +215,7 @@ def save(results: Results, path: Path) -> None:
         return {ARRAY: name}
 
     text = json.dumps(store(asdict(results), ""))
-    path.parent.mkdir(exist_ok=True)  # in a run's directory, which may have been renamed
+    path.parent.mkdir(exist_ok=True)
     with atomic_write([path]) as (partial,), open(partial, "wb") as file:
         np.savez_compressed(file, text=np.array(text), **arrays)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRA
 from analysis.lyman_alpha.setup import FluxSetup, GasFit
 from analysis.modes import Bispectra, Modes
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
+from utils.distributed.devices import tf32_products
 from utils.errors import UserError
 
 PDF_BINS = 20  # of F in [0, 1]; as wide as those of published measurements (McDonald et al. 2000, ApJ 543, 1)
@@ -284,6 +285,7 @@ def _transferred(dark: Tensor, fit: GasFit, cell: float, slabs: Slabs) -> Tensor
     return density.mul_(math.prod(slabs.shape) / slabs.world.sum(density.sum(dtype=torch.float64)))
 
 
+@tf32_products(False)  # regardless of the precision of training
 def smooth(field: Tensor, sigma: float, slabs: Slabs) -> Tensor:
     """Convolves a periodic field, of which each rank has its own planes [n, Y, Z], with a Gaussian of `sigma` cells.
 
@@ -291,14 +293,11 @@ def smooth(field: Tensor, sigma: float, slabs: Slabs) -> Tensor:
     If `sigma` is at least as long as a side, values along it become their mean.
     """
     along_x, along_y, along_z = (_smoothing_matrix(cells, sigma).to(field.device) for cells in slabs.shape)
-    switches = torch.backends.cuda.matmul
-    tf32, switches.allow_tf32 = switches.allow_tf32, False  # regardless of the precision of training
     for plane in field:
         plane.copy_(along_y @ plane @ along_z)
     columns = slabs.to_columns((field[slabs.local(piece)] for piece in slabs.pieces()), *slabs.shape[1:])
     for plane in columns.unbind(1):
         plane.copy_(along_x @ plane)
-    switches.allow_tf32 = tf32
     return slabs.to_planes(columns, slabs.shape[1])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import common, scaling, scaling_model
+from benchmarks import common, scaling
 from benchmarks.scaling import Point
 from utils.errors import UserError
 
@@ -110,16 +110,3 @@ def test_collecting_reports_the_results_that_exist_and_lists_the_missing(tmp_pat
     missing = [(1, Point(2, 8)), (2, Point(2, 8)), (2, Point(4, 8)), (3, Point(2, 8)), (3, Point(4, 8))]
     assert result["missing"] == [point.name(number) for number, point in missing]
     assert f"Missing: {Point(2, 8).name(1)}" in capsys.readouterr().out
-
-
-def test_the_model_that_is_fitted_to_two_nodes_predicts_the_published_runs_on_128_gpus(tmp_path: Path) -> None:
-    """Within 3 points; and the stored result, which docs/performance.md quotes, is that of this model."""
-    scaling_model.main([f"--output={tmp_path}"])
-    folders = tmp_path, common.RESULTS / "scaling_model"
-    predicted, stored = (json.loads((folder / "scaling_model.json").read_text()) for folder in folders)
-    for batch, published in predicted["published"].items():
-        for name, value in published.items():
-            assert predicted["predicted"][batch][name] == pytest.approx(value, abs=0.03)
-    assert predicted["fitted"] == pytest.approx(stored["fitted"], rel=1e-4)
-    texts = [(folder / "scaling_model.md").read_text() for folder in folders]
-    assert texts[0] == texts[1]

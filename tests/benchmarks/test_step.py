@@ -111,7 +111,7 @@ def test_the_calls_need_the_required_packages_only() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_call_measures_sets_in_alternating_trials(tmp_path: Path, monkeypatch: Any) -> None:
     """The command of its part, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -123,7 +123,6 @@ def test_a_call_measures_sets_in_alternating_trials_and_profiles_them(tmp_path: 
     for entry in (first, second):
         for kind in ("SYNTHETIC", "FULL"):
             assert 0 < entry[kind]["min"] <= entry[kind]["median"] <= entry[kind]["max"]
-        assert entry["profile"]["categories"]["convolutions"] > 0
     trials = zip(second["SYNTHETIC"]["trials"], first["SYNTHETIC"]["trials"], strict=True)
     assert second["ratio to the first"]["trials"] == [rate / reference for rate, reference in trials]
     # The same samples and weights: rounding alone differs.
@@ -213,7 +212,6 @@ NAMES = {
     "void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float>>": "layout and casts",
     "void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>": "optimizer",
     "triton_poi_fused__to_copy_convolution_leaky_relu_0": "pointwise",
-    "aten::_fused_adam_": "optimizer",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     "Memcpy HtoD (Pinned -> Device)": "copies",
     "memset8": "copies",

@@ -40,8 +40,8 @@ KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "sgd, momentum": by_name("sgd", momentum=0.9),
     "capturable sgd": by_name("sgd", momentum=0.9, capturable=True),
     "capturable lamb": by_name("lamb", weight_decay=0.1, capturable=True),
-    "soap, weight decay": by_name("soap", precondition_frequency=1, merge_dims="none", weight_decay=0.1),
-    "capturable soap": by_name("soap", merge_dims="rest", capturable=True),
+    "soap, weight decay": by_name("soap", precondition_frequency=1, weight_decay=0.1),
+    "capturable soap": by_name("soap", capturable=True),
     "like apex": lambda parameters: CountingInGroup(parameters, lr=LR, momentum=0.9),
 }
 

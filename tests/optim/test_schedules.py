@@ -42,7 +42,7 @@ def test_the_peak_is_scaled_by_the_batch_and_warmed_up_only_above_the_base_batch
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 15}, {"warmup_epochs": 1.5}], ids=str)
 def test_every_shape_warms_up_linearly_and_is_a_function_of_the_step_alone(shape: str, warmup: dict[str, Any]) -> None:
     """Steps may be requested in any order and repeatedly: a resumed run needs nothing but the step."""
-    schedule = Schedule(scheduled(shape=shape, drop_epochs=[3, 4], **warmup))
+    schedule = Schedule(scheduled(shape=shape, **warmup))
     assert (schedule.warmup_steps, schedule.peak) == (15, 2e-3)
     lrs = [schedule(step) for step in range(60)]
     assert lrs[:15] == pytest.approx([2e-3 * (step + 1) / 15 for step in range(15)])
@@ -72,9 +72,7 @@ def test_the_learning_rate_is_the_tutorials_at_every_step(
     assert [schedule(step) for step in range(steps)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-def test_a_step_schedule_drops_at_the_beginning_of_epochs_and_a_constant_one_never() -> None:
-    schedule = Schedule(scheduled(shape="step", drop_epochs=[2, 5], drop_factor=0.25))
-    assert [schedule(step) for step in range(60)] == [2e-3] * 20 + [5e-4] * 30 + [1.25e-4] * 10
+def test_a_constant_learning_rate() -> None:
     constant = Schedule(scheduled(shape="constant"))
     assert {constant(step) for step in range(60)} == {2e-3}
 

@@ -22,14 +22,10 @@ from utils.steps.build import network as build_network
 SMALL = {"network": NetworkConfig(width=4, scales=2)}
 LR, YES, NO = 0.01, torch.tensor(True), torch.tensor(False)
 
-# down.bias after twelve steps, of pytorch_optimizer 4.1.0 with the weights as merged. The side of all others merged
-# ("rest") has no basis: rounding would decide on the vectors in the null space of its statistics.
+# down.bias after twelve steps, of pytorch_optimizer 4.1.0 with kernels' cells merged; by the longest side with a basis.
 BIASES = {
-    ("none", 1000): [-0.17288362, -0.16737750, 0.11772743, -0.09342286, 0.00599922, -0.05217260],
-    ("none", 4): [-0.14980519, -0.15376450, 0.16878366, -0.02936384, 0.00593232, -0.05294517],
-    ("kernel", 1000): [-0.16846439, -0.17049482, 0.11566942, -0.09114083, 0.00546226, -0.05315618],
-    ("kernel", 5): [-0.13145099, -0.11106036, 0.19982721, 0.00260290, 0.00572886, -0.05379526],
-    ("rest", 10): [-0.15019534, -0.14673997, 0.16201078, -0.02519605, 0.00511058, -0.05251544],
+    1000: [-0.16846439, -0.17049482, 0.11566942, -0.09114083, 0.00546226, -0.05315618],
+    5: [-0.13145099, -0.11106036, 0.19982721, 0.00260290, 0.00572886, -0.05379526],
 }
 
 
@@ -60,13 +56,14 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: range, fi
         update(optimizer, finite)
 
 
-@pytest.mark.parametrize(("merge_dims", "limit"), BIASES)
-def test_soap_ends_where_pytorch_optimizers_does(merge_dims: str, limit: int) -> None:
+@pytest.mark.parametrize("limit", BIASES)
+def test_soap_ends_where_pytorch_optimizers_does(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the renewals 1, 4, 7 and 10, although the library keeps the first moment unrotated."""
+    monkeypatch.setattr(soap, "LONGEST_SIDE", limit)
     network = SmallNetwork().double()
-    optimizer = build(network, merge_dims=merge_dims, max_precondition_dim=limit, eps=1e-15)
+    optimizer = build(network, eps=1e-15)
     train(network, optimizer, range(12))
-    expected = torch.tensor(BIASES[merge_dims, limit], dtype=torch.float64)
+    expected = torch.tensor(BIASES[limit], dtype=torch.float64)
     # The library's decompositions are in float32.
     torch.testing.assert_close(network.down.bias.detach(), expected, rtol=0, atol=1e-6)
 
@@ -87,11 +84,8 @@ def test_a_state_with_other_bases_is_refused() -> None:
     network = SmallNetwork()
     saved = build(network)
     train(network, saved, range(2))
-    for changes in ({"merge_dims": "rest"}, {"max_precondition_dim": 5}, {"max_precondition_size": 100}):
-        with pytest.raises(
-            ValueError, match=r"^its optimizer.merge_dims, max_precondition_dim or max_precondition_size"
-        ):
-            load_state(build(SmallNetwork(), **changes), saved_state(saved))
+    with pytest.raises(ValueError, match=r"^its eigenbases are others; .*max_precondition_size"):
+        load_state(build(SmallNetwork(), max_precondition_size=100), saved_state(saved))
     load_state(build(SmallNetwork(), precondition_frequency=7), saved_state(saved))
 
 
@@ -167,13 +161,12 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
 def test_large_convolutions_have_bases_along_the_cells_of_their_kernel_only() -> None:
     """Weights without such cells keep theirs."""
     network, few = SmallNetwork(), options(max_precondition_size=144)
-    weights = {name: soap.weight_sides(weight.shape, "kernel") for name, weight in network.named_parameters()}
+    weights = {name: soap.weight_sides(weight.shape) for name, weight in network.named_parameters()}
     assert {name: soap.sides_with_basis(sides, few) for name, sides in weights.items() if len(sides) == 3} == {
         "down.weight": [0, 1, 2],
         "up.weight": [2],
     }
     assert soap.sides_with_basis((30, 40), few) == [0, 1]
-    assert soap.sides_with_basis((6, 5, 2, 2, 2), few) == [2, 3, 4]
     assert soap.sides_with_basis((512, 512, 64), options()) == [2]
     assert soap.sides_with_basis((512, 256, 64), options()) == [0, 1, 2]
 
@@ -181,26 +174,3 @@ def test_large_convolutions_have_bases_along_the_cells_of_their_kernel_only() ->
 def test_ranks_share_the_work_evenly() -> None:
     assert owners([3.0, 5.0, 1.0, 1.0], 2) == [1, 0, 1, 1]
     assert owners([1.0, 2.0], 1) == [0, 0]
-
-
-@pytest.mark.parametrize(("requested", "allowed"), [(False, True), (True, True), (True, False)])
-def test_products_are_in_tf32_only_if_the_optimizer_and_the_process_allow_it(
-    monkeypatch: Any, requested: bool, allowed: bool
-) -> None:
-    """In updates and renewals. The rest of the process keeps its setting."""
-    matmul, seen = torch.backends.cuda.matmul, set()
-
-    def recording(name: str, function: Any) -> Any:
-        return lambda *arguments: (seen.add((name, matmul.allow_tf32)), function(*arguments))[1]
-
-    names = ("rotate", "outer_product", "eigenbasis", "next_basis")
-    for name in names:
-        monkeypatch.setattr(soap, name, recording(name, getattr(soap, name)))
-    network, before = SmallNetwork(), matmul.allow_tf32
-    matmul.allow_tf32 = allowed
-    try:
-        train(network, build(network, tf32=requested), range(8))
-        assert matmul.allow_tf32 is allowed
-    finally:
-        matmul.allow_tf32 = before
-    assert seen == {(name, requested and allowed) for name in names}

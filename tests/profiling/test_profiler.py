@@ -48,17 +48,13 @@ def ranges(trace: Path) -> Counter[str]:
     ("first", "length", "count", "profiled"), [(2, 3, 8, [2, 3, 4]), (1, 30, 3, [1, 2]), (5, 3, 3, [])], ids=str
 )
 def test_only_the_steps_of_the_window_are_profiled(tmp_path, first, length, count, profiled) -> None:
-    """Also if the training ends inside the window; if it ends before the window, there are no files.
-
-    The directory may not exist yet, because rank 0 creates it, perhaps on another node.
-    """
-    directory = tmp_path / "runs" / "00"
-    window = WindowProfiler(first, length, TorchProfiler(RunDirectory(directory), on_gpu=False), CPU)
+    """Also if the training ends inside the window; if it ends before the window, there are no files."""
+    window = WindowProfiler(first, length, TorchProfiler(RunDirectory(tmp_path), on_gpu=False), CPU)
     assert steps_annotated(window, count) == profiled
-    assert list(tmp_path.iterdir()) == ([tmp_path / "runs"] if profiled else [])
+    assert any(tmp_path.iterdir()) == bool(profiled)
     if profiled:
-        assert ranges(directory / "trace.json.gz") == {"forward": len(profiled)}
-        assert "aten::mm" in (directory / "top_operations.txt").read_text()
+        assert ranges(tmp_path / "trace.json.gz") == {"forward": len(profiled)}
+        assert "aten::mm" in (tmp_path / "top_operations.txt").read_text()
 
 
 @pytest.fixture
@@ -107,10 +103,9 @@ def test_default_window_is_thirty_steps_from_the_sixth_step_of_the_second_epoch(
         assert "start" in calls
 
 
-def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_profile(tmp_path) -> None:
+def test_only_rank_0_profiles_and_every_rank_refuses_an_impossible_profile(tmp_path) -> None:
     assert isinstance(built(tmp_path, rank=0), WindowProfiler)
     assert type(built(tmp_path, rank=1)) is Profiler
-    assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
         ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU"),
         ({"first_step": 16}, "profile.first_step 16 must be less than the 16 steps"),
@@ -133,14 +128,13 @@ def test_a_run_that_captures_nothing_says_what_to_add(calls, tmp_path, caplog, m
     assert caplog.messages[1].endswith("without --enable_manual_profiling; add it")
 
 
-def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flags) -> None:
-    settings = ("report_baselines=false", "profile.steps=2", "profile.ranks=all", "accumulation_steps=2")
+def test_profile_of_rank_0_shows_every_part_of_its_steps(tmp_path, data_flags) -> None:
+    settings = ("report_baselines=false", "profile.steps=2", "accumulation_steps=2")
     flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path}", *(f"--set={setting}" for setting in settings)]
     flags += ["--enable_manual_profiling"]
     run_ranks(train_on, 2, flags)
-    for rank in (0, 1):
-        counts = ranges(directory(tmp_path, 2) / f"trace_rank{rank}.json.gz")
-        parts = {"step": 2, "data": 2, "forward": 4, "backward": 4, "optimizer": 2}
-        assert {name: counts[name] for name in parts} == parts
-        table = (directory(tmp_path, 2) / f"top_operations_rank{rank}.txt").read_text()
-        assert "aten::convolution_backward" in table
+    counts = ranges(directory(tmp_path, 2) / "trace.json.gz")
+    parts = {"step": 2, "data": 2, "forward": 4, "backward": 4, "optimizer": 2}
+    assert {name: counts[name] for name in parts} == parts
+    table = (directory(tmp_path, 2) / "top_operations.txt").read_text()
+    assert "aten::convolution_backward" in table

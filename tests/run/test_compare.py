@@ -42,19 +42,19 @@ def compared(capsys: Any, *runs: Path) -> tuple[dict[str, list[str]], list[str]]
 
 
 def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """The runs: one that stopped early, and one that is not finished."""
+    """The runs: one that is finished, and one that is not."""
     monkeypatch.setenv("COLUMNS", "1000")
-    first = make_run(tmp_path / "first", {"steps": 20, "early_stop": "the loss …"}, seed=1, local_batch_size=3)
+    first = make_run(tmp_path / "first", {"steps": 20}, seed=1, local_batch_size=3)
     second = make_run(tmp_path / "second", seed=2, channel_weights=[1.0, 2.0, 1.0, 1.0, 1.0])
     cells, (equal,) = compared(capsys, first, second)
     assert list(cells) == ["run", "final loss", "best loss", "seed", "channel_weights", "state"]
     assert cells["seed"] == ["1", "2"]
     assert cells["channel_weights"] == ["null", "[1.0, 2.0, 1.0, 1.0, 1.0]"]
-    assert cells["state"] == ["stopped early", "no summary"]
+    assert cells["state"] == ["finished", "no summary"]
     assert [cells[key] for key in ("final loss", "best loss")] == [["0.375000"] * 2, ["0.250000"] * 2]
     results = "steps 20, best step 10, samples/s 128.0, time 0:40, ranks 4, device -, torch -"
     assert equal == f"equal: {results}, commit 0123456789ab-dirty"
-    assert compared(capsys, DEMO, second)[0]["final loss"] == ["0.004177", "0.375000"]
+    assert compared(capsys, DEMO, second)[0]["final loss"] == ["0.004162", "0.375000"]
 
 
 def test_a_line_of_the_table_is_no_wider_than_the_terminal(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

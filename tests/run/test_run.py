@@ -17,11 +17,9 @@ from unittest import mock
 import h5py
 import pytest
 from processes import run_ranks
-from sample_results import sample_results
 from trainings import ALONE, YAML, killed
 from volume_files import write_volume
 
-from analysis.evaluation import results
 from utils import cli
 from utils import config as configs
 from utils.config import Config
@@ -37,7 +35,6 @@ from utils.run.choice import RunRequest, choose, run_request
 from utils.run.directory import RunDirectory
 from utils.run.open_run import Run
 from utils.run.provenance import command, data_changes, data_record
-from utils.run.state import TrainState
 from utils.steps import build
 from utils.volumes.opened import Volumes
 
@@ -487,7 +484,7 @@ def test_a_kill_before_the_link_to_the_best_checkpoint_moves_loses_nothing(first
 
 WRITTEN = ["config.yaml", "evaluation/step_00000008.npz", "flight_recorder_rank1.json", "logs/events.out.tfevents.1"]
 WRITTEN += ["loss_curves.png", "metrics.jsonl", "out.log", "provenance.json", "report.html", "slices.png", "wandb/id"]
-WRITTEN += ["slices_largest_error.png", "top_operations_rank1.txt", "trace.json.gz", "summary.json"]
+WRITTEN += ["slices_largest_error.png", "top_operations.txt", "trace.json.gz", "summary.json"]
 WRITTEN += ["checkpoints/.step_00000009.12.partial/weights.pt"]
 
 
@@ -510,27 +507,6 @@ def test_resume_no_removes_what_a_run_has_written_and_nothing_else(recorded: Pat
         run.restore(build.Parts(SIZE, mock.Mock(), mock.Mock()))
     assert names(recorded) == [".lock", "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
     assert "seed: 3" in (recorded / "config.yaml").read_text()
-
-
-def test_a_run_that_is_renamed_during_training_is_not_split(first: Path, caplog: Any) -> None:
-    """Fixed: its other checkpoints and its summary went to a new 00. A removed directory is created again."""
-    step, moved, state = mock.Mock(), first.with_name("best"), TrainState(step=16)
-    with opened(first) as run:
-        run.restore(build.Parts(SIZE, mock.Mock(), step))
-        first.rename(moved)
-        run.checkpoint_writer.save({"network": {}}, state, wait=True)
-        with pytest.raises(FileNotFoundError):
-            results.save(sample_results(), run.directory.evaluation(16))
-        assert not first.exists()
-        assert f"{first} was renamed; rename it back; earlier ones are kept" in caplog.text
-        with pytest.raises(UserError, match="was renamed; rename it back; run the command again"):
-            run.checkpoint_writer.check()
-        moved.rename(first)
-        run.checkpoint_writer.save({"network": {}}, state, wait=True)
-        run.checkpoint_writer.check()
-        shutil.rmtree(first)
-        run.checkpoint_writer.save({"network": {}}, state, wait=True)
-        assert checkpoint.saved_steps(first / "checkpoints") == [16]
 
 
 def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, monkeypatch: Any) -> None:

@@ -68,18 +68,12 @@ def test_required_kernels_that_cannot_compute_a_layer_are_an_error_before_data_a
         (CPU, {}, rf"^convolutions is own, but own kernels cannot compute down1: {NO_GPU}; set convolutions=auto$"),
         (GPU, {"enable_amp": False}, "cannot compute down1: enable_amp is false; set "),
         (GPU, {"network__width": 48}, "cannot compute down1: 48 channels are not a multiple of 64; set "),
-        (
-            GPU,
-            {"evaluation__every_epochs": 1, "evaluation__window": 192},
-            "cannot compute down2 in windows of 192³ cells: a side of 48 cells is not a power of two",
-        ),
     ):
         config = config_of(convolutions="own", **changes)
         with pytest.raises(UserError, match=says):
             build.check(config, world_on(device.type))
         build.check(config.model_copy(update={"convolutions": "auto"}), world_on(device.type))
-    build.check(config_of(convolutions="own", evaluation__window=192), world_on("cuda"))
-    build.check(config_of(convolutions="own", evaluation__every_epochs=1), world_on("cuda"))
+    build.check(config_of(convolutions="own"), world_on("cuda"))
 
 
 @pytest.mark.parametrize("more", [[], ["--enable_benchy"], ["--preflight"]])

@@ -147,17 +147,16 @@ def all_start_with_the_weights_of_rank_0(world: World) -> Any:
 
 def gradients_are_sent_in_buckets_which_the_log_describes(world: World) -> Any:
     norms = []
-    for options, dtype in (({"bucket_cap_mb": 0.005}, "float32"), ({"gradient_compression": "bfloat16"}, "bfloat16")):
-        step = make_step(world=world, **options)
+    for cap in (0.005, 25.0):
+        step = make_step(world=world, bucket_cap_mb=cap)
         for number in range(3):
             step(batch(10 * world.rank + number), LR)
         norms.append(float(flat_parameters(step).norm()))
-        line = re.fullmatch(rf"Dist.*: gradient buckets of ([\d., ]+) MB, sent as {dtype}", step.describe()[1])
+        line = re.fullmatch(r"Dist.*: gradient buckets of ([\d., ]+) MB", step.describe()[1])
         assert line
         sizes = [float(size) for size in line[1].split(", ")]
-        assert (len(sizes) > 1) == (dtype == "float32")
+        assert (len(sizes) > 1) == (cap < 1)
         assert sum(sizes) == pytest.approx(4e-6 * len(flat_parameters(step)), rel=0.01)
-    assert norms[0] != norms[1] == pytest.approx(norms[0], rel=1e-3), "rounding to bfloat16 must change the result"
     assert make_step(world=world, noddp=True).describe() == ["Step: no autocast"]
     return norms
 
@@ -179,7 +178,6 @@ def a_warm_up_changes_no_bit_of_the_training(world: World) -> Any:
     same = []
     for options in (
         {},
-        {"static_graph": True},
         {"accumulation_steps": 2, "enable_amp": True, "disable_broadcast_buffers": True},
         {"noddp": True, "enable_amp": True, "precision": "float16"},
     ):
@@ -207,12 +205,14 @@ def a_bad_loss_on_one_rank_skips_the_update_on_all(world: World) -> Any:
         ({}, "nan in targets"),
         # The bad sample is not in the last micro-batch, after which gradients are exchanged.
         ({"accumulation_steps": 4}, "nan in targets"),
-        ({"static_graph": True}, "nan in all targets"),
-        ({"gradient_compression": "bfloat16"}, "-inf in inputs"),
+        ({"disable_broadcast_buffers": True}, "nan in all targets"),
+        ({"bucket_cap_mb": 25.0}, "-inf in inputs"),
         ({"enable_amp": True, "precision": "float16"}, "nan in targets"),
     ):
         settings = SETTINGS["sgd" if options else "adam"]
-        undisturbed, disturbed = (make_step(settings, world=world, bucket_cap_mb=0.005, **options) for _ in range(2))
+        undisturbed, disturbed = (
+            make_step(settings, world=world, **{"bucket_cap_mb": 0.005, **options}) for _ in range(2)
+        )
         for step in (undisturbed, disturbed):
             fix_scale(step, 64.0)
         for number in range(3):

@@ -87,8 +87,6 @@ def curve(step: EagerStep, slots: list[Batch], steps: int = STEPS, before: Any =
         (4, {}, "cpu:gloo,cuda:nccl", None),
         (4, {}, "gloo", "NCCL is needed"),
         (4, {"noddp": True}, "gloo", None),
-        (1, {"gradient_compression": "bfloat16"}, "", None),
-        (2, {"gradient_compression": "bfloat16"}, "cpu:gloo,cuda:nccl", "needs a Python hook.*compression=none"),
     ],
 )
 def test_exchanges_that_a_graph_cannot_hold_are_refused(monkeypatch, ranks, options, backends, words) -> None:

@@ -145,14 +145,6 @@ def test_two_ranks_repeat_micro_batches_with_one_condition() -> None:
     run_ranks(send_one_condition, 2)
 
 
-def test_a_warning_lets_the_run_continue(tmp_path: Path, data_flags: list[str]) -> None:
-    flags = flags_of(tmp_path, data_flags, "--set=integrity.action=warn")
-    run_ranks(train_on, 2, flags, ComputesWrong)
-    run = directory(tmp_path, 2)
-    assert len(re.findall("WARNING.*integrity check of step", (run / "out.log").read_text())) == 4
-    assert last(run).state.checked == 0
-
-
 @pytest.mark.parametrize(
     "options",
     [[], ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=2", "--set=ema_decay=0.9"]],

@@ -98,8 +98,6 @@ class Config(NeutralKeys):
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
     tf32: bool = True  # float32 convolutions on tensor cores, 10-bit mantissa; NVIDIA_TF32_OVERRIDE=0 overrides it
     cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest; not with own kernels
-    # Number of algorithms that it times; 0: all. A lower one does not save the time to build all of them.
-    cudnn_benchmark_limit: Annotated[int, Field(ge=0, le=1000)] = 10
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
     # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
     fused_pointwise: bool = False
@@ -123,12 +121,7 @@ class Config(NeutralKeys):
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py
-    static_graph: bool = False  # DDP: every step uses the same parameters
-    gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: type in which gradients are exchanged
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if this machine has one
-    early_stopping: sections.EarlyStoppingConfig = sections.EarlyStoppingConfig()
-    # Training stops after this many consecutive steps with a non-finite (NaN or infinite) loss or gradient.
-    max_consecutive_skips: Positive = 10
 
     @property
     def is_classification(self) -> bool:
@@ -202,20 +195,13 @@ class Config(NeutralKeys):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Config":
-        window, block, weights = self.evaluation.window, self.window_multiple, self.channel_weights
-        count, vectors = len(self.paths("val_path")), self.vector_channels
+        count, vectors, weights = len(self.paths("val_path")), self.vector_channels, self.channel_weights
         if self.enable_benchy and self.enable_manual_profiling:
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
-        if window is not None and window % block:
-            raise ValueError(f"evaluation.window {window} is not a multiple of {block}, which the network needs")
         if weights is not None and len(weights) != self.N_out_channels:
             raise ValueError(f"channel_weights must have {self.N_out_channels} values, one per target channel")
         if self.is_classification != (self.data_loader_config == "classification"):
             raise ValueError("data_loader_config classification and dataset.name must be set together, or neither")
-        if self.ddp == "manual" and (self.static_graph or self.gradient_compression != "none"):
-            raise ValueError("static_graph and gradient_compression need ddp torch; unset them or set ddp=torch")
-        if self.static_graph and self.accumulation_steps > 1:
-            raise ValueError("static_graph needs accumulation_steps 1; change one of them")
         if self.fused_tail is True and self.fused_tail_obstacle:
             raise ValueError(
                 f"fused_tail needs network.name unet with last in network.space_to_depth, loss l1, lambda_rho 0 and no "

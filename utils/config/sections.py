@@ -85,12 +85,10 @@ class WeightInitConfig(Section):
 class LrScheduleConfig(Section):
     """Learning rate: scaling with the batch size, linear warm-up, then the shape; see utils/optim/schedules.py."""
 
-    shape: Literal["cosine", "step", "constant"] = "cosine"  # half-cosine decay, drops, or constant
+    shape: Literal["cosine", "constant"] = "cosine"  # half-cosine decay, or constant
     scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
     start_lr: PositiveFloat = 2e-4  # learning rate at base_batch_size, before scaling
     end_lr: Rate = 0.0  # cosine: learning rate of the last step, without a warm-up
-    drop_epochs: list[Positive] = []  # step: after each of these epochs, multiply the learning rate by drop_factor
-    drop_factor: Fraction = 0.1  # step: see drop_epochs
     warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size
     warmup_epochs: Rate = 0.0  # alternative to warmup_steps
 
@@ -98,8 +96,6 @@ class LrScheduleConfig(Section):
     def _check(self) -> "LrScheduleConfig":
         if self.warmup_steps and self.warmup_epochs:
             raise ValueError("warmup_steps and warmup_epochs are both set; set one of them to 0")
-        if self.shape == "step" and not self.drop_epochs:
-            raise ValueError("shape step needs drop_epochs; set them")
         return self
 
 
@@ -149,14 +145,9 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8  # keeps the divisor of an update from being zero
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sgd: decay of the sum of earlier gradients
     weight_decay: Rate = 0.0  # factor of the weights in the gradient; adamw, lamb, soap: in the update
-    # soap: how a weight [first, second, kernel…] is viewed, as a tensor with one eigenbasis per side: none: unchanged;
-    # kernel: [first, second, all others]; rest: [first, all others]
-    merge_dims: Literal["none", "kernel", "rest"] = "kernel"
-    max_precondition_dim: Positive = 512  # soap: longer sides have no eigenbasis
     # soap: weights with more elements have eigenbases along the cells of their kernel only, not along channels
     max_precondition_size: Positive = 10_000_000
     precondition_frequency: Positive = 10  # soap: updates from one renewal of the eigenbases to the next
-    tf32: bool = True  # soap on a GPU: matrix products in TF32, with a 10-bit mantissa; false: in float32
 
     @model_validator(mode="before")
     @classmethod
@@ -186,8 +177,6 @@ class EvaluationConfig(Section):
     """Evaluation of the whole validation volume, the first of several, during training; see analysis/evaluation."""
 
     every_epochs: Count = 0  # epochs between two evaluations, and after the last one; 0: never
-    window: Positive | None = None  # cells per side of the network's input; None: data_size
-    overlap: Count | None = None  # cells by which neighboring windows overlap; None: half a window
     # evaluate the flux of the Lyman-alpha forest, if the file states redshift, cosmology and box size
     flux: bool = True
     mean_flux: Fraction | None = None  # to which the flux of all fields is rescaled; None: the observed one
@@ -209,13 +198,11 @@ class ProfileConfig(Section):
     # first profiled step, counted from 0 over the whole run; None: the sixth step of the second epoch
     first_step: Count | None = None
     steps: Positive = 30  # number of profiled steps
-    ranks: Literal["root", "all"] = "root"  # ranks that are profiled
     profiler: Literal["auto", "nsys", "torch"] = "auto"  # auto: nsys on a GPU, otherwise torch
 
 
 class TimeoutsConfig(Section):
     rendezvous: PositiveFloat = 600.0  # seconds until all ranks are connected
-    collective: PositiveFloat = 1800.0  # seconds for one collective operation
     hang: Rate = 600.0  # seconds without progress of any rank; then the run ends; 0: no limit
     silence: Rate = 30.0  # seconds without a heartbeat of a rank; then it is gone; 0: no limit
 
@@ -223,8 +210,7 @@ class TimeoutsConfig(Section):
 class IntegrityConfig(Section):
     """Checks that the ranks agree on weights and results; see utils/training/integrity.py."""
 
-    every: Count = 0  # steps between two checks; 0: none
-    action: Literal["stop", "warn"] = "stop"  # at a difference: stop with exit code 77, or log a warning
+    every: Count = 0  # steps between two checks; 0: none. A difference ends the run with exit code 77.
 
 
 class CheckpointConfig(Section):
@@ -235,10 +221,3 @@ class CheckpointConfig(Section):
     every_steps: Positive | None = None  # steps between two checkpoints; None: not by steps
     every_minutes: PositiveFloat | None = 10.0  # minutes between two checkpoints; None: not by time
     keep_last: Positive = 2  # checkpoints to keep in addition to the best one
-
-
-class EarlyStoppingConfig(Section):
-    """Ends a run whose validation loss no longer improves. The learning-rate schedule stays that of all epochs."""
-
-    patience: Positive | None = None  # epochs without improvement after which training ends; None: never
-    min_delta: Rate = 0.0  # an improvement lowers the validation loss by more than this

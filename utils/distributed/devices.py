@@ -71,6 +71,18 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
+def tf32_products(wanted: bool) -> Iterator[None]:
+    """Context in which products of matrices on a GPU use TF32 only if `wanted` and if the process allows it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = before and wanted
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+@contextlib.contextmanager
 def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
     """Converts PyTorch's out-of-memory error, which is a paragraph long, to a LocalError in one line."""
     try:

@@ -34,7 +34,7 @@ from utils.progress import Progress
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
 LOST_LIMIT = 10.0  # for rank 0 to find out which rank is gone after one has lost a connection
-FAILING_SECONDS = 30.0  # for the other ranks to end after an error, or after this one was suspended
+FAILING_SECONDS = 30.0  # for the other ranks to end after an error
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
 PRINT_SECONDS = 1.0  # for another rank to print its error, before a launcher sees that a rank has ended
 LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, waits for the normal end of the others
@@ -115,7 +115,6 @@ class Heartbeat:
         self._failure: tuple[float, Diagnosis] | None = None  # of the main thread; when it is the cause at the latest
         self._now = 0.0  # seconds for which the thread has run, without those of a suspension
         self._own = (0, 0.0)  # number and time of the last progress of this rank
-        self._suspension = (0.0, 0.0)  # seconds of the last one that was longer than `silence`, and time of its end
         self._over, self._exiting, self._woken = threading.Event(), threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -132,7 +131,6 @@ class Heartbeat:
         is_lost, diagnosis = is_peer_gone(error), failure(self.rank, self.pulse.report, error)
         if is_lost:
             self.diagnoser.is_lost, self.pulse.report = True, self.pulse.report._replace(state="lost a peer")
-        diagnosis = self._unless_suspended(diagnosis)
         self._failure = (self._now + is_lost * (LOST_LIMIT + self.diagnoser.interval), diagnosis)
         self._wake(FAILING_SECONDS)
         if is_lost:  # the thread has ended together with torchrun's store
@@ -157,8 +155,6 @@ class Heartbeat:
         while not self._over.is_set():
             now = time.monotonic()
             self._now += min(now - last, GAP)
-            if now - last > self.diagnoser.silent_seconds:
-                self._suspension = now - last, self._now
             last = now
             self._note_progress()
             if self._size > 1 and self._now > armed + 1 and self.diagnoser.hang_seconds:
@@ -196,7 +192,7 @@ class Heartbeat:
         if self.pulse.report.state == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._stop()
             return
-        diagnosis = self._unless_suspended(self.diagnoser.gone(0, what))
+        diagnosis = self.diagnoser.gone(0, what)
         if self.rank in (self._size - 1, diagnosis.rank):  # the last rank is most likely on another machine
             self._print(diagnosis.line)
         self._exit(diagnosis, has_store=False)
@@ -228,17 +224,8 @@ class Heartbeat:
             if self._failure is not None and self._now >= self._failure[0]:
                 diagnosis = self._failure[1]
             if diagnosis is not None:
-                diagnosis = self._unless_suspended(diagnosis)
                 agreed, is_first = self._reports.end(diagnosis)
                 self._end(agreed, speaks=is_first)
-
-    def _unless_suspended(self, diagnosis: Diagnosis) -> Diagnosis:
-        """The diagnosis that another rank is gone, unless this one was suspended, so that the others have ended."""
-        seconds, end = self._suspension
-        if not seconds or diagnosis.code != EXIT_HANG or diagnosis.hangs or self._now > end + FAILING_SECONDS:
-            return diagnosis
-        place = f"rank {self.rank} (host {self.pulse.report.host}) was suspended for {seconds:.0f} s"
-        return Diagnosis(self.rank, f"{place}: the other ranks have ended; exit code {EXIT_HANG}", EXIT_HANG)
 
     def _end(self, diagnosis: Diagnosis, speaks: bool = False) -> None:
         """Ends the heartbeat, and ends the process unless the main thread does so."""

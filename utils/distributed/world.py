@@ -30,6 +30,7 @@ from utils.launchers import launched_rank
 from utils.log import warn_once
 
 BROADCAST_BYTES = 2**26
+COLLECTIVE_SECONDS = 1800.0  # the limit of one collective operation; usually the heartbeat ends a run earlier
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def connect(
     store, chosen, shared = rendezvous(device, launch, timeouts, identity)
     heartbeat = Heartbeat(timeouts, launch, store)
     with _beating(heartbeat):
-        limit = timedelta(seconds=timeouts.collective)
+        limit = timedelta(seconds=COLLECTIVE_SECONDS)
         store.set_timeout(limit)
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
         nccl = nccl and chosen.type == "cuda" and not shared

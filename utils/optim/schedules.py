@@ -47,15 +47,8 @@ def cosine(config: Config, peak: float, step: int) -> float:
     return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def step_decay(config: Config, peak: float, step: int) -> float:
-    """`peak`, multiplied by `drop_factor` at the beginning of each of `drop_epochs` (He et al. 2016)."""
-    options, epoch = config.lr_schedule, step // config.steps_per_epoch
-    return peak * options.drop_factor ** sum(epoch >= drop for drop in options.drop_epochs)
-
-
 SCHEDULES: dict[str, Callable[[Config, float, int], float]] = {
     "cosine": cosine,
-    "step": step_decay,
     "constant": lambda config, peak, step: peak,
 }
 

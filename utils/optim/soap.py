@@ -8,7 +8,7 @@ the class are its steps, in its order.
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,17 @@ from utils.optim.adam_by_weight import AdamByWeight, Group, LearningRate, Parame
 
 # The decomposition of a small matrix keeps a few multiprocessors busy: this many run at a time on a GPU.
 STREAMS = 8
+LONGEST_SIDE = 512  # with a basis
 
 
-def weight_sides(shape: Iterable[int], merge_dims: str) -> tuple[int, ...]:
-    """The view of a weight. merge_dims "kernel": [first, second, all others]; "rest": [first, all others]."""
-    kept = {"none": None, "kernel": 2, "rest": 1}[merge_dims]
-    sizes = list(shape)
-    return tuple(sizes) if kept is None or len(sizes) <= kept else (*sizes[:kept], math.prod(sizes[kept:]))
+def weight_sides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The view of a weight: [first, second, all cells of the kernel]."""
+    return (*shape[:2], math.prod(shape[2:])) if shape[2:] else tuple(shape)
 
 
 def sides_with_basis(sides: Sequence[int], options: OptimizerConfig) -> list[int]:
     """The numbers of the sides that have a basis: of a large convolution those of the kernel's cells only."""
-    numbers = [number for number, size in enumerate(sides) if 1 < size <= options.max_precondition_dim]
+    numbers = [number for number, size in enumerate(sides) if 1 < size <= LONGEST_SIDE]
     cells = [number for number in numbers if number >= 2]  # after the two of the channels
     return cells if cells and math.prod(sides) > options.max_precondition_size else numbers
 
@@ -69,15 +68,15 @@ class Soap(AdamByWeight):
     normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
     The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes the
-    division among ranks and what the host waits for. On a GPU, matrix products are in TF32 if `tf32` is set and the
-    process allows it, and the statistics of several sides from bfloat16 values; else in float32.
+    division among ranks and what the host waits for. On a GPU, matrix products are in TF32 if the process allows it,
+    and the statistics of several sides from bfloat16 values; else in float32.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
         super().__init__(options, parameters, lr)
-        self._frequency, self._tf32 = options.precondition_frequency, options.tf32
+        self._frequency = options.precondition_frequency
         weights = self.param_groups[0]["params"]
-        self._sides = {weight: weight_sides(weight.shape, options.merge_dims) for weight in weights}
+        self._sides = {weight: weight_sides(weight.shape) for weight in weights}
         # The rank that renews each basis, by the number of its side.
         self._owners: dict[torch.Tensor, dict[int, int]] = {
             weight: dict.fromkeys(sides_with_basis(sides, options), 0) for weight, sides in self._sides.items()
@@ -88,8 +87,7 @@ class Soap(AdamByWeight):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        with self._precision():
-            super().step()
+        super().step()
         # What cannot be recorded in a CUDA graph is done after each of its replays.
         if not is_recorded():
             self.renew()
@@ -133,8 +131,7 @@ class Soap(AdamByWeight):
             return
         self.param_groups[0]["steps"] = steps + 1
         if steps % self._frequency == 0:
-            with self._precision():
-                self._renew_bases(first=steps == 0)
+            self._renew_bases(first=steps == 0)
 
     def _renew_bases(self, first: bool) -> None:
         weights = self._weights()
@@ -158,17 +155,6 @@ class Soap(AdamByWeight):
                 self._broadcast(self._owners[weight][number], *tensors)
             _change_bases(state, renewed[weight], self._skipped)
 
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        """Context in which the products have the requested precision."""
-        matmul = torch.backends.cuda.matmul
-        before = matmul.allow_tf32
-        matmul.allow_tf32 = before and self._tf32
-        try:
-            yield
-        finally:
-            matmul.allow_tf32 = before
-
     def share(self, rank: int, ranks: int) -> None:
         """Divides the bases among ranks, whose gradients are equal. Every rank calls it before the first step."""
         self._rank, self._ranks = rank, ranks
@@ -190,8 +176,7 @@ class Soap(AdamByWeight):
             new = self.new_state(weight)
             shapes, saved = ({name: value.shape for name, value in values.items()} for values in (new, state))
             if shapes != saved:
-                names = "merge_dims, max_precondition_dim or max_precondition_size"
-                raise ValueError(f"its optimizer.{names} is not this run's (see its config.yaml)")
+                raise ValueError("its eigenbases are others; its config.yaml has optimizer.max_precondition_size")
             # Moments have the weight's memory format, which may be another one than the saved run's.
             state.update({name: value.copy_(state[name]) for name, value in new.items()})
 

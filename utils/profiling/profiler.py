@@ -37,8 +37,8 @@ class Nsys:
 class TorchProfiler:
     """Records the host and, if used, the GPU with torch.profiler; writes a trace and a table to the run's directory."""
 
-    def __init__(self, directory: RunDirectory, on_gpu: bool, suffix: str = "") -> None:
-        self._trace, self._table = directory.profile(suffix)
+    def __init__(self, directory: RunDirectory, on_gpu: bool) -> None:
+        self._trace, self._table = directory.profile
         self._on_gpu = on_gpu
         self._profile: Any = None
 
@@ -55,7 +55,6 @@ class TorchProfiler:
         profile, self._profile = self._profile, None
         profile.stop()
         try:
-            self._trace.parent.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own node
             profile.export_chrome_trace(str(self._trace))
             order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
             self._table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
@@ -118,7 +117,7 @@ def nsys_capture(world: World, content: str) -> Iterator[None]:
 
 
 def build_profiler(config: Config, world: World, directory: RunDirectory) -> Profiler:
-    """The profiler of this rank, one that does nothing if it is not to be profiled.
+    """The profiler of rank 0, if the config asks for a profile; else one that does nothing.
 
     Raises UserError, on every rank, if the config asks for an impossible profile.
     """
@@ -131,12 +130,11 @@ def build_profiler(config: Config, world: World, directory: RunDirectory) -> Pro
     if with_nsys and not on_gpu:
         raise UserError(f"profile.profiler nsys needs a GPU, but this run uses {world.device}; use --profiler=torch")
     first = _first_step(config)
-    if options.ranks == "root" and not world.is_root:
+    if not world.is_root:
         return Profiler()
-    suffix = f"_rank{world.rank}" if options.ranks == "all" else ""  # every rank writes its own files
-    if with_nsys and world.is_root and not _runs_under_nsys():
+    if with_nsys and not _runs_under_nsys():
         log.warning("No nsys runs around this command; if no profile appears, use --profiler=torch")
-    tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, suffix)
+    tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu)
     return WindowProfiler(first, options.steps, tool, world.device)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from utils.config import retired
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
 from utils.files import atomic_directory, remove
@@ -44,7 +45,8 @@ class Checkpoint:
 
     @cached_property
     def state(self) -> TrainState:
-        return TrainState(**self.training["state"])
+        stored = self.training["state"]
+        return TrainState(**{name: stored[name] for name in TrainState.__dataclass_fields__ if name in stored})
 
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -125,6 +127,8 @@ def read(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(path, f"{path.name} is damaged or not a PyTorch checkpoint") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpoint(path, f"{path.name} was not written by this version of the program")
+    if isinstance(config := content.get("config"), dict):
+        content["config"] = retired.update(config, path)
     return content
 
 
@@ -185,11 +189,11 @@ def named_checkpoint(path: Path) -> Path:
 def best_checkpoint(folder: Path) -> Path:
     """The checkpoint with the lowest validation loss in the folder of a run's checkpoints; UserError if there is none.
 
-    The link names it. A copy may lack the link, or have in its place a directory, which saves do not renew: there, it
-    is the best one according to the newest checkpoint whose best one exists.
+    The link names it. A copy may lack the link: there, it is the best one according to the newest checkpoint whose best
+    one exists.
     """
     link, steps, reason = folder / BEST, saved_steps(folder), NO_BEST
-    if link.is_symlink() and link.exists():
+    if link.exists():
         return link
     for step in steps:
         with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
@@ -198,8 +202,6 @@ def best_checkpoint(folder: Path) -> Path:
             if best.exists():
                 return best
             reason = f"{best.name} is missing" if best_step else reason
-    if link.is_dir():
-        return link
     example = f"the last one, {step_directory(folder, steps[0])}" if steps else ANY_CHECKPOINT
     raise UserError(f"{folder} has no best checkpoint: {reason}; give another checkpoint, for example {example}")
 

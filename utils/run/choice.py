@@ -3,7 +3,6 @@
 docs/reliability.md has the rules in a table, in the order in which `choose` applies them.
 """
 
-import io
 import os
 import re
 from collections.abc import Mapping
@@ -60,7 +59,6 @@ class Choice:
     directory: RunDirectory
     resume: str | None = None
     reason: str = ""
-    lock: io.FileIO | None = None  # of the directory, while it is open
 
     def __str__(self) -> str:
         return f"{self.directory} ({self.reason})" if self.reason else str(self.directory)

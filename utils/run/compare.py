@@ -109,10 +109,9 @@ def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
     losses = [(record[tags.VALID_LOSS], record["step"]) for record in records if tags.VALID_LOSS in record]
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]
     commit = provenance.get("git_commit")
-    state = "stopped early" if summary.get("early_stop") else "finished"
     best, best_step = min(losses, default=(None, None))
     return {
-        "state": state if summary else "no summary",
+        "state": "finished" if summary else "no summary",
         "steps": records[-1]["step"] if records else None,
         FINAL: losses[-1][0] if losses else None,
         BEST: best,

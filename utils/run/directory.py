@@ -22,15 +22,12 @@ class RunDirectory:
         self.metrics, self.tensorboard, self.wandb = path / "metrics.jsonl", path / "logs", path / "wandb"
         self.loss_curves, self.report = path / "loss_curves.png", path / "report.html"
         self.slices, self.error_slices = path / "slices.png", path / "slices_largest_error.png"
+        self.profile = path / "trace.json.gz", path / "top_operations.txt"  # the latter: a table
         self.removal = path / ".removal"  # while the run is being removed
         self.learning_rate = path / "learning_rate.png"  # the preflight's plot
 
     def __str__(self) -> str:
         return str(self.path)
-
-    def profile(self, suffix: str) -> tuple[Path, Path]:
-        """The trace and the table of operations, for several ranks with a suffix."""
-        return self.path / f"trace{suffix}.json.gz", self.path / f"top_operations{suffix}.txt"
 
     def evaluation(self, step: int) -> Path:
         return self.evaluations / f"step_{step:08d}.npz"
@@ -39,7 +36,7 @@ class RunDirectory:
         """All that a run has written here; --resume=no removes it, and nothing else."""
         paths = [self.summary, self.config, self.checkpoints, self.metrics, self.tensorboard, self.log]
         paths += [self.evaluations, self.report, self.wandb, self.loss_curves, self.path / "slices*.png"]
-        paths += [*self.profile("*"), self.path / RECORD.format("*"), self.provenance]
+        paths += [*self.profile, self.path / RECORD.format("*"), self.provenance]
         return [file for path in paths for file in sorted(self.path.glob(path.name))]
 
     @property

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,7 @@ class Run:
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
         results = {tags.HPARAM + name: value for name, value in final.items()}
         self.world.pulse.enter("end")
-        if self.directory.path.exists():  # it may have been renamed; the loggers would create it
-            self.records.hparams(self.request.config, results, result.steps + 1)
+        self.records.hparams(self.request.config, results, result.steps + 1)
         losses = {self.start.initial_network: result.initial_loss, **baselines}
         log.info("\n  ".join(["Result:", *result.table(losses), f"run directory  {self.directory}", *lines]))
         with self.world.raise_together():
@@ -180,7 +179,7 @@ class Run:
         known: dict[str, Any] = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
         known["data"] = {name: file[DIGEST] for name, file in self.request.data.items()}
         known["input_statistics"] = self.volumes.input_statistics()
-        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known, self.choice.lock)
+        self.checkpoint_writer = writer = BackgroundWriter(directory.checkpoints, config, known)
         writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:
@@ -227,7 +226,7 @@ def _claimed(request: RunRequest) -> Iterator[Choice | None]:
                 if choice.resume == "no" or not is_new:  # else another new run has just taken the directory
                     raise
     try:
-        yield replace(choice, lock=lock)
+        yield choice
     finally:
         if created and directory.is_free:
             directory.lock.unlink(missing_ok=True)

@@ -51,8 +51,8 @@ class Start:
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
         self._changes = _changes(saved, config) if saved else []
-        self.is_complete = saved is not None and _is_complete(saved.state, config)
-        trained = saved is not None and _is_complete(saved.state, saved.weights["config"])
+        self.is_complete = saved is not None and saved.state.epoch >= config["num_epochs"]
+        trained = saved is not None and saved.state.epoch >= saved.weights["config"]["num_epochs"]
         self.lacks_only_summary = self.is_complete and trained and not is_elsewhere
         self.initial_network = "weights of --init_from" if init_from and not saved else "untrained network"
 
@@ -84,7 +84,7 @@ class Start:
     def nothing_to_train(self) -> str:
         return (
             f"Nothing was trained: {self.path} is the end of epoch {self.state.epoch}, the last one; raise num_epochs "
-            f"or early_stopping.patience to extend that run, or omit --resume to start a new one"
+            f"to extend that run, or omit --resume to start a new one"
         )
 
 
@@ -165,10 +165,6 @@ def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]
         if trained != current:
             remedy = f"to keep the former, --set {key}={str(trained).replace(' ', '')}"
             raise UserError(f"{source} was trained with {key} {trained}, this run has {current}; {remedy}")
-
-
-def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
-    return state.is_complete(config["num_epochs"], config["early_stopping"]["patience"])
 
 
 def random_states(world: World) -> list[list[torch.Tensor]]:

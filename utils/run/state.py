@@ -28,32 +28,18 @@ class TrainState:
     final_loss: float = float("nan")
     best_loss: float = float("inf")  # the lowest at the end of an epoch that is saved (checkpoint.every_epochs)
     best_step: int = 0
-    # For early stopping; an improvement lowers the loss by more than min_delta.
-    loss_to_beat: float = float("inf")  # validation loss of the last improvement
-    epochs_without_improvement: int = 0
     samples_per_second: float = 0.0  # in the last epoch
     epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
     seconds: float = 0.0  # time since the run started, summed over all its processes
     process_seconds: float = 0.0  # time of all processes, from their start
     step_seconds: float = 0.0  # training time of all steps, without waits for data and saves
 
-    def after_epoch(self, validation_loss: float, min_delta: float) -> "TrainState":
+    def after_epoch(self, validation_loss: float) -> "TrainState":
         """The state with which the next epoch starts; this one stays."""
         state = copy.copy(self)
         state.final_loss = validation_loss
-        state.epochs_without_improvement += 1
-        if validation_loss < state.loss_to_beat - min_delta:
-            state.loss_to_beat, state.epochs_without_improvement = validation_loss, 0
         state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
         return state
-
-    def stops_early(self, patience: int | None) -> bool:
-        """True at the end of an epoch after which the loss has not improved for `patience` epochs; None: never."""
-        return patience is not None and self.batch == 0 and self.epochs_without_improvement >= patience
-
-    def is_complete(self, num_epochs: int, patience: int | None) -> bool:
-        """True if no epoch is left to train."""
-        return self.epoch >= num_epochs or self.stops_early(patience)
 
 
 @dataclass(frozen=True)
@@ -68,7 +54,6 @@ class FitResult:
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
     noise_scale: float | None = None  # in samples; None if it was not measured, or could not be
-    early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
     skipped_updates: int = 0
     goodput: float | None = None  # share of the processes' time that was spent on the run's steps
     best_step: int = 0  # of the best checkpoint, which has best_loss; 0: no saved epoch has lowered the loss

@@ -1,7 +1,6 @@
 """Writes checkpoints of a run: in the background, from copies in host memory, keeping the last and the best ones."""
 
 import contextlib
-import io
 import math
 import os
 import shutil
@@ -16,10 +15,9 @@ import torch
 
 from utils.config import Config
 from utils.errors import UserError, os_reason
-from utils.files import remove, was_renamed
+from utils.files import remove
 from utils.log import once_per_job
 from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
-from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 from utils.steps.size import ModelSize
 
@@ -89,9 +87,9 @@ class BackgroundWriter(CheckpointWriter):
 
     WAIT_SECONDS, CLOSE_SECONDS = 60.0, 300.0
 
-    def __init__(self, folder: Path, config: Config, known: Mapping[str, Any], lock: io.FileIO | None = None) -> None:
+    def __init__(self, folder: Path, config: Config, known: Mapping[str, Any]) -> None:
         """`known` is stored with the weights: what a prediction needs to know about the training, by name."""
-        self._folder, self._keep_last, self._lock = folder, config.checkpoint.keep_last, lock
+        self._folder, self._keep_last = folder, config.checkpoint.keep_last
         self.seconds_between_saves = 60 * (config.checkpoint.every_minutes or math.inf)
         self._record = {"config": stored_config(config.model_dump()), **known}
         self._copy = HostCopy()
@@ -156,8 +154,6 @@ class BackgroundWriter(CheckpointWriter):
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
-            if self._lock is not None and was_renamed(self._lock, RunDirectory(self._folder.parent).lock):
-                raise OSError(f"{self._folder.parent} was renamed; rename it back")
             write(target, weights, training)
         except Exception as error:  # no error of a checkpoint ends a run
             self._fault = os_reason(error) if isinstance(error, OSError) else repr(error)

@@ -26,7 +26,6 @@ def set_backends(config: Config, device: torch.device) -> None:
     """
     deterministic = config.deterministic and device.type == "cuda"
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
-    torch.backends.cudnn.benchmark_limit = config.cudnn_benchmark_limit
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.use_deterministic_algorithms(deterministic)
     # Filling costs time, and nothing reads memory before it is written.

@@ -258,12 +258,8 @@ def options_without_effect(config: Config, world: World) -> Iterator[str]:
         yield "the section profile (--profiler) has no effect: enable_manual_profiling is false"
     if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
         yield "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size"
-    if config.gradient_compression != "none" and not exchanges:
-        yield "gradient_compression has no effect: no gradients are exchanged"
     if config.integrity.every and world.size > 1 and not exchanges:
         yield "integrity has no effect: no gradients are exchanged, so that the ranks train different networks"
-    if config.static_graph and not exchanges:
-        yield "static_graph has no effect: no gradients are exchanged"
     if exchanges and on_gpu and "nccl" not in dist.get_backend_config():
         yield "ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host"
     if config.enable_amp and config.precision == "float16" and not on_gpu:

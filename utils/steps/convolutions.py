@@ -68,15 +68,12 @@ def check(config: Config, network: nn.Module, device: torch.device) -> None:
         raise UserError(
             f"convolutions is own, but {config.network.name} has no layers for own kernels; set convolutions=auto"
         )
-    window = config.evaluation.window if config.evaluation.every_epochs else None
-    for side in dict.fromkeys((config.data_size, window or config.data_size)):
-        for name, what in plan(config.model_copy(update={"data_size": side}), network, device).items():
-            if not what.startswith(OWN):
-                where = f" in windows of {side}³ cells" if side != config.data_size else ""
-                raise UserError(
-                    f"convolutions is own, but own kernels cannot compute {name}{where}: "
-                    f"{what.partition(' (')[2][:-1]}; set convolutions=auto"
-                )
+    for name, what in plan(config, network, device).items():
+        if not what.startswith(OWN):
+            raise UserError(
+                f"convolutions is own, but own kernels cannot compute {name}: {what.partition(' (')[2][:-1]}; set "
+                "convolutions=auto"
+            )
 
 
 def changes(before: Plan, now: Plan) -> list[str]:

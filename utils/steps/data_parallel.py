@@ -98,18 +98,13 @@ def data_parallel(
         bucket_cap_mb=config.bucket_cap_mb,
         **buffers,
         gradient_as_bucket_view=True,
-        static_graph=config.static_graph,
     )
-    # PyTorch refuses to register the bfloat16 hook itself without NCCL, although gloo can also add bfloat16 numbers.
-    compressed = config.gradient_compression == "bfloat16"
-    send = default_hooks.bf16_compress_hook if compressed else default_hooks.allreduce_hook
+    if probe is not None:
 
-    def all_reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if probe is not None:
+        def measure_and_reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             parameters: Any = bucket.parameters()
             probe.add(dict(zip(parameters, bucket.gradients(), strict=True)))
-        return send(group, bucket)
+            return default_hooks.allreduce_hook(group, bucket)
 
-    if compressed or probe is not None:
-        parallel.register_comm_hook(None, all_reduce)
+        parallel.register_comm_hook(None, measure_and_reduce)
     return parallel

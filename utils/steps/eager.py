@@ -109,9 +109,7 @@ class EagerStep:
         """
         self._trained.train()
         with self._buffers_and_random_state_kept():
-            # DistributedDataParallel orders its buckets after the first pass; of a static graph, after the second.
-            for _ in range(2 if self._config.static_graph else 1):
-                self._accumulate(batch)
+            self._accumulate(batch)  # after which DistributedDataParallel orders its buckets
         self.check_gradients(self._ranks)
         self._trained.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
@@ -151,7 +149,7 @@ class EagerStep:
         """Raises UserError if DistributedDataParallel on `ranks` would wait for gradients that the last pass lacks."""
         config, parameters = self._config, self._trained.network.named_parameters()
         unused = [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
-        if unused and ranks > 1 and not (config.noddp or config.ddp == "manual" or config.static_graph):
+        if unused and ranks > 1 and not (config.noddp or config.ddp == "manual"):
             raise UserError(
                 f"network {config.network.name}: the loss does not depend on {', '.join(unused)}, for whose gradients "
                 "DistributedDataParallel would wait; remove these parameters, or set ddp=manual"
@@ -206,12 +204,11 @@ class EagerStep:
         if isinstance(self._parallel, ManualDataParallel):
             lines.append("Gradients are exchanged after the backward pass (ddp: manual)")
         elif self._parallel is not None:
-            sent_as = "float32" if self._config.gradient_compression == "none" else self._config.gradient_compression
             # PyTorch rebuilds the buckets after the first exchange, in the order in which the gradients arrived.
             data: Any = self._parallel._get_ddp_logging_data()
             sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
             megabytes = ", ".join(f"{int(size) / 1e6:.3g}" for size in sizes.split(", "))
-            lines.append(f"DistributedDataParallel: gradient buckets of {megabytes} MB, sent as {sent_as}")
+            lines.append(f"DistributedDataParallel: gradient buckets of {megabytes} MB")
         return lines
 
     @torch.no_grad()

@@ -69,17 +69,14 @@ class GraphStep(EagerStep):
 
     @classmethod
     def check(cls, config: Config, world: World) -> None:
-        reason, remedy = None, REMEDY
+        reason = None
         exchanges = world.size > 1 and not config.noddp
         if world.device.type != "cuda":
             reason = f"the run's device is {world.device.type}, and only CUDA devices have graphs"
-        elif exchanges and config.gradient_compression != "none":
-            reason = "gradient_compression needs a Python hook in the gradient exchange, which is untested in graphs"
-            remedy = f"set gradient_compression=none, or {REMEDY}"
         elif exchanges and dist.is_initialized() and "nccl" not in dist.get_backend_config():
             reason = "the ranks exchange gradients through gloo, which computes on the host; NCCL is needed"
         if reason is not None:
-            raise UserError(f"cannot record the step as a CUDA graph: {reason}; {remedy}")
+            raise UserError(f"cannot record the step as a CUDA graph: {reason}; {REMEDY}")
 
     def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
         with self._on_stream():

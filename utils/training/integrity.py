@@ -6,6 +6,7 @@ compares them where it reads the losses anyway.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -35,7 +36,6 @@ class Integrity:
         self._step, self._world, self._parts = step, world, config.accumulation_steps
         # Without gradient exchange the ranks train different networks.
         self._every = 0 if config.noddp and world.size > 1 else config.integrity.every
-        self._warns = config.integrity.action == "warn"
         self._tolerance = TOLERANCES[config.enable_amp]
         self._repeats_bits = config.deterministic or world.device.type == "cpu"
         self._can_replay = False
@@ -69,29 +69,25 @@ class Integrity:
     def compare(self, state: TrainState) -> None:
         """Compares what is queued, which waits for the device; sets `state.checked`, the last step with good replays.
 
-        Raises CorruptionError, on every rank, at the first difference, or logs a warning.
+        Raises CorruptionError, on every rank, at the first difference.
         """
         pending, self._pending = self._pending, []
         for step, digests, replays in pending:
             suspects = minority(self._world.gather(digests).tolist())
             if suspects:
-                self._report(step, "weights or optimizer state", suspects)
+                self._stop(step, "weights or optimizer state", suspects)
             elif replays is not None:
                 suspects = disagreeing(self._world.gather(replays).cpu(), self._agree)
                 if suspects:
-                    self._report(step, "results of a micro-batch", suspects, state.checked)
-                else:
-                    state.checked = step
+                    self._stop(step, "results of a micro-batch", suspects, state.checked)
+                state.checked = step
 
-    def _report(self, step: int, what: str, suspects: Sequence[int], checked: int | None = None) -> None:
+    def _stop(self, step: int, what: str, suspects: Sequence[int], checked: int | None = None) -> NoReturn:
         ranks = ", ".join(f"{rank} ({self._world.hosts[rank]})" for rank in suspects[:8])
         where = f"one of the ranks {ranks}" if len(suspects) > 1 else f"rank {ranks}"
         line = f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}"
-        doubt = "" if checked is None else f"; checkpoints after step {checked} may be wrong"
-        if not self._warns:
-            renamed = f" and are renamed to {DOUBTFUL}step_…" if doubt else ""
-            raise CorruptionError(f"{line}{doubt}{renamed}; the same command resumes", checked)
-        log.warning(line + doubt)
+        doubt = f"checkpoints after step {checked} may be wrong and are renamed to {DOUBTFUL}step_…; "
+        raise CorruptionError(f"{line}; {'' if checked is None else doubt}the same command resumes", checked)
 
     def _micro_batch(self, batch: Batch) -> Batch:
         return Batch(*(part.chunk(self._parts)[0] for part in batch))

@@ -20,6 +20,7 @@ from utils.training.noise_scale import NoiseScale
 log = once_per_job(__name__)
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
+MOST_SKIPS_IN_A_ROW = 10  # then training stops
 START_REMEDY = "check the data with --preflight, and the initial weights (weight_init, --init_from)"
 
 
@@ -72,7 +73,7 @@ class Reporter:
         values = f"loss {record.loss}{rank}, gradient norm {record.gradient_norm}, learning rate {lr:.3e}"
         remedy = f"; {REMEDY}" if state.skipped == 1 else ""
         log.warning(f"Step {number}: {values}: update skipped ({state.skipped} so far){remedy}")
-        if state.skipped_in_a_row >= self.config.max_consecutive_skips:
+        if state.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise UserError(
                 f"training stopped: {state.skipped_in_a_row} updates in a row were skipped, the last one at step "
                 f"{number}: {values}; {REMEDY}"
@@ -146,21 +147,6 @@ class Reporter:
                 f"{REMEDY if step else START_REMEDY}"
             )
 
-    def log_early_stop(self, state: TrainState) -> None:
-        if reason := self._early_stop(state):
-            log.info(f"Early stopping after epoch {state.epoch}: {reason}")
-
-    def _early_stop(self, state: TrainState) -> str | None:
-        """The reason why no further epoch is trained; None if the run was not stopped early."""
-        stopping, count = self.config.early_stopping, state.epochs_without_improvement
-        if state.epoch >= self.config.num_epochs or not state.stops_early(stopping.patience):
-            return None
-        margin = f" by more than {stopping.min_delta:g}" if stopping.min_delta else ""
-        return (
-            f"the validation loss has not improved{margin} for {count} {'epoch' if count == 1 else 'epochs'}; "
-            f"the best was {state.best_loss:.6f} after step {state.best_step}"
-        )
-
     def result(self, state: TrainState) -> FitResult:
         """The result of the run; logs the noise scale, and raises UserError if all updates were skipped."""
         if state.skipped == state.step > 0:
@@ -174,7 +160,6 @@ class Reporter:
             seconds=self.clock.seconds(),
             metrics=dict(state.metrics),
             noise_scale=self._noise.result if self._noise else None,
-            early_stop=self._early_stop(state),
             skipped_updates=state.skipped,
             goodput=self._run.goodput(state.step_seconds),
         )

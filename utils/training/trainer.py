@@ -79,15 +79,16 @@ class Trainer:
         skipped, or the validation loss is not finite.
         """
         with closing(self.checkpoint_writer), closing(self.profiler), self._pulse.using(stop=self._stop_if_requested):
-            if not self._is_complete():
+            epochs = self.config.num_epochs
+            if self.state.epoch < epochs:
                 self._prepare()
-            while not self._is_complete():
+            while self.state.epoch < epochs:
                 self._train_epoch()
                 validation = self._validate()
                 self.reporter.log_epoch(validation, self.state)
                 # The present state stays for now: a stop during the evaluation repeats the validation, too.
-                ended = self.state.after_epoch(validation.loss, self.config.early_stopping.min_delta)
-                is_last = self._is_complete(ended)
+                ended = self.state.after_epoch(validation.loss)
+                is_last = ended.epoch >= epochs
                 every_epochs = self.config.checkpoint.every_epochs
                 is_saved = is_last or (every_epochs > 0 and ended.epoch % every_epochs == 0)
                 if is_saved and ended.final_loss < ended.best_loss:
@@ -95,14 +96,10 @@ class Trainer:
                 scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last)
                 self.reporter.record_epoch(validation, scores, self.state)
                 self.state = ended
-                self.reporter.log_early_stop(ended)
                 if is_saved or self._save_is_due:
                     self._save(wait=is_last)
             self._coordinator.close()
         return self.reporter.result(self.state)
-
-    def _is_complete(self, state: TrainState | None = None) -> bool:
-        return (state or self.state).is_complete(self.config.num_epochs, self.config.early_stopping.patience)
 
     def _prepare(self) -> None:
         """Measures the untrained network and warms the step up, before the first epoch's clock starts."""
@@ -117,7 +114,7 @@ class Trainer:
             if state.step == 0:
                 validation = self._validate()
                 self.reporter.log_validation(validation, state)
-                state.initial_loss = state.final_loss = state.best_loss = state.loss_to_beat = validation.loss
+                state.initial_loss = state.final_loss = state.best_loss = validation.loss
                 self.reporter.record_untrained(train.results()[0], validation)
             self._pulse.enter("start", state.step)  # compilers may need minutes
             clock = Stopwatch()

@@ -19,7 +19,7 @@ from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.volumes.hdf5 import DATASETS, checked_dataset, stored_slabs
 from utils.volumes.npy import ENDINGS
-from utils.volumes.storage import open_file, storage_files
+from utils.volumes.storage import check_storage, open_file
 
 
 def convert(
@@ -32,7 +32,9 @@ def convert(
     source, remedy = Path(source), "give another --output_dir"
     with open_file(str(source)) as file:
         datasets = [checked_dataset(file, str(source), name, remedy="choose datasets with -d and -l") for name in names]
-        shapes = [dataset.shape for dataset in datasets if storage_files(dataset)]
+        for dataset in datasets:
+            check_storage(dataset)
+        shapes = [dataset.shape for dataset in datasets]
         if shapes[0][1:] != shapes[1][1:]:
             raise UserError(f"{source}: {names[0]} is {shapes[0]}, {names[1]} {shapes[1]}; their grids must be equal")
         directory = source.parent if output_dir is None else Path(output_dir)

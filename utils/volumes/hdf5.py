@@ -14,7 +14,7 @@ from utils.log import warn_once
 from utils.progress import Progress
 from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
-from utils.volumes.storage import IMPORTER, contents, open_file, reading, storage_files
+from utils.volumes.storage import IMPORTER, check_storage, contents, open_file, reading
 
 DATASETS = ("Nbody", "Hydro")
 NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
@@ -110,7 +110,8 @@ class FieldReader:
             dataset = checked_dataset(file, path, name, channels, remedy)
             self.shape: tuple[int, int, int] = dataset.shape[1:]
             self.attributes = attributes_of(file, self.shape)
-            self.files = storage_files(dataset)  # the dataset may be a link into another file
+            check_storage(dataset)
+            self.file = str(dataset.file.filename)  # another one than `path` if the dataset is an external link
             self.values = float32_field(dataset)
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
@@ -142,7 +143,7 @@ def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -
     inputs, targets = (FieldReader(str(path), name, None, remedy, file) for name in names)
     if inputs.shape != targets.shape:
         raise UserError(f"{path}: {names[0]} has {inputs.shape} cells, {names[1]} {targets.shape}; make them equal")
-    files = tuple(dict.fromkeys((*inputs.files, *targets.files)))
+    files = tuple(dict.fromkeys((inputs.file, targets.file)))
     fields = inputs.values, targets.values
     return Volume(str(path), *fields, files, inputs.cell, names, inputs.simulation, inputs.periodic, inputs.attributes)
 
@@ -167,7 +168,7 @@ def as_float32(values: Any) -> np.ndarray:
 def float32_field(dataset: h5py.Dataset) -> Any:
     """A mapped array of a contiguous float32 dataset, a ConvertedField of others."""
     offset = dataset.id.get_offset()
-    if dataset.dtype != np.dtype("<f4") or dataset.chunks or offset is None or dataset.is_virtual or dataset.external:
+    if dataset.dtype != np.dtype("<f4") or dataset.chunks or offset is None:
         return ConvertedField(dataset)
     mapped = np.memmap(dataset.file.filename, "<f4", "r", offset, dataset.shape)
     return np.asarray(mapped)  # a plain array: slicing a memmap object is slower

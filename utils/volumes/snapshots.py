@@ -23,7 +23,7 @@ from utils.config import did_you_mean
 from utils.errors import UserError
 from utils.volumes.attributes import CELL, TYPES, UNIVERSE, cubic_cell, domain_of, plain_attributes, universe_of
 from utils.volumes.hdf5 import DATASETS, NATIVE, cells_text, check_real
-from utils.volumes.storage import contents, open_file, reading, storage_files
+from utils.volumes.storage import check_storage, contents, open_file, reading
 
 Shape = tuple[int, int, int]
 
@@ -199,7 +199,7 @@ def _nyx_field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
     axes = (3,) if field in VECTORS else ()
     if len(dataset.shape) != 3 + len(axes) or dataset.shape[3:] != axes:
         raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z{', 3' if axes else ''}); give another file")
-    storage_files(dataset)
+    check_storage(dataset)
     stated = plain_attributes(dataset).get("units")
     unit = DEFAULT_UNITS[quantity] if stated is None else PER_SECOND.sub("/s", str(stated).strip("() "))
     return GridField(name, quantity, dataset, unit, stated is not None)

@@ -1,4 +1,4 @@
-"""Opens HDF5 files, and finds where the values of a dataset are stored.
+"""Opens HDF5 files, and checks that the values of a dataset are stored.
 
 For values that are stored nowhere HDF5 returns fill values, without an error.
 """
@@ -11,13 +11,10 @@ from collections.abc import Iterator
 
 import h5py
 
-from utils.errors import UserError, os_errors_for_users, os_reason, os_remedy
+from utils.errors import UserError, os_reason, os_remedy
 
 IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
 OF_NPY = f"{IMPORTER} makes one of the .npy files in a directory, named dark_matter_density.npy and so on"
-# Filters that HDF5 itself lacks. Source: the HDF Group's list of registered filter plugins.
-FILTERS = {307: "bzip2", 32001: "Blosc", 32004: "LZ4", 32008: "bitshuffle", 32013: "ZFP", 32015: "Zstandard"}
-
 LISTED = 12  # datasets in a message
 
 
@@ -58,55 +55,29 @@ def contents(file: h5py.File) -> str:
     return ", ".join(names[:LISTED]) + more or "no dataset"
 
 
-def storage_files(dataset: h5py.Dataset) -> list[str]:
-    """The files of a dataset's values; UserError if one or some values are missing, or cannot be decompressed."""
-    path, size = dataset.file.filename, dataset.nbytes
-    name, files, stored = f"{path}: {dataset.name.strip('/')}", [path], dataset.id.get_storage_size()
-    if dataset.is_virtual:
-        sources = dataset.virtual_sources()
-        stored = sum(source.vspace.get_select_npoints() for source in sources) * dataset.dtype.itemsize
-        for file_name, dataset_name in dict.fromkeys((source.file_name, source.dset_name) for source in sources):
-            files += _source_files(dataset, file_name, dataset_name, f"the virtual dataset {name} needs it")
-    elif dataset.external:
-        stored, folder = 0, os.fsdecode(dataset.id.get_access_plist().get_efile_prefix())
-        for file_name, offset, length in dataset.external:
-            files.append(os.path.join(folder, os.fsdecode(file_name)))
-            with os_errors_for_users(f"{name}: cannot read its external file {files[-1]}", "restore it"):
-                stored += max(0, min(length, os.path.getsize(files[-1]) - offset))
-    elif dataset.chunks:
+def check_storage(dataset: h5py.Dataset) -> None:
+    """Raises UserError if values are in other files, were never written, or cannot be decompressed."""
+    name, size = f"{dataset.file.filename}: {dataset.name.strip('/')}", dataset.nbytes
+    if dataset.is_virtual or dataset.external:
+        raise UserError(f"{name} refers to values in other files; copy them: with h5py, new_file[NAME] = dataset[:]")
+    stored = dataset.id.get_storage_size()
+    if dataset.chunks:
         _check_filters(dataset, name)
         chunks = math.prod(-(-side // chunk) for side, chunk in zip(dataset.shape, dataset.chunks, strict=True))
         stored = size * dataset.id.get_num_chunks() // chunks
     if stored < size:
-        place = f" in {files[-1]}" if dataset.external else ""
-        raise UserError(f"{name}: {1 - stored / size:.3%} of its values were never written{place}; recreate the file")
-    return files
-
-
-def _source_files(dataset: h5py.Dataset, file_name: str, dataset_name: str, reason: str) -> list[str]:
-    """The files of a source of a virtual dataset, looked for where HDF5 does; raises UserError if it is missing."""
-    path, prefix = dataset.file.filename, os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())
-    folders = [*filter(None, prefix.split(":")), os.path.dirname(path), "", os.path.dirname(os.path.realpath(path))]
-    names = [file_name, os.path.basename(file_name)] if os.path.isabs(file_name) else [file_name]
-    places = [os.path.join(folder, name) for name in names for folder in folders]
-    place = path if file_name == "." else next(filter(os.path.isfile, places), file_name)
-    with open_file(place, reason) as file:
-        source = file.get(dataset_name)
-        if not isinstance(source, h5py.Dataset):
-            raise UserError(f"{place} has no dataset {dataset_name}; {reason}")
-        return storage_files(source)
+        raise UserError(f"{name}: {1 - stored / size:.3%} of its values were never written; recreate the file")
 
 
 def _check_filters(dataset: h5py.Dataset, name: str) -> None:
     """Raises UserError if a filter is missing; tries hdf5plugin, if it is installed."""
     layout = dataset.id.get_create_plist()
-    for code, *_, stated in map(layout.get_filter, range(layout.get_nfilters())):
+    for code, *_ in map(layout.get_filter, range(layout.get_nfilters())):
         if not h5py.h5z.filter_avail(code):
             with contextlib.suppress(ImportError):
                 importlib.import_module("hdf5plugin")  # registers its filters
         if not h5py.h5z.filter_avail(code):
-            known = FILTERS.get(code) or stated.decode(errors="replace") or "unknown"
             raise UserError(
-                f"{name} needs the HDF5 filter {known} (number {code}); install its plugin: pip install hdf5plugin, or "
-                f"write the file without it: h5repack -f NONE"
+                f"{name} needs the HDF5 filter number {code}; install its plugin: pip install hdf5plugin, or write the "
+                f"file without it: h5repack -f NONE"
             )

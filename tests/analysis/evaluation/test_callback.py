@@ -140,10 +140,6 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     ("flags", "message"),
     [
         (["--data_loader_config=synthetic"], "evaluation.every_epochs: data_loader_config synthetic reads no volumes"),
-        (
-            ["--set=evaluation.window=8", "--set=evaluation.overlap=8", "--preflight"],
-            "8 is not from 0 to 7",
-        ),
         (["--set=evaluation.fitted_on=/no.h5"], "fitted_on: no such file: /no.h5"),
         (["--set=evaluation.fitted_on=/no.h5", "--preflight"], "fitted_on: no such file: /no.h5"),
     ],

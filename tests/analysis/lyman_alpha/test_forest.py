@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -180,6 +181,9 @@ def test_the_smoothing_is_applied_if_cells_resolve_it_without_tf32(monkeypatch: 
     before, switches.allow_tf32 = switches.allow_tf32, True
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: seen.append(switches.allow_tf32))
     smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ALONE))
+    monkeypatch.setattr(torch.Tensor, "copy_", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):  # fixed: after an error TF32 stayed off
+        smooth(torch.ones(4, 4, 4), 1.0, Slabs((4, 4, 4), ALONE))
     after, switches.allow_tf32 = switches.allow_tf32, before
     assert (set(seen), after) == ({False}, True)
 

@@ -1,14 +1,9 @@
 """The logger `tensorboard`: scalars, pictures and hyperparameters in logs/ in the run directory."""
 
 import contextlib
-import re
 import struct
-import threading
-import time
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from utils import config as configs
@@ -24,7 +19,7 @@ class TensorBoardLogger(Logger):
     """TensorBoard's curves continue where the run resumes, and later points are hidden.
 
     The hyperparameters are those that differ from the defaults, so that HPARAMS has few columns. The files are opened
-    with the first scalar or picture. After a full disk, TensorBoard's writer fails for good.
+    with the first scalar or picture. After a full disk, TensorBoard's writer fails for good; its thread prints why.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -34,12 +29,9 @@ class TensorBoardLogger(Logger):
     def _writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self._run.directory.tensorboard
-        _begin_later(folder)
-        threading.excepthook = _without_writer_errors
         step, in_epoch = self._run.resumed
         # purge_step: points of an earlier process from there on are hidden.
-        writer = SummaryWriter(str(folder), purge_step=step if in_epoch else step + 1)
+        writer = SummaryWriter(str(self._run.directory.tensorboard), purge_step=step if in_epoch else step + 1)
         if in_epoch:
             for record in self._run.kept_records():
                 if record["step"] == step:
@@ -97,23 +89,3 @@ def _with_columns_first(experiment: Any, *summaries: Any) -> list[Any]:
             info.differs = info.name in COLUMNS
     plugin.content = content.SerializeToString()
     return [experiment, *summaries]
-
-
-def _begin_later(folder: Path) -> None:
-    """Sets the clock that names TensorBoard's files past the second in the names of the earlier files.
-
-    TensorBoard reads a run's files in the order of these seconds, and hides the new points unless they come last. The
-    run may resume within the same second, on a node whose clock is behind, or after the clock was set back.
-    """
-    from tensorboard.summary.writer import event_file_writer
-
-    seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.glob("events.*")]
-    last = max((int(match[1]) for match in seconds if match), default=0)
-    ahead = max(0.0, last + 1 - time.time())
-    vars(event_file_writer)["time"] = SimpleNamespace(time=lambda: time.time() + ahead)
-
-
-def _without_writer_errors(arguments: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread passes its error on, and would also print it as a traceback."""
-    if type(arguments.thread).__name__ != "_AsyncWriterThread":
-        threading.__excepthook__(arguments)

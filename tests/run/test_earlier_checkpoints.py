@@ -1,0 +1,96 @@
+"""Checkpoints of earlier versions, named by the commit that trained them, still predict, evaluate, export and resume.
+
+config test with network.width 1, 16 samples per epoch, start_lr 0.1, shape constant, and retired keys; after one epoch.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+from empty_pictures import draw_nothing
+from trainings import YAML, directory, last
+
+import evaluate
+import export
+import predict
+import train
+from analysis.evaluation import report, results
+from utils.config import retired
+from utils.config.retired import RETIRED, RetiredKey
+from utils.errors import UserError
+
+STORED = Path(__file__).with_name("checkpoints")
+COMMITS = ["1b3d3556", "33ad6d92"]
+LOSSES = 0.101770, 0.188339  # of the first and the second epoch, as logged by these commits
+# Means of the channels that these commits predict; the later one calibrates the density.
+DENSITY = {"1b3d3556": -0.0763996, "33ad6d92": 0.0509049}
+OTHERS = [0.0224962, 0.0083233, -0.0174392, -0.0932693]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: Any, volume_file: Any) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("volumes")
+    return {name: volume_file(folder / f"{name}.h5", seed=seed) for seed, name in enumerate(("train", "val"), 1)}
+
+
+def trained(files: dict[str, Path], expdir: Path, start: str) -> Any:
+    """The last checkpoint of a run of two epochs that starts from a stored checkpoint."""
+    changes = {"network.width": 1, "Nsamples": 16, "lr_schedule.start_lr": 0.1, "lr_schedule.shape": "constant"}
+    changes |= {"expdir": expdir, "device": "cpu", "report_baselines": False, "loggers": []}
+    changes |= {f"{name}_path": path for name, path in files.items()}
+    train.main([f"--yaml_config={YAML}", "--config=test", start, *(f"--set={k}={v}" for k, v in changes.items())])
+    return last(directory(expdir))
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_checkpoints_of_earlier_versions_predict_the_same_gas(
+    commit: str, files: dict[str, Path], tmp_path: Path, monkeypatch: Any
+) -> None:
+    draw_nothing(monkeypatch)
+    monkeypatch.setattr(report, "page", lambda *_: "a page")
+    common = [f"--checkpoint={STORED / commit}", f"--input={files['val']}", "--device=cpu"]
+    predict.main([*common, f"--output={tmp_path / 'gas.h5'}"])
+    with h5py.File(tmp_path / "gas.h5") as file, h5py.File(files["val"]) as true:
+        gas, errors = file["Hydro"][:], abs(file["Hydro"][:] - true["Hydro"][:])
+    assert gas.mean((1, 2, 3)) == pytest.approx([DENSITY[commit], *OTHERS], rel=1e-3)
+    evaluate.main([*common, f"--output={tmp_path / 'evaluation'}"])
+    evaluated = results.load(tmp_path / "evaluation" / "evaluation.npz")
+    assert evaluated.l1 == pytest.approx(errors.mean((1, 2, 3)), rel=1e-4)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_checkpoints_of_earlier_versions_are_exported_and_trained_further(
+    commit: str, files: dict[str, Path], tmp_path: Path
+) -> None:
+    export.main([f"--checkpoint={STORED / commit}", f"--output={tmp_path / 'gas.pt2'}"])
+    assert (tmp_path / "gas.pt2").exists()
+    assert trained(files, tmp_path, f"--init_from={STORED / commit}").state.initial_loss == pytest.approx(
+        LOSSES[0], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_runs_of_earlier_versions_resume(commit: str, files: dict[str, Path], tmp_path: Path) -> None:
+    assert trained(files, tmp_path, f"--resume={STORED / commit}").state.final_loss == pytest.approx(
+        LOSSES[1], rel=1e-4
+    )
+
+
+def test_retired_keys_of_a_checkpoint_become_present_ones_or_are_refused(monkeypatch: Any) -> None:
+    def only_false(value: bool) -> dict[str, Any]:
+        if value:
+            raise ValueError("there are no such layers")
+        return {}
+
+    monkeypatch.setitem(RETIRED, "network.kind", RetiredKey("family", lambda value: {"network.name": value, "seed": 3}))
+    monkeypatch.setitem(RETIRED, "doubled", RetiredKey("twice the layers", only_false))
+    config = {"network": {"kind": "lenet", "options": {"kind": 1}, "space_to_depth": []}, "doubled": False}
+    expected = {"network": {"name": "lenet", "options": {"kind": 1}}, "seed": 3}
+    assert retired.update(config, "run") == expected
+    with pytest.raises(UserError) as refused:
+        retired.update({**config, "doubled": True}, "run")
+    assert str(refused.value) == (
+        "run was trained with doubled True (twice the layers): there are no such layers; "
+        "use the version that trained it"
+    )
