@@ -55,10 +55,7 @@ def _make_calls() -> None:
         except (EOFError, OSError):
             _drawing_process.cache_clear()
             answer = UserError(f"the process that draws was ended, with exit code {process.wait()}")
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
 
 
 @functools.cache
