@@ -114,10 +114,6 @@ def report_on_run(
         return losses, []
     run.world.pulse.enter("pictures")
     log.info("Drawing pictures in %s", run.directory)
-    lines: list[str] = []
     drawn = evaluation.drawn if isinstance(evaluation, VolumeEvaluation) else {}
-    with training_pictures.errors_as_warnings(run):
-        for line in training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn):
-            run.world.pulse.advance()
-            lines.append(line)  # those before an error are kept
-    return losses, lines
+    lines = training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)
+    return losses, [*lines]

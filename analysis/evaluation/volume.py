@@ -22,7 +22,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
-from utils.volumes.attributes import Simulation, differences_of, file_transform
+from utils.volumes.attributes import differences_of, file_transform
 from utils.volumes.channels import INPUTS, TARGETS, vectors_of, volume_channels
 from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset
 from utils.volumes.storage import open_file, reading
@@ -100,7 +100,11 @@ class VolumeFields:
             if output.shape != shape:
                 raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
         if self.prediction:
-            ours, theirs = (_identity(field) for field in (self.prediction, self.inputs))
+            ours, theirs = (
+                file.simulation
+                | {key: str(value) for key, value in file.attributes.items() if key in ("seed", "paired")}
+                for file in (self.prediction, self.inputs)
+            )
             if differences := differences_of(ours, theirs):
                 raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
             source = Path(str(self.prediction.attributes.get("input", path)))
@@ -170,8 +174,3 @@ def fit_gas(path: str, config: Config, world: World) -> GasFit:
     used = (np.abs(density) < MODERATE) & (kelvin < HOT)
     slope, level = np.polyfit(density[used], kelvin[used], 1, w=np.sqrt(diagram.target[used]))
     return GasFit(float(10**level), float(1 + slope), spectrum.k, spectrum.cross / spectrum.predicted)
-
-
-def _identity(field: FieldReader) -> Simulation:
-    """The simulation of a volume, and seed and sign of its initial conditions, as far as the file states them."""
-    return field.simulation | {key: str(value) for key, value in field.attributes.items() if key in ("seed", "paired")}

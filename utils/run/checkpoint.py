@@ -189,8 +189,7 @@ def named_checkpoint(path: Path) -> Path:
 def best_checkpoint(folder: Path) -> Path:
     """The checkpoint with the lowest validation loss in the folder of a run's checkpoints; UserError if there is none.
 
-    The link names it. A copy may lack the link: there, it is the best one according to the newest checkpoint whose best
-    one exists.
+    A copy may lack the link that names it: there, the newest checkpoint whose best one exists decides.
     """
     link, steps, reason = folder / BEST, saved_steps(folder), NO_BEST
     if link.exists():
