@@ -25,8 +25,8 @@ from analysis.evaluation.baselines import volume_losses
 from analysis.evaluation.volume import VolumeFields
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
+from analysis.lyman_alpha.setup import FluxOptions
 from benchmarks import common
-from utils.config.sections import EvaluationConfig
 from utils.data.loaders import Batch
 from utils.steps import build
 
@@ -125,10 +125,10 @@ def evaluate(
     """
     world = common.this_machine()
     trained = TrainedNetwork.load(checkpoint, world.device, calibrated=calibrated)
-    options = EvaluationConfig(**{"sightlines": SIGHTLINES, **settings})
-    with closing(VolumeFields(file, None, trained.config.model_copy(update={"evaluation": options}))) as fields:
+    options = FluxOptions(**{"sightlines": SIGHTLINES, **settings})
+    with closing(VolumeFields(file, None, trained.config)) as fields:
         predictor = build_predictor(trained, fields.inputs, InferenceOptions(symmetries=symmetries), world)
-        return fields.evaluate(change(predictor), f"{checkpoint} on {Path(file).stem}", {"input": file}, world)
+        return fields.evaluate(change(predictor), f"{checkpoint} on {Path(file).stem}", {"input": file}, world, options)
 
 
 def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:
