@@ -33,6 +33,9 @@ RETIRED = {
     "early_stopping.min_delta": RetiredKey("an improvement lowers the loss by more than this"),
     "evaluation.window": RetiredKey("cells per side of the network's input; data_size now"),
     "evaluation.overlap": RetiredKey("cells by which windows overlap; half a window now"),
+    "evaluation.mean_flux": RetiredKey("the mean flux; the observed one now, evaluate.py has a flag"),
+    "evaluation.pressure_smoothing": RetiredKey("that of FGPA; 0.1 Mpc/h now, evaluate.py has a flag"),
+    "evaluation.fitted_on": RetiredKey("a volume for further baselines; evaluate.py has a flag"),
     "integrity.action": RetiredKey("stop or warn at a difference; stop now"),
     "lr_schedule.drop_epochs": RetiredKey("the epochs of shape step after which the learning rate drops"),
     "lr_schedule.drop_factor": RetiredKey("the factor of shape step"),
@@ -44,6 +47,7 @@ RETIRED = {
     "optimizer.max_precondition_dim": RetiredKey("soap: the longest side with an eigenbasis; 512 now"),
     "optimizer.tf32": RetiredKey("soap: matrix products in TF32; as the key tf32 now"),
     "profile.ranks": RetiredKey("root or all: the ranks that are profiled; root now"),
+    "resident_dtype": RetiredKey("type of the volumes in device memory; by the free memory now"),
     "timeouts.collective": RetiredKey("seconds for one collective operation; 1800 now"),
 }
 
