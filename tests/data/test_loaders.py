@@ -282,29 +282,35 @@ def test_the_synthetic_loader_repeats_one_batch_per_seed_and_rank(paths: Paths) 
         assert not torch.equal(batches[0].inputs, next(loader.epoch(0)).inputs)
 
 
+AMP = {"enable_amp": True}
+
+
 @pytest.mark.parametrize(
-    ("device", "chunks", "fails", "wanted"),
+    ("device", "changes", "fails", "wanted"),
     [
-        ("cuda", None, [], "resident"),
-        ("cuda", None, ["resident"], "dali-lowmem"),
-        ("cuda", None, ["resident", "dali-lowmem"], "lowmem"),
-        ("cpu", None, [], "lowmem"),
-        ("cpu", (1, 8, 8, 8), [], "inmem"),
-        ("cpu", (1, 8, 8, 8), ["inmem"], "lowmem"),
+        ("cuda", AMP, [], "resident float32"),
+        ("cuda", {}, ["resident float32"], "dali-lowmem float32"),
+        ("cuda", AMP, ["resident float32"], "resident float16"),
+        ("cuda", AMP | {"deterministic": True}, ["resident float32"], "dali-lowmem float32"),
+        ("cuda", {}, ["resident float32", "dali-lowmem float32"], "lowmem float32"),
+        ("cpu", {}, [], "lowmem float32"),
+        ("cpu", {"chunks": (1, 8, 8, 8)}, [], "inmem float32"),
+        ("cpu", {"chunks": (1, 8, 8, 8)}, ["inmem float32"], "lowmem float32"),
     ],
 )
 def test_auto_builds_the_fastest_loader_that_fits(
-    paths: Paths, tmp_path: Path, monkeypatch: Any, device: str, chunks: Any, fails: list[str], wanted: str
+    paths: Paths, tmp_path: Path, monkeypatch: Any, device: str, changes: Any, fails: list[str], wanted: str
 ) -> None:
-    """Device memory; on a CPU chunked files are unpacked."""
-    file = write_volume(tmp_path / "first.h5", BOXES["train", "train"], chunks=chunks)
-    config = config_for(paths, "auto", train_path=str(file))
+    """Device memory, with mixed precision as float16 unless deterministic; on a CPU chunked files are unpacked."""
+    file = write_volume(tmp_path / "first.h5", BOXES["train", "train"], chunks=changes.get("chunks"))
+    config = config_for(paths, "auto", train_path=str(file)).model_copy(update=changes)
     built = []
 
-    def build(name: str, *_: Any) -> None:
-        if name in fails:
-            raise UserError(f"{name} fails")
-        built.append(name)
+    def build(name: str, volumes: Volumes, *_: Any) -> None:
+        loader = f"{name} {volumes.config.resident_dtype}"
+        if loader in fails:
+            raise UserError(f"{loader} fails")
+        built.append(loader)
 
     for name in ("resident", "dali-lowmem", "inmem", "lowmem"):
         monkeypatch.setitem(LOADERS, name, LoaderSpec(functools.partial(build, name)))

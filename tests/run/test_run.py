@@ -191,7 +191,7 @@ def test_settings_that_change_neither_result_nor_speed_do_not_count(first: Path,
     assert name_of(first, config=config(**neutral)) == "00"
     speed = {"num_data_workers": 7, "data_loader_config": "dali-lowmem", "enable_manual_profiling": True}
     changes = {"global_batch_size": 4, "seed": 1, "bucket_cap_mb": 100.0, **speed}
-    for key, value in {**changes, "lr_schedule__start_lr": 0.1}.items():
+    for key, value in {**changes, "lr_schedule__start_lr": 0.1, "resident_dtype": "float16"}.items():
         assert name_of(first, config=config(**{key: value})) == "00-2", key
 
 

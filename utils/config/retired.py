@@ -47,7 +47,6 @@ RETIRED = {
     "optimizer.max_precondition_dim": RetiredKey("soap: the longest side with an eigenbasis; 512 now"),
     "optimizer.tf32": RetiredKey("soap: matrix products in TF32; as the key tf32 now"),
     "profile.ranks": RetiredKey("root or all: the ranks that are profiled; root now"),
-    "resident_dtype": RetiredKey("type of the volumes in device memory; by the free memory now"),
     "timeouts.collective": RetiredKey("seconds for one collective operation; 1800 now"),
 }
 

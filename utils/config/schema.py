@@ -118,6 +118,7 @@ class Config(NeutralKeys):
     transform: sections.TransformConfig = sections.TransformConfig()
     # Augmentation by rotations and reflections; grid: vector components unchanged; tutorial: likewise, 24 of the 48.
     symmetries: Literal["full", "grid", "tutorial", "none"] = "full"
+    resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if this machine has one

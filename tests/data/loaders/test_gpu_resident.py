@@ -3,12 +3,10 @@
 Batches are compared with the definition, bit for bit: a slice of the volume, then symmetry.apply.
 """
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from triton_compile import compile_kernel
 from triton_interpreter import interpreted
 from volume_files import write_volume
 
-from utils.config import Config
 from utils.data import symmetry
 from utils.data.loaders import crop_kernels, gpu_resident
 from utils.data.loaders.base import memory_format
@@ -27,8 +24,6 @@ from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.prefetcher import HostPrefetcher
 from utils.data.plan import EpochPlan, SamplePlan
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import UserError
 from utils.volumes import hdf5
 from utils.volumes.hdf5 import Volume, open_volume
@@ -182,36 +177,11 @@ def test_volumes_that_do_not_fit_are_reported_with_sizes_and_a_remedy() -> None:
     check_fits(38 * GIB, torch.float32, 80 * GIB, 42 * GIB)
     check_fits(38 * GIB, torch.float16, 61 * GIB, 42 * GIB)
     for dtype, free, says in (
-        (torch.float32, 80 * GIB - 1, r"38\.00 GiB as float32; .* use --data_loader_config=lowmem$"),
+        (torch.float32, 80 * GIB - 1, r"38\.00 GiB as float32; .* resident_dtype=float16 \(19\.00 GiB\)"),
         (torch.float16, 61 * GIB - 1, "reserved for training; use --data_loader_config=lowmem$"),
     ):
         with pytest.raises(UserError, match=says):
             check_fits(38 * GIB, dtype, free, 42 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("changes", "free", "stored"),
-    [
-        ({"enable_amp": True}, 5, torch.float32),
-        ({"enable_amp": True}, 3, torch.float16),
-        ({"enable_amp": True, "deterministic": True}, 3, None),
-        ({}, 3, None),
-    ],
-    ids=str,
-)
-def test_mixed_precision_stores_volumes_as_float16_if_they_fit_only_so(
-    changes: Any, free: int, stored: torch.dtype | None, monkeypatch: Any
-) -> None:
-    """Not a deterministic run, which must not depend on the free memory."""
-    seen, volume = [], SimpleNamespace(bytes=4 * GIB, files=[], path="box.h5")
-    volumes = SimpleNamespace(config=Config(**changes), for_loader=lambda world: {"train": [volume]})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 80 * GIB))
-    monkeypatch.setattr(gpu_resident, "all_volumes", lambda splits: splits["train"])
-    monkeypatch.setattr(gpu_resident, "load_resident", lambda volumes, device, dtype: seen.append(dtype))
-    monkeypatch.setattr(gpu_resident, "build_crop_loaders", lambda *_: None)
-    with pytest.raises(UserError, match="as float32") if stored is None else contextlib.nullcontext():
-        gpu_resident.build(volumes, World(Launch("test"), torch.device("cuda", 0)))
-    assert seen == ([] if stored is None else [stored])
 
 
 @pytest.mark.parametrize("value", [65504, float("nan"), 65505, float("-inf")])
@@ -219,7 +189,7 @@ def test_float16_keeps_its_largest_value_and_nan_and_refuses_larger_values(value
     """--preflight reports NaN."""
     volume = Volume("box.h5", *(np.full((channels, 4, 4, 4), value, np.float32) for channels in (4, 5)))
     if abs(value) > 65504:
-        with pytest.raises(UserError, match=r"Nbody\[0\] has values beyond ±65504, .*data_loader_config=lowmem$"):
+        with pytest.raises(UserError, match=r"Nbody\[0\] has values beyond ±65504, .*resident_dtype=float32$"):
             load_resident([volume], CPU, torch.float16)
     else:
         np.testing.assert_array_equal(load_resident([volume], CPU, torch.float16)[0].targets, volume.targets)

@@ -33,27 +33,36 @@ class LoaderSpec(NamedTuple):
 def build_auto(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     """The fastest of the other loaders that can be built; they all load the same batches."""
     reasons = ""
-    for name in _candidates(volumes, world):
+    for name, dtype in _candidates(volumes, world):
         try:
-            splits = LOADERS[name].build(volumes, world, reserve)
+            splits = LOADERS[name].build(volumes.changed(resident_dtype=dtype), world, reserve)
         except UserError as error:  # on all ranks
             reasons += f"; not {name}: {error}"
         else:
-            log.info("data_loader_config auto: %s%s", name, reasons)
+            stored = f" as {dtype}" if name == "resident" else ""
+            log.info("data_loader_config auto: %s%s%s", name, stored, reasons)
             return splits
     log.info("data_loader_config auto: lowmem%s", reasons)
     return LOADERS["lowmem"].build(volumes, world, reserve)
 
 
-def _candidates(volumes: Volumes, world: World) -> list[str]:
-    """The loaders to try before `lowmem`, best first.
+def _candidates(volumes: Volumes, world: World) -> list[tuple[str, str]]:
+    """The loaders to try before `lowmem`, and the type in which `resident` stores values, best first.
 
-    On a GPU nothing is faster than its own memory. Without a GPU mapped files are as fast as memory
-    (benchmarks/results/loaders.json).
+    On a GPU nothing is faster than its own memory; with mixed precision the network's inputs are rounded to fewer bits
+    than float16 has anyway. Without a GPU mapped files are as fast as memory (benchmarks/results/loaders.json).
     """
     with world.raise_together():
         mapped = all(volume.mapped for volume in all_volumes(volumes.splits()))
-    return ["resident", "dali-lowmem"] * (world.device.type == "cuda") + ["inmem"] * (not mapped)
+    config, candidates = volumes.config, list[tuple[str, str]]()
+    if world.device.type == "cuda":
+        # A deterministic run must not depend on the free memory of the device.
+        may_round = config.enable_amp and not config.deterministic
+        dtypes = dict.fromkeys([config.resident_dtype, "float16" if may_round else config.resident_dtype])
+        candidates += [("resident", dtype) for dtype in dtypes] + [("dali-lowmem", config.resident_dtype)]
+    if not mapped:
+        candidates.append(("inmem", config.resident_dtype))
+    return candidates
 
 
 LOADERS: dict[str, LoaderSpec] = {

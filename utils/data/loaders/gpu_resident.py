@@ -27,25 +27,21 @@ log = logging.getLogger(__name__)
 
 
 def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
+    stored = volumes.config.resident_dtype
     if world.device.type != "cuda":
-        log.info("data_loader_config resident: without a GPU it is inmem")
+        unused = "; resident_dtype has no effect" if stored != "float32" else ""
+        log.info("data_loader_config resident: without a GPU it is inmem%s", unused)
         return build_inmem(volumes, world)
-    config, opened = volumes.config, volumes.for_loader(world)
+    opened, dtype = volumes.for_loader(world), getattr(torch, stored)
     both = all_volumes(opened)
-    size = sum(volume.bytes for volume in both)
-    free, _ = torch.cuda.mem_get_info(world.device)
-    # Mixed precision rounds the network's inputs to fewer bits than float16 has anyway. A deterministic run must not
-    # depend on the free memory of the device.
-    may_round = config.enable_amp and not config.deterministic
-    fits = all(world.gather_json(size + reserve <= free))
-    dtype = torch.float16 if may_round and not fits else torch.float32
     with world.raise_together():
-        check_fits(size, dtype, free, reserve)
+        free, _ = torch.cuda.mem_get_info(world.device)
+        check_fits(sum(volume.bytes for volume in both), dtype, free, reserve)
     warm_page_cache([path for volume in both for path in volume.files], [], world)
     with world.raise_together():
         loaded = {split: load_resident(opened[split], world.device, dtype) for split in opened}
     names = ", ".join(os.path.basename(volume.path) for volume in both)
-    log.info("%s: read into the memory of %s, as %s", names, world.device, str(dtype).removeprefix("torch."))
+    log.info("%s: read into the memory of %s, as %s", names, world.device, stored)
     return build_crop_loaders(volumes, world, loaded, GpuResidentLoader)
 
 
@@ -81,13 +77,16 @@ class GpuResidentLoader(CropLoader):
 
 def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
     """Raises UserError if volumes of `size` bytes in float32, stored as `dtype`, exceed `free` less `reserve` bytes."""
-    needed = size * dtype.itemsize // 4
-    if needed + reserve > free:
-        raise UserError(
-            f"the volumes need {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}; the device has "
-            f"{free / GIB:.2f} GiB free, and {reserve / GIB:.2f} GiB are reserved for training; use "
-            "--data_loader_config=lowmem"
-        )
+    needed, half = size * dtype.itemsize // 4, size // 2
+    if needed + reserve <= free:
+        return
+    remedy = "use --data_loader_config=lowmem"
+    if needed > half and half + reserve <= free:
+        remedy = f"use --set resident_dtype=float16 ({half / GIB:.2f} GiB) or --data_loader_config=lowmem"
+    raise UserError(
+        f"the volumes need {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}; the device has "
+        f"{free / GIB:.2f} GiB free, and {reserve / GIB:.2f} GiB are reserved for training; {remedy}"
+    )
 
 
 def load_resident(volumes: Sequence[Volume], device: torch.device, dtype: torch.dtype) -> list[Volume]:
@@ -109,7 +108,7 @@ def load_resident(volumes: Sequence[Volume], device: torch.device, dtype: torch.
             if dtype == torch.float16 and bool((values.abs() > FLOAT16_MAX).any()):
                 raise UserError(
                     f"{volume.path}: {volume.names[number]}[{channel}] has values beyond ±{FLOAT16_MAX:.0f}, the "
-                    "range of float16; use --data_loader_config=lowmem"
+                    f"range of float16; use --set resident_dtype=float32"
                 )
             stored[number][channel, start : start + len(slab)] = values
     return [Volume(volume.path, *pair) for volume, pair in zip(volumes, fields, strict=True)]
