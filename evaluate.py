@@ -23,9 +23,8 @@ from analysis.evaluation import report, tables
 from analysis.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, open_fitted
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
-from analysis.lyman_alpha.setup import add_flux_options, take_flux_options
+from analysis.lyman_alpha.setup import FluxOptions, add_flux_options, take_flux_options
 from utils import cli
-from utils.config.sections import EvaluationConfig
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
@@ -48,7 +47,7 @@ class Options(InferenceOptions):
     checkpoint: list[str] | None = None
     prediction: str | None = None
     overwrite: bool = False
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # of the flux
+    flux: FluxOptions = field(default_factory=FluxOptions)
 
 
 @one_line_errors()
@@ -85,7 +84,7 @@ def evaluate(options: Options, world: World) -> None:
                 fields.inputs.periodic &= not options.not_periodic
                 if not fields.config.allow_physical_values:
                     cross_check(fields.inputs, values, volume_channels(fields.config), world, START_BYTES).log()
-                results = fields.evaluate(predictor, "predicting", metadata, world)
+                results = fields.evaluate(predictor, "predicting", metadata, world, options.flux)
             report.write_report(output / folder, results, record, world)
             known = {"checkpoint": checkpoint, "input": path, "report": str(folder / report.PAGE)}
             evaluations.append({**known, "notes": tables.notes(metadata), "scalars": results.scalars()})
@@ -106,11 +105,10 @@ def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
     with world.raise_together():
         trained = TrainedNetwork.load(weights, world.device, content, not options.no_calibration) if weights else None
         config = trained.config if trained else config_of_files(path, str(options.prediction))
-        config = config.model_copy(update={"evaluation": options.evaluation})
         fields = VolumeFields(path, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
-        if options.evaluation.fitted_on:
-            open_fitted(options.evaluation.fitted_on, config).close()
+        if options.flux.fitted_on:
+            open_fitted(options.flux.fitted_on, config).close()
         source: dict[str, Any] = {"prediction": options.prediction}
         if trained and predictor:
             source = {"density_factor": None, **trained.record, "checkpoint": str(weights)}
@@ -140,7 +138,7 @@ def build_parser() -> cli.Parser:
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Reads the command line; raises UserError if it is wrong."""
     arguments = vars(build_parser().parse_args(argv))
-    options = Options(evaluation=take_flux_options(arguments), **arguments)
+    options = Options(flux=take_flux_options(arguments), **arguments)
     of_network = "window", "overlap", "batch_size", "precision", "symmetries", "no_calibration"
     if options.prediction and len(options.input) > 1:
         raise UserError("--prediction is that of one box; give one --input")

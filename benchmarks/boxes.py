@@ -24,8 +24,8 @@ from analysis.evaluation import results
 from analysis.evaluation.baselines import volume_losses
 from analysis.evaluation.volume import VolumeFields
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
+from analysis.lyman_alpha.setup import FluxOptions
 from benchmarks import common
-from utils.config.sections import EvaluationConfig
 from utils.data.loaders import Batch
 from utils.steps import build
 
@@ -117,10 +117,10 @@ def evaluate(checkpoint: Path, file: str, **settings: Any) -> results.Results:
     """
     world = common.this_machine()
     trained = TrainedNetwork.load(checkpoint, world.device, calibrated=False)
-    options = EvaluationConfig(**{"sightlines": SIGHTLINES, **settings})
-    with closing(VolumeFields(file, None, trained.config.model_copy(update={"evaluation": options}))) as fields:
+    options = FluxOptions(**{"sightlines": SIGHTLINES, **settings})
+    with closing(VolumeFields(file, None, trained.config)) as fields:
         predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
-        return fields.evaluate(predictor, f"{checkpoint} on {Path(file).stem}", {"input": file}, world)
+        return fields.evaluate(predictor, f"{checkpoint} on {Path(file).stem}", {"input": file}, world, options)
 
 
 def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:

@@ -32,10 +32,9 @@ from analysis.evaluation.results import PhaseDiagram, Results
 from analysis.evaluation.volume import VolumeFields, config_of_files, fit_gas
 from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
-from analysis.lyman_alpha.setup import FluxSetup, GasFit
+from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
 from analysis.slabs import SlabFields, Slabs
 from benchmarks import boxes, common, study
-from utils.config.sections import EvaluationConfig
 from utils.errors import UserError
 from utils.files import read_json
 
@@ -92,12 +91,11 @@ def measures(result: Results) -> dict[str, float]:
 
 def flux_of(file: str, fit: GasFit | None = None, **options: Any) -> Flux:
     """The flux of the gas of a box as the target, and that of baselines, with these options of the evaluation."""
-    config, world = config_of_files(file, file), common.this_machine()
-    changed = config.model_copy(update={"evaluation": EvaluationConfig(**options)})
-    with closing(VolumeFields(file, file, changed)) as fields:
+    world = common.this_machine()
+    with closing(VolumeFields(file, file, config_of_files(file, file))) as fields:
         slabs = Slabs(fields.inputs.shape, world)
         inputs, gas = (slabs.reader(part.planes) for part in (fields.inputs, fields.target))
-        setup = FluxSetup.of(fields.inputs, fields.config)
+        setup = FluxSetup.of(fields.inputs, fields.config, FluxOptions(**options))
         assert setup is not None
         return FluxStatistics(replace(setup, fit=fit), slabs).results(SlabFields(inputs, gas, gas))
 

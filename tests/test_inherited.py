@@ -99,11 +99,3 @@ def test_another_thread_than_the_main_one_catches_no_signals(caplog: pytest.LogC
     thread.join(60)
     assert received == [None]
     assert "Not in the main thread" in caplog.text
-
-
-def test_shell_scripts_keep_their_line_endings_in_a_checkout_for_windows() -> None:
-    if not (TOP / ".git").exists():
-        pytest.skip("not a git checkout")
-    names = ["submit_pm.sh", "export_DDP_vars.sh", ".ci/run"]
-    output = subprocess.check_output(["git", "check-attr", "eol", *names], cwd=TOP, text=True)
-    assert output.splitlines() == [f"{name}: eol: lf" for name in names]

@@ -134,7 +134,6 @@ VALUES: dict[str, tuple[type, str]] = {
 }
 # Flags of the tutorial's editions SC23 to SC25, which train a vision transformer (ViT).
 VIT_FLAGS = re.compile(r"--(num_iters|(row|col)_parallel_size|(tensor|context)_parallel|parallel_order)")
-KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -187,7 +186,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of train.py; raises UserError for an invalid command line."""
     arguments = build_parser().parse_args(argv)
     given = {name: value for name, value in vars(arguments).items() if name in SWITCHES or name in VALUES}
-    flags = {KEYS.get(name, name): value for name, value in given.items()}
+    flags = {"profile.profiler" if name == "profiler" else name: value for name, value in given.items()}
     changes = read_changes(arguments.set)
     if flags.get("enable_amp") and flags.get("amp_mode") == "none":
         raise UserError("--enable_amp and --amp_mode none contradict each other; remove one of them")

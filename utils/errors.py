@@ -55,6 +55,11 @@ class CorruptionError(UserError):
 
     exit_code = EXIT_CORRUPTION
 
+    def __init__(self, message: str, checked: int | None = None) -> None:
+        """Checkpoints after the step `checked` may be wrong; None: none of them."""
+        super().__init__(message)
+        self.checked = checked
+
 
 class Stopped(Exception):
     """A signal requested a stop, all ranks have agreed to it, and the state is saved."""
@@ -101,32 +106,25 @@ def one_line_errors() -> Iterator[None]:
             shown = _Shown(stream)
             streams.enter_context(redirect(shown))
             streams.callback(shown.flush)
-        with _exit_codes():
+        try:
             yield
-
-
-@contextlib.contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Turns expected errors into a line and an exit code."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        expected = as_local_error(error)
-        if not isinstance(expected, UserError):  # a fault of the program or of the network; the traceback says where
-            raise
-        if launched_rank() == 0 or isinstance(expected, LocalError):
-            sys.stderr.write(f"error: {' '.join(str(expected).split())}\n")
-            sys.stderr.flush()
-        else:
-            # A launcher stops all ranks when the first one exits: give rank 0 the time to print.
-            time.sleep(GRACE_SECONDS)
-        raise SystemExit(expected.exit_code) from None
-    except Stopped:
-        raise SystemExit(EXIT_RESUMABLE) from None
-    except KeyboardInterrupt as interrupt:
-        if launched_rank() == 0:
-            sys.stderr.write("; ".join(["interrupted", *map(str, interrupt.args)]) + "\n")
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        except (UserError, OSError) as error:
+            expected = as_local_error(error)
+            if not isinstance(expected, UserError):  # a fault of the program or the network; the traceback says where
+                raise
+            if launched_rank() == 0 or isinstance(expected, LocalError):
+                sys.stderr.write(f"error: {' '.join(str(expected).split())}\n")
+                sys.stderr.flush()
+            else:
+                # A launcher stops all ranks when the first one exits: give rank 0 the time to print.
+                time.sleep(GRACE_SECONDS)
+            raise SystemExit(expected.exit_code) from None
+        except Stopped:
+            raise SystemExit(EXIT_RESUMABLE) from None
+        except KeyboardInterrupt as interrupt:
+            if launched_rank() == 0:
+                sys.stderr.write("; ".join(["interrupted", *map(str, interrupt.args)]) + "\n")
+            raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 @contextlib.contextmanager

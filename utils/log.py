@@ -67,6 +67,19 @@ def configure_logging(rank: int) -> None:
     _once.is_root = rank == 0
 
 
+def _one_line(error: BaseException) -> str:
+    return ("" if isinstance(error, UserError) else f"{type(error).__name__}: ") + " ".join(str(error).split())
+
+
+@contextlib.contextmanager
+def errors_as_warnings(action: str) -> Iterator[None]:
+    """Context in which an error is a warning: a run does not end because of pictures, profiles and records."""
+    try:
+        yield
+    except Exception as error:
+        logging.getLogger(__name__).warning("%s: %s", action, getattr(error, "strerror", None) or _one_line(error))
+
+
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Context in which lines are also appended to a file, after the lines since `configure_logging`."""
@@ -81,9 +94,7 @@ def log_file(path: Path) -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:  # the terminal gets the line from the entry script
         if not isinstance(error, Stopped):
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            text = kind + " ".join(str(error).split())
-            file.handle(logging.LogRecord(root.name, logging.ERROR, "", 0, text, None, None))
+            file.handle(logging.LogRecord(root.name, logging.ERROR, "", 0, _one_line(error), None, None))
         raise
     finally:
         root.removeHandler(file)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from analysis.evaluation import drawing, tables, training_pictures
 from analysis.evaluation.baselines import baseline_losses
-from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, open_fitted, read_cells
+from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
 from analysis.inference.window_grid import build_window_grid
 from analysis.lyman_alpha.forest import KnownFlux
@@ -64,7 +64,7 @@ class VolumeEvaluation(Evaluation):
             reads = (functools.partial(read_cells, self._volume.path, field) for field in self._volume.fields)
             inputs, target = map(slabs.reader, reads)
             fields = SlabFields(inputs, predicted, target)
-            evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, self._known)
+            evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, known=self._known)
         if self._world.is_root:
             self.drawn = training_pictures.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
         log.info(f"  Evaluation of the validation volume: {time.perf_counter() - started:.3f} sec")
@@ -87,8 +87,6 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
                 f"predict; set it to 0, or choose another loader"
             )
         volume, *_ = volumes.split("valid")
-        if path := volumes.config.evaluation.fitted_on:
-            open_fitted(path, volumes.config).close()
     return volume
 
 
@@ -114,10 +112,6 @@ def report_on_run(
         return losses, []
     run.world.pulse.enter("pictures")
     log.info("Drawing pictures in %s", run.directory)
-    lines: list[str] = []
     drawn = evaluation.drawn if isinstance(evaluation, VolumeEvaluation) else {}
-    with training_pictures.errors_as_warnings(run):
-        for line in training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn):
-            run.world.pulse.advance()
-            lines.append(line)  # those before an error are kept
-    return losses, lines
+    lines = training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)
+    return losses, [*lines]

@@ -21,8 +21,6 @@ from typing import Any
 from analysis.evaluation.results import Results
 from utils.errors import UserError
 
-ATTEMPTS = 2  # of a call, each in a process of its own: it may have been killed for memory that others used
-
 _calls: queue.SimpleQueue[tuple[Future[bytes], tuple[Any, ...]]] = queue.SimpleQueue()
 
 
@@ -50,25 +48,14 @@ def _make_calls() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while True:
         future, call = _calls.get()
-        try:
-            future.set_result(_answer(call))
-        except Exception as error:
-            future.set_exception(error)
-
-
-def _answer(call: tuple[Any, ...]) -> bytes:
-    for _ in range(ATTEMPTS):
         process, connection = _drawing_process()
         try:
             connection.send(call)
             answer = connection.recv()
         except (EOFError, OSError):
             _drawing_process.cache_clear()
-            continue
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-    raise UserError(f"the process that draws was ended {ATTEMPTS} times, at last with exit code {process.wait()}")
+            answer = UserError(f"the process that draws was ended, with exit code {process.wait()}")
+        (future.set_exception if isinstance(answer, Exception) else future.set_result)(answer)
 
 
 @functools.cache

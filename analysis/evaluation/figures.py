@@ -280,6 +280,10 @@ def _slices_layout(rows: int) -> tuple[Figure, np.ndarray]:
     return figure, grid
 
 
+def slices(results: Results) -> Figure:
+    return draw_slices(results.input_channels, results.channels, results.slices, results.cell)
+
+
 def draw_slices(
     inputs: Sequence[Channel],
     targets: Sequence[Channel],
@@ -368,13 +372,5 @@ def coverage(results: Results) -> Figure:
     return figure
 
 
-PICTURES: dict[str, Callable[[Results], Figure]] = {
-    "slices": lambda results: draw_slices(results.input_channels, results.channels, results.slices, results.cell),
-    "spectra": spectra,
-    "distributions": distributions,
-    "phase_diagram": phase_diagram,
-    "flux": flux,
-    "flux_3d": flux_3d,
-    "bispectrum": bispectrum,
-    "coverage": coverage,
-}
+DRAWN = slices, spectra, distributions, phase_diagram, flux, flux_3d, bispectrum, coverage
+PICTURES: dict[str, Callable[[Results], Figure]] = {picture.__name__: picture for picture in DRAWN}

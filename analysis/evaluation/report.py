@@ -17,6 +17,7 @@ from analysis.evaluation.results import Results
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory, to_json
+from utils.log import errors_as_warnings
 from utils.progress import Progress
 from utils.run import tags
 from utils.run.directory import RunDirectory
@@ -108,10 +109,8 @@ def _completed(drawn: Mapping[str, Future[bytes]]) -> dict[str, bytes]:
     pictures = {}
     with Progress("drawing", len(drawn), "pictures") as progress:
         for name, picture in drawn.items():
-            try:
+            with errors_as_warnings(f"The report lacks the picture {name}"):
                 pictures[name] = picture.result()
-            except Exception as error:
-                log.warning("The report lacks the picture %s: %s", name, error)
             progress.advance()
     return pictures
 

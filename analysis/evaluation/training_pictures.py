@@ -1,7 +1,5 @@
 """Pictures of a training run: its evaluations, its losses, and slices of two validation crops."""
 
-import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 
@@ -12,40 +10,25 @@ from analysis.evaluation import drawing, report, results
 from analysis.evaluation.results import Results
 from utils.config import Config
 from utils.data.loaders import Loader
-from utils.errors import UserError
 from utils.files import atomic_write
+from utils.log import errors_as_warnings
 from utils.run import tags
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.eager import EagerStep
 from utils.volumes.channels import volume_channels
 
-log = logging.getLogger(__name__)
-
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
 STRUCTURE, ERROR = "the most structure", "the largest error"
-
-
-@contextlib.contextmanager
-def errors_as_warnings(run: Run) -> Iterator[None]:
-    """Context in which an error is logged as a warning, because a run does not end because of its pictures."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        reason = getattr(error, "strerror", None) or kind + " ".join(str(error).split())
-        log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
 
 
 def save_and_draw(evaluation: Results, run: Run, step: int, draws: bool) -> dict[str, Future[bytes]]:
     """Saves an evaluation and, if `draws`, draws it for TensorBoard; a full disk does not stop the run."""
     directory, drawn = run.directory, drawing.draw(evaluation) if draws else {}
-    try:
+    with errors_as_warnings(f"Cannot save the evaluation in {directory.evaluations}"):
         results.save(evaluation, directory.evaluation(step))
-    except OSError as error:
-        log.warning("Cannot save the evaluation in %s: %s", directory.evaluations, error.strerror or error)
     run.world.pulse.enter("pictures")
-    with errors_as_warnings(run):
+    with errors_as_warnings(f"Cannot draw pictures in {directory}"):
         for name, picture in drawn.items():
             run.records.picture(tags.EVALUATION_PICTURE + name, picture.result(), step)
             run.world.pulse.advance()
@@ -59,23 +42,26 @@ def draw_run(
 
     `drawn` are the pictures of that evaluation; empty: it draws them. The slices are also in TensorBoard.
     """
-    directory, records = run.directory, run.directory.read_metrics()
-    curves = drawing.submit(drawing.picture, report.TRAINING, records, config.loss, directory.title)
-    pictures = [(directory.loss_curves, "", curves)]
-    if not config.is_classification:
-        title = ", ".join(filter(None, (directory.title, tags.progress(records))))
-        places = (directory.slices, tags.SLICES), (directory.error_slices, tags.SLICES_LARGEST_ERROR)
-        for (name, planes), place in zip(choose_planes(step, loader).items(), places, strict=True):
-            crop = *volume_channels(config), planes, None, f"{title}\nvalidation crop with {name}"
-            pictures.append((*place, drawing.submit(drawing.picture, "crop", *crop)))
-    for path, tag, picture in pictures:
-        with atomic_write([path]) as (partial,):  # since the disk may be full
-            partial.write_bytes(picture.result())
-        if tag:
-            run.records.picture(tag, picture.result(), result.steps)
-        yield f"picture: {path}"
-    if page := report.write_run_report(directory, result.goodput, drawn):
-        yield f"report: {page}"
+    directory = run.directory
+    with errors_as_warnings(f"Cannot draw pictures in {directory}"):
+        records = directory.read_metrics()
+        curves = drawing.submit(drawing.picture, report.TRAINING, records, config.loss, directory.title)
+        pictures = [(directory.loss_curves, "", curves)]
+        if not config.is_classification:
+            title = ", ".join(filter(None, (directory.title, tags.progress(records))))
+            places = (directory.slices, tags.SLICES), (directory.error_slices, tags.SLICES_LARGEST_ERROR)
+            for (name, planes), place in zip(choose_planes(step, loader).items(), places, strict=True):
+                crop = *volume_channels(config), planes, None, f"{title}\nvalidation crop with {name}"
+                pictures.append((*place, drawing.submit(drawing.picture, "crop", *crop)))
+        for path, tag, picture in pictures:
+            with atomic_write([path]) as (partial,):  # since the disk may be full
+                partial.write_bytes(picture.result())
+            if tag:
+                run.records.picture(tag, picture.result(), result.steps)
+            run.world.pulse.advance()
+            yield f"picture: {path}"
+        if page := report.write_run_report(directory, result.goodput, drawn):
+            yield f"report: {page}"
 
 
 def choose_planes(step: EagerStep, loader: Loader) -> dict[str, dict[str, np.ndarray]]:

@@ -16,13 +16,13 @@ from analysis.evaluation.statistics import coverage, volume_statistics
 from analysis.inference.layouts import DEVIATION
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
-from analysis.lyman_alpha.setup import FluxSetup, GasFit
+from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
-from utils.volumes.attributes import Simulation, differences_of, file_transform
+from utils.volumes.attributes import differences_of, file_transform
 from utils.volumes.channels import INPUTS, TARGETS, vectors_of, volume_channels
 from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset
 from utils.volumes.storage import open_file, reading
@@ -41,16 +41,19 @@ def evaluate_fields(
     fields: SlabFields,
     slabs: Slabs,
     metadata: Mapping[str, Any],
+    options: FluxOptions | None = None,
     known: KnownFlux | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
-    The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume.
+    The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume. `options`
+    None: those of a training run.
     """
     inputs, targets = volume_channels(config)
-    setup = FluxSetup.of(volume, config)
-    if setup and config.evaluation.fitted_on and not (known and known.fields):
-        setup = replace(setup, fit=fit_gas(config.evaluation.fitted_on, config, slabs.world))
+    options = options or FluxOptions(flux=config.evaluation.flux, sightlines=config.evaluation.sightlines)
+    setup = FluxSetup.of(volume, config, options)
+    if setup and options.fitted_on:
+        setup = replace(setup, fit=fit_gas(options.fitted_on, config, slabs.world))
     slabs.world.pulse.enter("evaluation")
     results = volume_statistics(inputs, targets, volume.cell, fields, slabs, metadata)
     return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
@@ -100,7 +103,11 @@ class VolumeFields:
             if output.shape != shape:
                 raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
         if self.prediction:
-            ours, theirs = (_identity(field) for field in (self.prediction, self.inputs))
+            ours, theirs = (
+                file.simulation
+                | {key: str(value) for key, value in file.attributes.items() if key in ("seed", "paired")}
+                for file in (self.prediction, self.inputs)
+            )
             if differences := differences_of(ours, theirs):
                 raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
             source = Path(str(self.prediction.attributes.get("input", path)))
@@ -117,7 +124,12 @@ class VolumeFields:
         return all(field.periodic for field in self._all)
 
     def evaluate(
-        self, predictor: SlidingWindowPredictor | None, description: str, metadata: Mapping[str, Any], world: World
+        self,
+        predictor: SlidingWindowPredictor | None,
+        description: str,
+        metadata: Mapping[str, Any],
+        world: World,
+        options: FluxOptions,
     ) -> Results:
         """Evaluates the predictor's volume, or the stored one without a predictor; every rank calls it."""
         slabs = Slabs(self.inputs.shape, world)
@@ -128,7 +140,7 @@ class VolumeFields:
             with Progress(description, predictor.window_count(), "windows") as bar, world.pulse.using(show=bar.advance):
                 predicted = slabs.stored(predictor.predict_planes(slabs))
         fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
-        results = evaluate_fields(self.config, self.inputs, fields, slabs, metadata)
+        results = evaluate_fields(self.config, self.inputs, fields, slabs, metadata, options)
         if self.deviation is None:
             return results
         deviation = slabs.reader(self.deviation.planes)
@@ -140,7 +152,7 @@ class VolumeFields:
 
 
 def open_fitted(path: str, config: Config) -> VolumeFields:
-    """The volume of `evaluation.fitted_on`; UserError if it cannot be used."""
+    """The volume of `--fitted_on`; UserError if it cannot be used."""
     try:
         source = VolumeFields(path, None, config)
     except UserError as error:
@@ -170,8 +182,3 @@ def fit_gas(path: str, config: Config, world: World) -> GasFit:
     used = (np.abs(density) < MODERATE) & (kelvin < HOT)
     slope, level = np.polyfit(density[used], kelvin[used], 1, w=np.sqrt(diagram.target[used]))
     return GasFit(float(10**level), float(1 + slope), spectrum.k, spectrum.cross / spectrum.predicted)
-
-
-def _identity(field: FieldReader) -> Simulation:
-    """The simulation of a volume, and seed and sign of its initial conditions, as far as the file states them."""
-    return field.simulation | {key: str(value) for key, value in field.attributes.items() if key in ("seed", "paired")}

@@ -11,7 +11,7 @@ import numpy as np
 from analysis.lyman_alpha.flux import STATED, Universe, published_mean_flux
 from analysis.lyman_alpha.results import FGPA, REAL_FGPA
 from utils.config import Config, parse_value, validate_section
-from utils.config.sections import EvaluationConfig
+from utils.config.sections import Count, Fraction, Rate, Section
 from utils.errors import UserError
 from utils.volumes.attributes import implausible
 from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
@@ -20,8 +20,7 @@ from utils.volumes.hdf5 import FieldReader, Volume
 SMALLEST_SIDE = 4  # cells; shorter sight-lines have no modes below half of Nyquist's wavenumber
 RESOLVED = 0.5  # cells: a Gaussian of a smaller standard deviation changes nothing on the grid
 
-# Flags of evaluate.py for keys of the config's section `evaluation`.
-FLAGS = {
+FLAGS = {  # of evaluate.py
     "mean_flux": "to which all fields are rescaled (the observed one at the file's redshift)",
     "sightlines": "number along each axis, at most; 0: all (%(default)s)",
     "pressure_smoothing": "of the dark matter for the baseline: standard deviation in Mpc/h (%(default)s)",
@@ -34,18 +33,28 @@ GAS_UNITS = [DENSITY_UNIT, *VELOCITY_UNITS, TEMPERATURE_UNIT]
 log = logging.getLogger(__name__)
 
 
+class FluxOptions(Section):
+    """Flags of evaluate.py; in a training run the config's section `evaluation` has the first two."""
+
+    flux: bool = True
+    sightlines: Count = 65536
+    mean_flux: Fraction | None = None
+    pressure_smoothing: Rate = 0.1
+    fitted_on: str | None = None
+
+
 def add_flux_options(parser: argparse.ArgumentParser) -> None:
     """Adds FLAGS and `--no_flux` to the parser of evaluate.py."""
-    group, defaults = parser.add_argument_group("Lyman-alpha flux"), EvaluationConfig()
+    group, defaults = parser.add_argument_group("Lyman-alpha flux"), FluxOptions()
     group.add_argument("--no_flux", dest="flux", action="store_false", help="skip it")
     for name, text in FLAGS.items():
         group.add_argument(f"--{name}", type=parse_value, default=getattr(defaults, name), help=text)
 
 
-def take_flux_options(arguments: dict[str, Any]) -> EvaluationConfig:
+def take_flux_options(arguments: dict[str, Any]) -> FluxOptions:
     """Removes the values of these flags and returns them as a section; UserError if one is outside its limits."""
     values = {name: arguments.pop(name) for name in ("flux", *FLAGS)}
-    return validate_section(EvaluationConfig, values, "Lyman-alpha flux")
+    return validate_section(FluxOptions, values, "Lyman-alpha flux")
 
 
 class GasFit(NamedTuple):
@@ -67,22 +76,22 @@ class FluxSetup:
     mean_flux: float
     dark: Sequence[Channel]  # density and velocity; density alone, or none, if the units of the others are unknown
     gas: Sequence[Channel]  # density, velocity and temperature
-    options: EvaluationConfig
+    options: FluxOptions
     fit: GasFit | None = None
 
     @classmethod
-    def of(cls, volume: Volume | FieldReader, config: Config) -> "FluxSetup | None":
+    def of(cls, volume: Volume | FieldReader, config: Config, options: FluxOptions) -> "FluxSetup | None":
         """None if the flux is switched off, or if something is missing, which one line of the log reports."""
         try:
-            return cls._of(volume, config) if config.evaluation.flux else None
+            return cls._of(volume, config, options) if options.flux else None
         except UserError as error:
             log.info("Lyman-alpha flux skipped: %s", error)
             return None
 
     @classmethod
-    def _of(cls, volume: Volume | FieldReader, config: Config) -> "FluxSetup":
+    def _of(cls, volume: Volume | FieldReader, config: Config, options: FluxOptions) -> "FluxSetup":
         """Raises UserError if something is missing."""
-        options, (inputs, gas), cell = config.evaluation, volume_channels(config), volume.cell
+        (inputs, gas), cell = volume_channels(config), volume.cell
         unstated = [name for name in STATED if name not in volume.simulation]
         if unstated or cell is None:
             missing = [*unstated, *(["box_size_mpc_h"] if cell is None else [])]

@@ -83,6 +83,10 @@ def test_retired_keys_of_a_checkpoint_become_present_ones_or_are_refused(monkeyp
             raise ValueError("there are no such layers")
         return {}
 
+    for stored, schedule in (("step", "constant"), ("cosine", "cosine")):
+        lr_schedule = {"shape": stored, "drop_epochs": [3], "start_lr": 0.1}
+        expected = {"lr_schedule": {"shape": schedule, "start_lr": 0.1}}
+        assert retired.update({"lr_schedule": lr_schedule}, "run") == expected
     monkeypatch.setitem(RETIRED, "network.kind", RetiredKey("family", lambda value: {"network.name": value, "seed": 3}))
     monkeypatch.setitem(RETIRED, "doubled", RetiredKey("twice the layers", only_false))
     config = {"network": {"kind": "lenet", "options": {"kind": 1}, "space_to_depth": []}, "doubled": False}

@@ -1,5 +1,6 @@
 """Integrity checks find flipped bits and devices that compute wrong, name the rank, and change no bit of a run."""
 
+import itertools
 import re
 import socket
 from pathlib import Path
@@ -18,6 +19,7 @@ import train
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import EXIT_CORRUPTION, CorruptionError
+from utils.run.checkpoint import saved_steps
 from utils.steps.eager import EagerStep
 from utils.training.integrity import Integrity, digest, disagreeing, minority
 
@@ -168,6 +170,29 @@ def test_the_last_checkpoint_before_a_good_replay_is_kept(tmp_path: Path, data_f
     assert kept - {last(directory(tmp_path)).state.best_step} | {16} == {14, 15, 16}
 
 
+class ComputesWrongAfterTheFirstCheck(EagerStep):
+    replays = 0
+
+    def replay(self, batch):
+        self.replays += 1
+        return super().replay(batch) * (1 + 1e-6 * (self.replays == 5))  # two per check, and one before
+
+
+def test_a_restart_after_wrong_replays_resumes_before_them(tmp_path: Path, data_flags: list[str], caplog: Any) -> None:
+    """A fixed bug: torchrun's restart resumed from a checkpoint that the line named as wrong."""
+    flags = flags_of(tmp_path, data_flags, "--set=checkpoint.every_steps=1")
+    with pytest.raises(
+        CorruptionError, match=r"after step 4 may be wrong and are renamed to doubtful_step_…; the same"
+    ):
+        train_on(ALONE, flags, ComputesWrongAfterTheFirstCheck)
+    run = directory(tmp_path)
+    assert saved_steps(run / "checkpoints") == [4]
+    assert (run / "checkpoints" / "doubtful_step_00000007").is_dir()
+    caplog.set_level("INFO")
+    train_on(ALONE, flags)
+    assert f"Resuming from {run}/checkpoints/step_00000004, after step 4" in caplog.messages
+
+
 def test_networks_that_draw_numbers_are_compared_by_digest_alone() -> None:
     assert make_step().is_repeatable(batch())
     for layer in (nn.Dropout(0.5), nn.BatchNorm3d(4)):
@@ -201,6 +226,20 @@ def test_a_digest_depends_on_each_bit_and_on_the_order(dtype: torch.dtype) -> No
             integers[1] ^= 1 << bit
             assert digest(tensors) != before
             integers[1] ^= 1 << bit
+
+
+def test_a_digest_changes_if_values_are_swapped_or_flips_cancel() -> None:
+    """A fixed bug: it was a plain sum, so that a checkpoint with such weights was saved."""
+    for shape in ((24,), (6, 4), (2, 3, 4)):
+        words = torch.arange(24, dtype=torch.int32)
+        before = digest([words.view(shape)])
+        assert digest([words.flip(0).view(shape)]) != before
+        for first, second in itertools.combinations(range(24), 2):
+            swapped, flipped = words.clone(), words.clone()
+            swapped[[first, second]] = words[[second, first]]
+            flipped[first], flipped[second] = words[first] + 64, words[second] - 64
+            assert digest([swapped.view(shape)]) != before
+            assert digest([flipped.view(shape)]) != before
 
 
 def test_suspects() -> None:

@@ -177,10 +177,7 @@ class EvaluationConfig(Section):
     every_epochs: Count = 0  # epochs between two evaluations, and after the last one; 0: never
     # evaluate the flux of the Lyman-alpha forest, if the file states redshift, cosmology and box size
     flux: bool = True
-    mean_flux: Fraction | None = None  # to which the flux of all fields is rescaled; None: the observed one
     sightlines: Count = 65536  # number of sight-lines along each of x, y and z, at most; 0: all
-    pressure_smoothing: Rate = 0.1  # of the dark matter for the baseline: standard deviation in Mpc/h
-    fitted_on: str | None = None  # volume with gas, such as a training box, to which further baselines are fitted
 
 
 class VectorChannelsConfig(Section):

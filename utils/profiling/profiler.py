@@ -12,6 +12,7 @@ from utils.config import Config
 from utils.distributed.devices import synchronize
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.log import errors_as_warnings
 from utils.run.directory import RunDirectory
 from utils.steps import annotate
 from utils.steps.annotate import Range
@@ -54,13 +55,10 @@ class TorchProfiler:
         """Writes the files. If that fails, logs a warning: a failed profile must not stop the run."""
         profile, self._profile = self._profile, None
         profile.stop()
-        try:
+        with errors_as_warnings(f"Cannot write the profile {self._trace}"):
             profile.export_chrome_trace(str(self._trace))
             order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
             self._table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
-        except OSError as error:
-            log.warning("Cannot write the profile %s: %s; training continues without it", self._trace, error)
-        else:
             log.info("Profile of %s: %s (for https://ui.perfetto.dev), %s", steps, self._trace, self._table)
 
 

@@ -17,7 +17,7 @@ import torch
 from utils.config import retired
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
-from utils.files import atomic_directory
+from utils.files import atomic_directory, remove
 from utils.log import once_per_job
 from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
@@ -26,7 +26,7 @@ log = once_per_job(__name__)
 
 FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
-BEST = "best"
+BEST, DOUBTFUL = "best", "doubtful_"
 NO_BEST = "no saved epoch so far has lowered the validation loss below that of the initial network"
 ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
@@ -76,6 +76,16 @@ def saved_steps(folder: Path) -> list[int]:
 
 def step_directory(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
+
+
+def set_aside(folder: Path, last: int) -> None:
+    """Renames the checkpoints after the step `last`, so that no run resumes from them."""
+    for step in saved_steps(folder):
+        if step > last:
+            path = step_directory(folder, step)
+            doubtful = path.with_name(DOUBTFUL + path.name)
+            remove(doubtful)
+            path.rename(doubtful)
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
@@ -149,7 +159,7 @@ def file_digest(path: Path) -> str:
 
 
 def load_weights(checkpoint: str, world: World) -> tuple[Path, dict[str, Any]]:
-    """The file that `checkpoint` names, resolved once since a run in progress moves its link, and its content."""
+    """The file that `checkpoint` names, resolved once (a run moves its link), and its content; every rank calls it."""
     content = None
     with world.raise_together():
         if world.is_root:
@@ -179,8 +189,7 @@ def named_checkpoint(path: Path) -> Path:
 def best_checkpoint(folder: Path) -> Path:
     """The checkpoint with the lowest validation loss in the folder of a run's checkpoints; UserError if there is none.
 
-    The link names it. A copy may lack the link: there, it is the best one according to the newest checkpoint whose best
-    one exists.
+    A copy may lack the link that names it: there, the newest checkpoint whose best one exists decides.
     """
     link, steps, reason = folder / BEST, saved_steps(folder), NO_BEST
     if link.exists():

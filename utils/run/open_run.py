@@ -11,12 +11,12 @@ from networks.ops import plan
 from utils import STARTED
 from utils import config as configs
 from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import CorruptionError, UserError, os_errors_for_users
 from utils.files import atomic_write, open_locked, recover, remove, to_json
 from utils.log import log_file, once_per_job
 from utils.lookup import own_code
 from utils.run import tags
-from utils.run.checkpoint import NO_BEST, saved_steps, step_directory
+from utils.run.checkpoint import NO_BEST, saved_steps, set_aside, step_directory
 from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
@@ -85,6 +85,8 @@ class Run:
                 yield run
             except BaseException as error:
                 run.records.close(error)
+                if isinstance(error, CorruptionError) and error.checked is not None and world.is_root:
+                    set_aside(directory.checkpoints, error.checked)
                 if isinstance(error, KeyboardInterrupt):
                     again = "the same command" + (" without --resume=no" if choice.resume == "no" else "")
                     kept = f"the last checkpoint is kept, and {again} continues from it"

@@ -15,6 +15,7 @@ from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.log import once_per_job
+from utils.run.checkpoint import DOUBTFUL
 from utils.run.provenance import device_name
 from utils.run.state import TrainState
 from utils.steps.eager import EagerStep
@@ -74,18 +75,19 @@ class Integrity:
         for step, digests, replays in pending:
             suspects = minority(self._world.gather(digests).tolist())
             if suspects:
-                self._stop(step, "weights or optimizer state", suspects, "the same command resumes")
+                self._stop(step, "weights or optimizer state", suspects)
             elif replays is not None:
                 suspects = disagreeing(self._world.gather(replays).cpu(), self._agree)
                 if suspects:
-                    doubt = f"checkpoints after step {state.checked} may be wrong: remove them before you resume"
-                    self._stop(step, "results of a micro-batch", suspects, doubt)
+                    self._stop(step, "results of a micro-batch", suspects, state.checked)
                 state.checked = step
 
-    def _stop(self, step: int, what: str, suspects: Sequence[int], checkpoints: str) -> NoReturn:
+    def _stop(self, step: int, what: str, suspects: Sequence[int], checked: int | None = None) -> NoReturn:
         ranks = ", ".join(f"{rank} ({self._world.hosts[rank]})" for rank in suspects[:8])
         where = f"one of the ranks {ranks}" if len(suspects) > 1 else f"rank {ranks}"
-        raise CorruptionError(f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}; {checkpoints}")
+        line = f"integrity check of step {step}: wrong {what} on {where}; {REMEDY}"
+        doubt = f"checkpoints after step {checked} may be wrong and are renamed to {DOUBTFUL}step_…; "
+        raise CorruptionError(f"{line}; {'' if checked is None else doubt}the same command resumes", checked)
 
     def _micro_batch(self, batch: Batch) -> Batch:
         return Batch(*(part.chunk(self._parts)[0] for part in batch))
@@ -117,9 +119,17 @@ class Integrity:
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A number [] int64 of the tensors' bits, on the device of the first one; nothing waits for it.
 
-    The bits of each tensor are added as integers, in any order with the same sum: a wrong element always changes it.
+    The bits of each tensor are added as integers, in any order with the same sum, along the first axis and along the
+    others; these sums are added with factors by their place, so that neither swaps nor opposite flips cancel.
     """
-    sums = [tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+        others = [*range(1, bits.dim())]
+        first, second = bits.sum(0, dtype=torch.int64), bits.sum(others, dtype=torch.int64) if others else bits.long()
+        for part in (first, second):
+            mixed = (part ^ part >> 32).flatten()  # the factors move bits to higher places only, and the highest out
+            sums.append((mixed * torch.arange(1, 2 * len(mixed), 2, device=part.device)).sum())
     total = torch.zeros_like(sums[0])
     for value in sums:
         total = total * MULTIPLIER + value.to(total.device)

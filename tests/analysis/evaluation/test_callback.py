@@ -140,8 +140,6 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     ("flags", "message"),
     [
         (["--data_loader_config=synthetic"], "evaluation.every_epochs: data_loader_config synthetic reads no volumes"),
-        (["--set=evaluation.fitted_on=/no.h5"], "fitted_on: no such file: /no.h5"),
-        (["--set=evaluation.fitted_on=/no.h5", "--preflight"], "fitted_on: no such file: /no.h5"),
     ],
 )
 def test_an_impossible_evaluation_is_refused_before_anything_is_written(

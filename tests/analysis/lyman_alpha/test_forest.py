@@ -18,7 +18,7 @@ from analysis.lyman_alpha.flux import Universe, fgpa_relation, optical_depth, po
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
 from analysis.lyman_alpha.power import RATIO, AnisotropicPower
 from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, REAL_FGPA, TARGET, TRANSFER, Flux, FluxField
-from analysis.lyman_alpha.setup import FluxSetup, GasFit
+from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
 from analysis.modes import Bispectra, bin_edges
 from analysis.slabs import Slabs
 from utils.config import Config
@@ -49,8 +49,8 @@ def setup(
     values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
     volume = Volume("box.h5", *values, cell=cell, simulation=simulation)
     triples = {"inputs": [[1, 2, 3]] if inputs == 4 else [], "targets": [[1, 2, 3]]}
-    config = Config(N_in_channels=inputs, transform=transform, vector_channels=triples, evaluation=options)
-    return FluxSetup.of(volume, config)
+    config = Config(N_in_channels=inputs, transform=transform, vector_channels=triples)
+    return FluxSetup.of(volume, config, FluxOptions(**options))
 
 
 def fields() -> Fields:
