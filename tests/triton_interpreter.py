@@ -68,9 +68,10 @@ def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside of `small_kernels`: Hopper's kernels compute convolutions of multiples of 16 channels, on every GPU."""
-    owners = ("hopper.tiles", "hopper.common", "hopper.transpose", "hopper.weights", "hopper.layers", "hopper.edges")
-    set_values(monkeypatch, {name: {"BLOCK": 16} for name in owners} | {"hopper.tiles": {"BLOCK": 16, "PROCESSORS": 6}})
-    set_values(monkeypatch, {"plan": {"not_hopper": lambda device: ""}})
+    owners = ("hopper.common", "hopper.transpose", "hopper.weights", "hopper.layers", "hopper.edges")
+    set_values(monkeypatch, {name: {"BLOCK": 16} for name in owners})
+    # Last: a module that is imported afterward would keep it.
+    set_values(monkeypatch, {"hopper.tiles": {"BLOCK": 16, "PROCESSORS": 6}, "plan": {"not_hopper": lambda device: ""}})
 
 
 def set_values(monkeypatch: pytest.MonkeyPatch, values: dict[str, dict[str, Any]]) -> None:

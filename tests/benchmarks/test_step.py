@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,26 +87,6 @@ def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatc
     assert result["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
     assert set(result["failed"]) == {"1.py", "3.py", "5.py"}
     assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
-
-
-BLOCKED = """
-import runpy, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {absent}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Absent())
-sys.argv = ["step", "--call=1", "--dry_run"]
-runpy.run_module("benchmarks.step", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_the_calls_need_the_required_packages_only() -> None:
-    optional = ("matplotlib", "jinja2", "rich", "scipy", "colossus", "sklearn", "nvidia", "wandb", "pytest", "xdist")
-    program = BLOCKED.format(absent=optional)
-    done = subprocess.run([sys.executable, "-c", program], cwd=common.REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_call_measures_sets_in_alternating_trials(tmp_path: Path, monkeypatch: Any) -> None:

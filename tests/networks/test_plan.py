@@ -14,7 +14,7 @@ import torch
 from small_steps import world_on
 from trainings import YAML
 
-from networks.ops import CUDNN, HOPPER, TORCH, plan
+from networks.ops import plan
 from networks.ops.launch import Launch
 from utils import config as configs
 from utils.config import Config
@@ -110,23 +110,6 @@ def test_records_name_the_layers_that_differ() -> None:
     assert plan.changes({**before, "last": "torch (another reason)"}, before) == []
     (line,) = plan.changes({**now, "down1": "cudnn (reason)", "loss": "torch (reason)", "other": "hopper"}, now)
     assert line.endswith(": down1: cudnn before, hopper now; loss: torch before, last now")
-
-
-@pytest.mark.parametrize("value", ["auto", "cudnn", "torch"])
-def test_other_windows_have_their_own_plan(value: str) -> None:
-    """As in the evaluation of a training run: the layers have that of the training again afterward."""
-    config = config_of(network__scales=2, kernels=value)
-    model = build.network_with_loss(config)
-    kernels.apply(model, kernels.setting(config, GPU))
-    fast = {"auto": HOPPER, "cudnn": CUDNN, "torch": TORCH}[value]
-
-    def operations() -> list[str]:
-        return [layer.operation for layer in plan.layers_of(model.network).values()]
-
-    with kernels.planned(model.network, config, GPU, 96):
-        assert operations() == [fast, *[CUDNN if fast == HOPPER else fast] * 2, fast]
-    assert operations() == [fast] * 4
-    assert model.loss.operation == (TORCH if value == "torch" else plan.LAST)
 
 
 def test_every_shipped_config_has_launches() -> None:

@@ -16,7 +16,6 @@ from small_steps import (
     differing,
     flat_parameters,
     make_step,
-    refusing_to_wait,
     small_network,
     snapshot,
     step_that_skips,
@@ -239,25 +238,3 @@ def test_on_two_ranks(check: Callable[[World], Any]) -> None:
     """What `check` returns is equal on both."""
     first, second = run_ranks(check, 2)
     assert first == second
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(
-    "options", [*MODES, {"log_noise_scale": True, "accumulation_steps": 2}, {"ema_decay": 0.99}], ids=str
-)
-@pytest.mark.parametrize("optimizer", SETTINGS)
-def test_a_step_never_waits_for_the_device_not_even_to_skip_an_update(optimizer: str, options: dict[str, Any]) -> None:
-    step = make_step(SETTINGS[optimizer], world=world_on("cuda"), **options)
-    if not getattr(step.optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("the host waits for apex's optimizer")
-    fix_scale(step, 1024.0)
-    good = Batch(*(part.cuda() for part in batch()))
-    step(good, LR)
-    for how in BAD_VALUES:
-        bad, before = Batch(*(part.cuda() for part in bad_batch(how))), snapshot(step)
-        for given, changes in ((bad, 0), (good, len(before))):
-            with refusing_to_wait("cuda"):
-                step(given, LR)
-            assert bool(step.gradient_norm.isfinite()) is (given is good)
-            assert len(differing(snapshot(step), before)) == changes

@@ -6,7 +6,6 @@ SOAP's first decomposition; tests/optim/test_soap.py tests later ones. NAdam and
 
 import contextlib
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import torch
 from fake_gpu import CPU, HostWaits, Trace, batch_of, fake_gpu
 from small_steps import ON_DEVICE
 
-from docs.modules import tracked
 from networks import LOSSES
 from networks.ops import plan
 from networks.ops.hopper.tiles import BLOCK
 from utils import config as configs
-from utils.config import Config, yaml_files
+from utils.config import Config
 from utils.data.loaders.base import Batch, meta_batch
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -33,27 +31,11 @@ from utils.training.integrity import digest
 FOLDER = Path(__file__).parents[2] / "config"
 SMALL = {"network.width": 4, "network.scales": 2, "data_size": 16}
 ALL_SIZES = {"local_batch_size": 4, "device": "cpu"}
-# The keys on which the operations of a step depend.
-KEYS = ("network", "loss", "lambda_rho", "metrics", "optimizer", "enable_amp", "precision", "accumulation_steps")
-KEYS += ("clip_grad_norm", "log_noise_scale", "ema_decay", "channel_weights", "channels_last", "kernels", "ddp")
-
-
-@cache
-def shipped() -> dict[str, Config]:
-    """The shipped configs, small, one of each set of equal steps."""
-    shipped_configs: dict[str, tuple[str, Config]] = {}
-    for path in tracked("config/*.yaml"):
-        for name in yaml_files.read_file(str(path)):
-            labeled = configs.load(str(path), name, ALL_SIZES).is_classification
-            config = configs.load(str(path), name, ALL_SIZES if labeled else {**ALL_SIZES, **SMALL})
-            if config.optimizer.name in ON_DEVICE:
-                shipped_configs.setdefault(repr([getattr(config, key) for key in KEYS]), (name, config))
-    return dict(shipped_configs.values())
-
-
 AVERAGE = {"ema_decay": 0.999}
-# One setting at a time, of the fused step in bfloat16 or of the plain one.
+# One setting at a time, of the step in bfloat16 with kernels or of the plain one.
 SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    **{name: (name, {}) for name in ("base", "demo", "mnist_cnn")},
+    "reuters_cnn": ("reuters_cnn", {"optimizer.name": "adam"}),
     **{f"optimizer {name}": ("bs64_fast", {"optimizer.name": name}) for name in ON_DEVICE},
     "optimizer soap without an average": ("bs64_fast", {"ema_decay": None}),
     **{f"loss {name}": ("base", {"loss": name}) for name, loss in LOSSES.items() if not loss.is_classification},
@@ -92,18 +74,15 @@ def train(config: Config, recorded: bool = False) -> tuple[set[str], list[str]]:
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("name", ["shipped configs", *SETTINGS])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
     monkeypatch.setattr(plan, "not_hopper", lambda device: "")
-    if name in SETTINGS:
-        base, changes = SETTINGS[name]
-        train(configs.load(str(FOLDER / "UNet.yaml"), base, {**ALL_SIZES, **SMALL, **changes}).for_world(1), recorded)
-        return
-    for name, config in shipped().items():
-        print(name)  # shown after a failure
-        train(config.for_world(1), recorded)
+    base, changes = SETTINGS[name]
+    file, small = ("classification", {}) if base.endswith("cnn") else ("UNet", SMALL)
+    config = configs.load(str(FOLDER / f"{file}.yaml"), base, {**ALL_SIZES, **small, **changes})
+    train(config.for_world(1), recorded)
 
 
 @pytest.mark.parametrize(("value", "kernel"), [("auto", "strided_convolution"), ("cudnn", "blocks_l1")])

@@ -41,6 +41,7 @@ GIB = 2**30
 def interpreter(monkeypatch: Any) -> Iterator[None]:
     """Kernels compiled in the test run in Triton's interpreter."""
     with interpreted(monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
         crop_kernels._kernel.cache_clear()
         yield
     crop_kernels._kernel.cache_clear()
