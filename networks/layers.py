@@ -19,6 +19,7 @@ class Planned:
     """
 
     operation, dtype, pads = TORCH, torch.float32, False
+    has_edge_kernels = True  # Hopper's kernels for few channels compute it; see ops/hopper/edges.py
 
     def __init__(self, before: int, after: int, halvings: int | None = None, norm: bool = False) -> None:
         super().__init__(before, after, 4, stride=2, padding=1)  # type: ignore[call-arg] # of torch's layer
@@ -36,6 +37,8 @@ class Down(Planned, nn.Conv3d):
 
 class Up(Planned, nn.ConvTranspose3d):
     """[N, I, D, D, D] and skip [N, S, 2D, 2D, 2D] -> relu(transposed convolution) and skip, [N, O + S, 2D, 2D, 2D]."""
+
+    has_edge_kernels = False
 
     def forward(  # type: ignore[override] # no output_size
         self,

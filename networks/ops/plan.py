@@ -73,7 +73,7 @@ def apply(network: nn.Module, plan: Plan, dtype: torch.dtype, loss: Any = None) 
 
 
 def halves(layers: Sequence[Any]) -> dict[Any, torch.Tensor]:
-    """The weights in half precision of the layers with Hopper's kernels, except the last one's, by one operation."""
+    """The weights, in half precision, of those layers that Hopper's kernels compute, by one operation."""
     chosen = [layer for layer in layers if layer.operation == HOPPER]
     form = torch.channels_last_3d
     copies = [torch.empty_like(layer.weight, dtype=layer.dtype, memory_format=form) for layer in chosen]
@@ -138,7 +138,7 @@ def _hopper_obstacle(layer: Any, setting: Setting) -> str:
         return "the precision is not float16 or bfloat16"
     if fine_side % 2 or not side:
         return f"a side of {fine_side} cells is not even"
-    if has_few_channels(layer.weight):
+    if has_few_channels(layer.weight) and layer.has_edge_kernels:
         if coarse % block:
             return f"{coarse} channels are not a multiple of {block}"
         return "" if fine_side**3 * fine < tiles.MOST_ELEMENTS else f"a grid of {fine_side}³ cells is too large"
