@@ -31,9 +31,9 @@ from utils.steps import build  # noqa: E402
 from utils.steps.graph import GraphStep  # noqa: E402
 
 GPU, LR = torch.device("cuda", 0), 1e-4
-OPTIMIZED = ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")
 STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    **{name: (name, {}) for name in (*OPTIMIZED, "bs64_fast", "bs512_fast")},
+    "bs64_opt": ("bs64_opt", {}),  # at this batch other _opt configs have the same step, as bs512_fast has bs64_fast's
+    "bs64_fast": ("bs64_fast", {}),
     "cuDNN": ("bs64_opt", {"kernels": "cudnn"}),
     "cuDNN, float16": ("bs64_opt", {"kernels": "cudnn", "precision": "float16", "ema_decay": 0.999}),
     "width 20": ("bs64_opt", {"network.width": 20}),

@@ -290,7 +290,6 @@ def test_batch_sizes_are_resolved_for_the_number_of_ranks(tmp_path: Path) -> Non
 
 def test_contradictions_are_refused_with_a_remedy() -> None:
     for values, ranks, says in (
-        ({"static_graph": True, "accumulation_steps": 2}, 1, "static_graph needs accumulation_steps 1"),
         ({"enable_benchy": True, "enable_manual_profiling": True}, 1, "cannot be combined"),
         ({"N_in_channels": 3}, 1, "vector_channels.inputs: there is no channel 3, since N_in_channels is 3"),
         ({"data_loader_config": "classification"}, 1, "classification and dataset.name must be set together"),
