@@ -183,7 +183,9 @@ def test_a_file_works_without_this_project(files: Path, tmp_path: Path) -> None:
     folder.mkdir()
     np.save(folder / "dark_matter.npy", fields.numpy())
     code = """
-import importlib.util, json, sys, numpy, torch
+import importlib.util, json, os, sys
+sys.path[:] = [path for path in sys.path if not os.path.isdir(os.path.join(path, "networks"))]
+import numpy, torch
 for module in ("networks", "utils", "analysis", "train", "predict", "export"):
     assert importlib.util.find_spec(module) is None, module
 names = {"dark_matter": torch.from_numpy(numpy.load("dark_matter.npy"))}

@@ -52,7 +52,7 @@ def float32(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def descriptor(x: torch.Tensor, start: int, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
-    """A descriptor of x'coarse memory from element `start` of x on."""
+    """A descriptor of x's memory from element `start` of x on."""
     base = x.as_strided((1,), (1,), x.storage_offset() + start)
     return TensorDescriptor(base, list(shape), list(strides), list(block))
 
