@@ -194,10 +194,11 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     )
     says: tuple[str, ...] = ("is nan after step 0, the untrained network", "weight_init")
     assert "learning" not in refuse("--set=weight_init.conv_scale=1e30", "--run_num=02", says=says, trains=True)
-    monkeypatch.setattr(reporter, "MOST_SKIPS_IN_A_ROW", 1)
     flags = [f"--set=train_path={path}", "--set=checkpoint.every_steps=1"]
     says = ("training stopped: 1 updates in a row were skipped", description, "--preflight")
-    refuse(*flags, says=says, trains=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(reporter, "MOST_SKIPS_IN_A_ROW", 1)
+        refuse(*flags, says=says, trains=True)
     assert last(directory(tmp_path / "runs")).state.step == step - 1
     volume_with_nan(tmp_path / "all.h5")
     flags = [f"--set=train_path={tmp_path / 'all.h5'}", "--num_epochs=1", "--run_num=01"]

@@ -1,4 +1,4 @@
-"""What the kernels of strided convolutions share: descriptors of memory, split sums, and parts of kernels.
+"""Parts of the kernels of strided convolutions: descriptors of memory, split sums, and places of tiles.
 
 One relation serves the forward passes and all gradients of convolutions with kernel 4, stride 2 and padding 1, and of
 their transposes. A coarse grid [N, Cs, D, D, D] and a fine grid [N, Cl, 2D, 2D, 2D], in channels_last_3d memory, belong
