@@ -160,7 +160,8 @@ def test_an_installation_finds_the_packages_with_safe_path(tmp_path: Path) -> No
     subprocess.run([*command, "--target", tmp_path / "site", "--editable", tmp_path], check=True, capture_output=True)
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "__init__.py").touch()
-    script = f"import site, sys; sys.path.clear(); site.addsitedir({str(tmp_path / 'site')!r}); import utils; print(utils.__file__)"
+    script = f"import site, sys; sys.path.clear(); site.addsitedir({str(tmp_path / 'site')!r})"
+    script += "; import utils; print(utils.__file__)"
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == f"{tmp_path / 'utils' / '__init__.py'}\n", done.stderr
