@@ -6,12 +6,13 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import TOP, Program, free_port, rank_variables
+from processes import GENEROUS, TOP, Program, free_port, rank_variables
 from slurm_cluster import Cluster, Job, Unavailable, private_cluster
 from trainings import assert_same_training, directory
 
@@ -128,6 +129,19 @@ def test_a_canceled_training_saves_and_stays_canceled(cluster: Cluster, training
     job.ends("CANCELLED")
     assert job.field("Restarts") == "0"
     assert stopped_after(job, "SIGTERM") in saved_steps(directory(tmp_path / LOGS, 4) / "checkpoints")
+
+
+def test_a_shell_of_srun_pty_without_other_ranks_is_refused_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Fixed: rank 0 waited for ten minutes. `srun --pty` in front of the command itself starts all ranks."""
+    program = "from utils.distributed.launch import read_launch; print(read_launch())"
+    command = shlex.join([sys.executable, "-c", program])
+    results = []
+    for task, typed in (("bash", f"{command}\nexit\n"), (command, "")):
+        terminal = ["script", "-qec", f"srun -n 2 --pty {task}", str(tmp_path / "typescript")]
+        options: dict[str, Any] = {"cwd": TOP, "env": cluster.environment, "timeout": GENEROUS}
+        results.append(subprocess.run(terminal, input=typed, capture_output=True, text=True, **options).stdout)
+    assert "this shell of srun --pty is rank 0 of 2, without the others; start them all with srun -n 2" in results[0]
+    assert "Launch(launcher='slurm', rank=0, local_rank=0, world_size=2" in results[1]
 
 
 def test_bad_input_ends_the_job_with_exit_code_2(cluster: Cluster, tmp_path: Path) -> None:

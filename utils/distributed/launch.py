@@ -67,6 +67,11 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
             f"the rank environment is inconsistent: rank {launch.rank} (local {launch.local_rank}) of "
             f"{launch.world_size}; {HOW_TO_START}"
         )
+    if launch.launcher in ("slurm", "environment") and launch.world_size > 1 and _is_in_shell_of_srun(env):
+        raise LocalError(
+            f"this shell of srun --pty is rank {launch.rank} of {launch.world_size}, without the others; start them "
+            f"all with srun -n {launch.world_size} python train.py in an allocation, or the shell with srun -n 1 --pty"
+        )
     if not 0 < launch.master_port < 2**16:
         raise LocalError(f"MASTER_PORT must be between 1 and 65535, not {launch.master_port}")
     return launch
@@ -90,6 +95,14 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
 def _is_in_slurm_step(env: Mapping[str, str]) -> bool:
     """True for a task of srun. A batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but no other ranks."""
     return "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
+
+
+def _is_in_shell_of_srun(env: Mapping[str, str]) -> bool:
+    """True for a command in a shell of `srun --pty`: its other tasks are shells, too, and end without a terminal.
+
+    `srun --pty python train.py` starts all ranks, which lead their sessions. A shell gives a command a process group.
+    """
+    return "SLURM_PTY_PORT" in env and os.isatty(0) and os.getpgrp() != os.getsid(0)
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
