@@ -68,7 +68,7 @@ def train(config: Config, recorded: bool = False) -> tuple[set[str], list[str]]:
             for _ in range(2):
                 # A graph step sets the learning rate on the device, and records the rest.
                 step._train(batch) if recorded else step(batch, 0.1)
-            assert step.replay(batch).shape == (2,)
+            assert step.recompute(batch).shape == (2,)
             assert digest(step.replicated()).shape == ()
     return {launch.kernel.__name__ for launch in launches}, [*trace.layouts]
 
