@@ -39,6 +39,7 @@ from utils.data.datasets import open_dataset
 from utils.data.loaders import open_volumes
 from utils.data.loaders.classification import ClassificationLoader
 from utils.data.plan import ShufflePlan
+from utils.data.task import CLASSES, task_of
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -142,7 +143,7 @@ class Training:
                 scalars = {name: value for name, value in record.items() if "/" in name}
                 curve.append({**where, "seconds": seconds, **scalars})
         commit = self.directory.read_provenance().get("git_commit")
-        labeled = {ACCURACY: self._training_accuracy()} if self.config.is_classification else {}
+        labeled = {ACCURACY: self._training_accuracy()} if task_of(self.config).name == CLASSES else {}
         return {"seed": self.seed, "curve": curve, "commit": commit, **labeled}
 
     def _training_accuracy(self) -> float:

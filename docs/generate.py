@@ -112,7 +112,7 @@ def known_losses() -> str:
     rows = []
     for name, kind in LOSSES.items():
         meaning = re.sub(r"\b[A-Z_]{2,}\b", lambda match: str(vars(losses).get(match[0], match[0])), kind.__doc__ or "")
-        rows.append([f"`{name}`", "classes" if kind.is_classification else "volumes", meaning.split("\n")[0]])
+        rows.append([f"`{name}`", kind.targets, meaning.split("\n")[0]])
     return table(["loss", "of", "meaning"], rows)
 
 

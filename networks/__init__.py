@@ -56,15 +56,15 @@ def build_network(name: str, /, **options: Any) -> nn.Module:
     return network
 
 
-def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn.Module:
-    """The loss `name` of LOSSES; ValueError if it does not compare what the dataset holds, classes or fields."""
-    suitable = [known for known in LOSSES if LOSSES[known].is_classification == is_classification]
+def build_loss(name: str, targets: str = "volumes", **options: Any) -> nn.Module:
+    """The loss `name` of LOSSES; ValueError if its targets are others, or if it does not have the options."""
+    suitable = [known for known in LOSSES if LOSSES[known].targets == targets]
     if name not in suitable:
-        samples = "labeled samples" if is_classification else "volumes"
+        samples = SAMPLES.get(targets, targets)
         raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
-    if is_classification and any(options.values()):
+    if not options.keys() <= _options(LOSSES[name]):
         raise ValueError(f"loss {name} has no lambda_rho or channel_weights; remove them")
-    return LOSSES[name]() if is_classification else LOSSES[name](**options)
+    return LOSSES[name](**options)
 
 
 def _options(kind: type[nn.Module]) -> set[str]:

@@ -39,7 +39,7 @@ class NetworkWithLoss(nn.Module):
 
 
 class Loss(nn.Module):
-    is_classification: ClassVar[bool]  # True if targets are classes, False if they are fields
+    targets: ClassVar[str]  # "volumes" or "classes"
     operation = TORCH  # what computes it, which a plan sets; see ops/plan.py
 
     @property
@@ -58,7 +58,7 @@ class FieldLoss(Loss, ABC):
     only: in evaluation mode losses stay comparable.
     """
 
-    is_classification = False
+    targets = "volumes"
 
     def __init__(
         self,
@@ -71,9 +71,7 @@ class FieldLoss(Loss, ABC):
             raise ValueError("lambda_rho needs transform.density_log_scale; set it, or set lambda_rho to 0")
         self.lambda_rho, self.density_log_scale = lambda_rho, density_log_scale or 0.0
         # Python numbers, because a tensor would have to be on the device. Equal weights have no effect.
-        self.weights = None
-        if weights is not None and len(set(weights)) > 1:
-            self.weights = [weight / sum(weights) for weight in weights]
+        self.weights = [weight / sum(weights) for weight in weights] if weights and len({*weights}) > 1 else None
 
     @abstractmethod
     def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -152,7 +150,7 @@ class HuberLoss(FieldLoss):
 class CrossEntropyLoss(Loss):
     """Mean cross-entropy of logits [N, classes] against classes [N], int64."""
 
-    is_classification = True
+    targets = "classes"
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(at_least_float32(outputs), targets)

@@ -55,7 +55,7 @@ CLOCKS = ("seconds", "samples_per_second", "goodput")  # measured times in summa
 # Each run draws one value of each key; a value that stands there twice is twice as likely.
 KEYS: dict[str, list[Any]] = {
     "optimizer.name": list(OPTIMIZERS),
-    "loss": [name for name, kind in LOSSES.items() if not kind.is_classification],
+    "loss": [name for name, kind in LOSSES.items() if kind.targets == "volumes"],
     "network.norm": ["none", "batch", "group", "ghost(1)"],
     "accumulation_steps": [1, 1, 2, 4],
     "ddp": ["torch", "torch", "manual"],

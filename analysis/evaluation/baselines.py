@@ -9,6 +9,7 @@ from torch import nn
 
 from utils.config import Config
 from utils.data.loaders import Batch, Loader
+from utils.data.task import CLASSES, task_of
 from utils.distributed.world import World
 from utils.volumes.channels import common_channels, volume_channels
 
@@ -18,7 +19,7 @@ HISTOGRAM_RANGE = (-1.5, 1.5)
 
 def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: World) -> dict[str, float]:
     """The validation losses of the config's baselines by name. Every rank calls it."""
-    if config.is_classification:
+    if task_of(config).name == CLASSES:
         return class_frequency_loss(loader, world)
     return volume_losses(loader, loss, world, common_channels(*volume_channels(config)))
 
@@ -26,8 +27,7 @@ def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: Worl
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     """Cross-entropy of predicting each class with its frequency in the validation samples."""
     labels_seen = Counter(label for batch in _batches(loader, world) for label in batch.targets.tolist())
-    gathered = world.gather_json([*labels_seen.items()])
-    counts: Counter[int] = sum((Counter(dict(part)) for part in gathered), Counter())
+    counts = sum((Counter(dict(part)) for part in world.gather_json([*labels_seen.items()])), Counter[int]())
     samples = counts.total()
     loss = -sum(count * math.log(count / samples) for count in counts.values()) / samples
     return {"guessing by class frequency": loss}
@@ -43,8 +43,7 @@ def volume_losses(loader: Loader, loss: nn.Module, world: World, copied: int | N
     loss.eval()
     constants = _best_constants(loss, _histograms(loader, world))
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, samples
-    for batch in _batches(loader, world):
-        inputs, targets = batch.inputs, batch.targets
+    for inputs, targets, *_ in _batches(loader, world):
         constant = constants.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
         shared = min(inputs.shape[1], targets.shape[1]) if copied is None else copied
         copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)

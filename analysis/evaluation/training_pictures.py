@@ -10,6 +10,7 @@ from analysis.evaluation import drawing, report, results
 from analysis.evaluation.results import Results
 from utils.config import Config
 from utils.data.loaders import Loader
+from utils.data.task import task_of
 from utils.files import atomic_write
 from utils.log import errors_as_warnings
 from utils.run import tags
@@ -47,7 +48,7 @@ def draw_run(
         records = directory.read_metrics()
         curves = drawing.submit(drawing.picture, report.TRAINING, records, config.loss, directory.title)
         pictures = [(directory.loss_curves, "", curves)]
-        if not config.is_classification:
+        if task_of(config).is_3d:
             title = ", ".join(filter(None, (directory.title, tags.progress(records))))
             places = (directory.slices, tags.SLICES), (directory.error_slices, tags.SLICES_LARGEST_ERROR)
             for (name, planes), place in zip(choose_planes(step, loader).items(), places, strict=True):

@@ -18,6 +18,7 @@ from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
 from utils.data import symmetry
+from utils.data.task import VOLUMES, task_of
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import sample_digest
@@ -88,7 +89,7 @@ class TrainedNetwork:
         for name, tensor in content["network"].items():
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{path}: {name} has NaN or infinite values; give another checkpoint")
-        if config.is_classification:
+        if task_of(config).name != VOLUMES:
             raise UserError(
                 f"{path} holds a classifier ({config.network.name}); predict.py, evaluate.py and export.py need a "
                 "network trained on volumes. docs/workloads.md shows how to use a classifier"

@@ -19,7 +19,7 @@ OUTPUTS, TARGETS = fields(0.1, 0.2, -0.3), fields(0.0, 0.4, 0.3)  # channels dif
 DENSITY = 0.5 * (math.exp(1.4) - 1.0)
 # The loss of each channel, by hand. Huber's is quadratic up to 0.1 and linear beyond.
 CELLWISE = {"l1": (0.1, 0.2, 0.6), "mse": (0.01, 0.04, 0.36), "huber": (0.005, 0.015, 0.055)}
-OF_FIELDS = [name for name, kind in LOSSES.items() if not kind.is_classification]
+OF_FIELDS = [name for name, kind in LOSSES.items() if kind.targets == "volumes"]
 
 
 @pytest.mark.parametrize("name", CELLWISE)
@@ -69,8 +69,8 @@ def test_the_spectral_term_compares_amplitudes_regardless_of_phase_in_training_m
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("l1", {"is_classification": True}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
-        ("cross_entropy", {"is_classification": True, "lambda_rho": 0.5}, "has no lambda_rho or .*; remove them"),
+        ("l1", {"targets": "classes"}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
+        ("cross_entropy", {"targets": "classes", "lambda_rho": 0.5}, "has no lambda_rho or .*; remove them"),
         ("cross_entropy", {}, f"loss cross_entropy cannot be used with volumes; use {' or '.join(OF_FIELDS)}$"),
         ("l1", {"lambda_rho": 0.5}, "^lambda_rho needs transform.density_log_scale; set it, or set lambda_rho to 0"),
     ],
@@ -105,7 +105,7 @@ LARGE, FIRST = torch.tensor([[9.0, 0.0], [8.0, -1.0]]), torch.tensor([0, 0])
 def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_float64(
     name: str, outputs: torch.Tensor, targets: torch.Tensor, expected: float
 ) -> None:
-    loss = build_loss(name, is_classification=name == "cross_entropy")
+    loss = build_loss(name, targets="classes" if name == "cross_entropy" else "volumes")
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             value = loss(outputs.bfloat16(), targets)

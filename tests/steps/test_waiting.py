@@ -38,7 +38,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "reuters_cnn": ("reuters_cnn", {"optimizer.name": "adam"}),
     **{f"optimizer {name}": ("bs64_fast", {"optimizer.name": name}) for name in ON_DEVICE},
     "optimizer soap without an average": ("bs64_fast", {"ema_decay": None}),
-    **{f"loss {name}": ("base", {"loss": name}) for name, loss in LOSSES.items() if not loss.is_classification},
+    **{f"loss {name}": ("base", {"loss": name}) for name, loss in LOSSES.items() if loss.targets == "volumes"},
     "density term and channel weights": ("base", {"lambda_rho": 0.1, "channel_weights": [1, 2, 2, 2, 1]}),
     **{f"norm {name}": ("base", {"network.norm": name}) for name in ("batch", "sync_batch", "ghost(2)", "group")},
     "float16": ("base", {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1}),
@@ -63,12 +63,12 @@ def train(config: Config, recorded: bool = False) -> tuple[set[str], list[str]]:
         optimizer = build_optimizer(config.optimizer, model.network.named_parameters(), 0.1, capturable=recorded)
         step = EagerStep(model, optimizer, config, world)
         parts = (torch.zeros_like(part, device=CPU) for part in meta_batch(config, config.local_batch_size or 0))
-        batch = Batch(*parts) if config.is_classification else batch_of(config)
+        batch = Batch(*parts) if config.dataset.name else batch_of(config)
         with trace:
             for _ in range(2):
                 # A graph step sets the learning rate on the device, and records the rest.
                 step._train(batch) if recorded else step(batch, 0.1)
-            assert step.replay(batch).shape == (2,)
+            assert step.recompute(batch).shape == (2,)
             assert digest(step.replicated()).shape == ()
     return {launch.kernel.__name__ for launch in launches}, [*trace.layouts]
 

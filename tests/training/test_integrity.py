@@ -120,9 +120,9 @@ class ComputesWrongOnceAtEachCheck(EagerStep):
 
     replays = 0
 
-    def replay(self, batch):
+    def recompute(self, batch):
         self.replays += 1
-        return super().replay(batch) * (1 + 1e-6 * (self.replays % 2))
+        return super().recompute(batch) * (1 + 1e-6 * (self.replays % 2))
 
 
 def test_one_rank_repeats_its_own_micro_batch(tmp_path: Path, data_flags: list[str], capfd: Any) -> None:
@@ -173,9 +173,9 @@ def test_the_last_checkpoint_before_a_good_replay_is_kept(tmp_path: Path, data_f
 class ComputesWrongAfterTheFirstCheck(EagerStep):
     replays = 0
 
-    def replay(self, batch):
+    def recompute(self, batch):
         self.replays += 1
-        return super().replay(batch) * (1 + 1e-6 * (self.replays == 5))  # two per check, and one before
+        return super().recompute(batch) * (1 + 1e-6 * (self.replays == 5))  # two per check, and one before
 
 
 def test_a_restart_after_wrong_replays_resumes_before_them(tmp_path: Path, data_flags: list[str], caplog: Any) -> None:
@@ -207,7 +207,7 @@ def test_a_replay_changes_no_gradient() -> None:
     step = make_step("adam")
     step(batch(), 0.01)
     before = [parameter.grad.clone() for parameter in step._parameters]
-    first, second = step.replay(batch(1)), step.replay(batch(1))
+    first, second = step.recompute(batch(1)), step.recompute(batch(1))
     assert torch.equal(first, second)
     assert_equal(before, [parameter.grad for parameter in step._parameters])
     loss = step(batch(1), 0.01)

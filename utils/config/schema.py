@@ -112,11 +112,6 @@ class Config(NeutralKeys):
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if this machine has one
 
-    @property
-    def is_classification(self) -> bool:
-        """True if the samples have labels, false if they are pairs of volumes."""
-        return self.dataset.name is not None
-
     def paths(self, key: str) -> list[str]:
         """The files that a key of files names; none if it is not set."""
         value = getattr(self, key)
@@ -174,7 +169,7 @@ class Config(NeutralKeys):
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
         if weights is not None and len(weights) != self.N_out_channels:
             raise ValueError(f"channel_weights must have {self.N_out_channels} values, one per target channel")
-        if self.is_classification != (self.data_loader_config == "classification"):
+        if (self.dataset.name is not None) != (self.data_loader_config == "classification"):
             raise ValueError("data_loader_config classification and dataset.name must be set together, or neither")
         if self.Nsamples_val < count:
             raise ValueError(f"Nsamples_val {self.Nsamples_val} is less than the {count} volumes of val_path; raise it")

@@ -6,6 +6,7 @@ import os
 import torch
 
 from utils.config import Config
+from utils.data.task import task_of
 from utils.distributed.world import World
 from utils.errors import LocalError
 
@@ -55,7 +56,7 @@ def log_backends(config: Config, world: World) -> None:
 def conv3d_fault(config: Config) -> str:
     """A line about faulty convolutions of cuDNN that a run on a GPU would use; empty if it uses none."""
     version = torch.backends.cudnn.version()
-    if not config.enable_amp or config.channels_last or config.is_classification or version not in FAULTY_CUDNN:
+    if not config.enable_amp or config.channels_last or not task_of(config).is_3d or version not in FAULTY_CUDNN:
         return ""
     kind = "may be wrong" if torch.__version__ < "2.9" else "are slow"
     return (

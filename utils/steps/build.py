@@ -14,9 +14,9 @@ from networks.losses import NetworkWithLoss, mean_densities
 from networks.norms import ghost_batch
 from networks.ops import plan
 from utils.config import Config
-from utils.data.datasets import get_dataset
 from utils.data.loaders import DataSplits, open_loaders
 from utils.data.loaders.base import meta_batch
+from utils.data.task import CLASSES, task_of
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.lookup import build_user_class, lookup
@@ -26,7 +26,6 @@ from utils.steps import kernels, own_network
 from utils.steps.backends import conv3d_fault, log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.size import ModelSize
-from utils.volumes.channels import DENSITY_UNIT, volume_channels
 from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
@@ -75,23 +74,11 @@ def network(config: Config) -> nn.Module:
             f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
             f"local_batch_size, or use a smaller ghost batch"
         )
-    name, given = config.network.name, dict[str, object]()
-    if norm != "none":
-        given["norm"] = norm
+    name, samples = config.network.name, task_of(config).network_options
+    given: dict[str, object] = {} if norm == "none" else {"norm": norm}
     if config.network.conditions:
         assert config.network.condition_ranges, "Volumes.open reads them from the files"
         given["conditions"] = config.network.condition_ranges
-    if config.dataset.name is not None:
-        dataset = get_dataset(config.dataset.name)
-        samples = {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
-    else:
-        samples = {
-            "crop": config.data_size,
-            "in_channels": config.N_in_channels,
-            "out_channels": config.N_out_channels,
-            "width": config.network.width,
-            "scales": config.scales,
-        }
     if "." in name:
         return own_network.build(config, samples, {**given, **config.network.options})
     options = {name: value for name, value in {**given, **samples}.items() if value}  # not every network has all
@@ -114,13 +101,13 @@ def model_size(config: Config) -> ModelSize:
 
 def loss(config: Config) -> nn.Module:
     """The loss of a config returned by `Volumes.open`."""
-    options = {"lambda_rho": config.lambda_rho, "weights": config.channel_weights}
+    keys = {"lambda_rho": config.lambda_rho, "weights": config.channel_weights}
+    options = {key: value for key, value in keys.items() if value}
     scale = {"density_log_scale": config.transform.density_log_scale} if config.lambda_rho else {}
     if "." in config.loss:
-        stated = {key: value for key, value in options.items() if value}
-        return build_user_class("loss", config.loss, nn.Module, scale, stated)
+        return build_user_class("loss", config.loss, nn.Module, scale, options)
     lookup(LOSSES, "loss", config.loss, "; a class of your own is named my_module.MyLoss")
-    return build_loss(config.loss, config.is_classification, **options, **scale)
+    return build_loss(config.loss, task_of(config).name, **options, **scale)
 
 
 def network_with_loss(config: Config) -> NetworkWithLoss:
@@ -128,12 +115,10 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
     torch.manual_seed(config.seed)
     with value_errors_for_users():
         check_name(config.optimizer)
-        metrics = [lookup(METRICS, "metrics", name) for name in config.metrics]
-        if metrics and not config.is_classification:
-            raise UserError(f"metrics {', '.join(config.metrics)} cannot be used with volumes; set metrics=[]")
-        density, *_ = volume_channels(config)[1]
-        if density.unit == DENSITY_UNIT and not config.is_classification:
-            metrics += mean_densities(density.scale)
+        task, metrics = task_of(config), [lookup(METRICS, "metrics", name) for name in config.metrics]
+        if metrics and task.name != CLASSES:
+            raise UserError(f"metrics {', '.join(config.metrics)} cannot be used with {task.name}; set metrics=[]")
+        metrics += mean_densities(task.density_scale) if task.density_scale else ()
         return NetworkWithLoss(network(config), loss(config), metrics)
 
 
@@ -215,7 +200,7 @@ def log_settings(config: Config, world: World) -> None:
     log_backends(config, world)
     if world.device.type == "cuda" and (chosen := kernel_plan(config, world.device)):
         log.info("Kernels: %s", plan.describe(chosen))
-    if not config.is_classification:
+    if task_of(config).is_3d:
         log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
     warn_of_long_warmup(config)
     for line in options_without_effect(config, world):

@@ -124,7 +124,7 @@ class EagerStep:
             for buffer, old in zip(self._trained.buffers(), before, strict=True):
                 buffer.copy_(old)
 
-    def replay(self, batch: Batch) -> torch.Tensor:
+    def recompute(self, batch: Batch) -> torch.Tensor:
         """Loss and norm of the gradient [2], float32, of a micro-batch without exchange; changes no gradient."""
         self._trained.train()
         with self._autocast():
@@ -134,10 +134,10 @@ class EagerStep:
         return torch.stack([loss.detach().float(), norm.float()])
 
     def is_repeatable(self, batch: Batch) -> bool:
-        """False if a replay draws random numbers or changes buffers, as dropout and batch norms do."""
+        """False if recomputing draws random numbers or changes buffers, as dropout and batch norms do."""
         with self._buffers_and_random_state_kept():
             before = [*map(torch.clone, self._trained.buffers()), *random_state(self._device)]
-            self.replay(batch)
+            self.recompute(batch)
             return all(map(torch.equal, before, [*self._trained.buffers(), *random_state(self._device)]))
 
     def replicated(self) -> list[torch.Tensor]:

@@ -98,9 +98,9 @@ class GraphStep(EagerStep):
         with self._on_stream():
             super().warm_up(batch)
 
-    def replay(self, batch: Batch) -> torch.Tensor:
+    def recompute(self, batch: Batch) -> torch.Tensor:
         with self._on_stream():
-            return super().replay(batch)
+            return super().recompute(batch)
 
     def close(self) -> None:
         self._graphs.clear()

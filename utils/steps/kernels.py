@@ -13,6 +13,7 @@ from networks.ops import plan
 from networks.ops.launch import Launch, collected
 from utils.config import Config
 from utils.data.loaders.base import memory_format, meta_batch
+from utils.data.task import task_of
 from utils.distributed.devices import cache_directory
 from utils.distributed.world import World
 
@@ -21,9 +22,7 @@ log = logging.getLogger(__name__)
 
 def setting(config: Config, device: torch.device) -> plan.Setting:
     """The setting of a plan for training, validation and evaluation."""
-    obstacle = "enable_jit is true" if config.enable_jit else ""
-    if not config.channels_last:
-        obstacle = obstacle or "channels_last is false"
+    obstacle = "enable_jit is true" if config.enable_jit else "" if config.channels_last else "channels_last is false"
     dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32
     return plan.Setting(config.kernels, config.data_size, dtype, device, obstacle)
 
@@ -36,7 +35,7 @@ def apply(model: NetworkWithLoss, chosen: plan.Setting) -> None:
 def compile_kernels(config: Config, world: World, build_model: Callable[[], NetworkWithLoss]) -> None:
     """Compiles what `launches` finds; each rank of a node a part of it, into a cache that all of them read."""
     chosen = setting(config, world.device)
-    if config.is_classification or plan.needs_no_kernels(chosen):
+    if not task_of(config).is_3d or plan.needs_no_kernels(chosen):
         return
     started = time.perf_counter()
     try:

@@ -97,7 +97,7 @@ class Integrity:
         # Two copies, so that both are at the start of their memory on every rank: an address can decide on the bits.
         local = Batch(*(torch.empty_like(part).copy_(part) for part in batch))
         received = Batch(*(self._from_previous_rank(part) for part in batch))
-        return torch.stack([self._step.replay(local), self._step.replay(received)])
+        return torch.stack([self._step.recompute(local), self._step.recompute(received)])
 
     def _from_previous_rank(self, part: torch.Tensor) -> torch.Tensor:
         """This part of the batch of the rank before this one, to which rank 0 is the last one."""

@@ -60,10 +60,6 @@ def volume_names(config: Config, split: str) -> list[str]:
     return names if len({*names}) == len(names) else numbered
 
 
-def channel_counts(config: Config) -> tuple[int, int]:
-    return config.N_in_channels, config.N_out_channels
-
-
 def all_volumes(splits: Mapping[str, Sequence[Volume]]) -> list[Volume]:
     return [volume for split in SPLITS for volume in splits[split]]
 
@@ -156,7 +152,7 @@ class Volumes:
 
     def split(self, split: str, npy: bool | None = None) -> list[Volume]:
         """One split's volumes; UserError for contradictions. `npy` None: the `.npy` files if HDF5 files are missing."""
-        volumes, counts = self._open_split(split, npy), channel_counts(self.config)
+        volumes, counts = self._open_split(split, npy), [getattr(self.config, key) for key in CHANNELS_KEYS]
         box, shape, crop = self.config.box_size[SPLITS[split]], volumes[0].shape, self.config.data_size
         for volume in volumes:
             for name, values, count, key in zip(volume.names, volume.fields, counts, CHANNELS_KEYS, strict=True):

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 
 from utils.config import Config
-from utils.data.datasets import get_dataset
 from utils.data.plan import SamplePlan, Shape, rank_batches
+from utils.data.task import task_of
 from utils.distributed.world import World
 from utils.volumes.hdf5 import Volume
-from utils.volumes.opened import SPLITS, Volumes, all_volumes, channel_counts, split_samples, volume_names
+from utils.volumes.opened import SPLITS, Volumes, all_volumes, split_samples, volume_names
 from utils.volumes.page_cache import warm_page_cache
 
 
@@ -73,7 +73,8 @@ class CropLoader(Loader):
         self.plan, self.config, self.world = plan, config, world
         self.batches = rank_batches(plan.samples, size, world.rank, world.size, drop_last, plan.parts)
         self.volumes = volume_names(config, plan.split)[: plan.parts]
-        self.shapes = [(size, channels, *(plan.crop,) * 3) for channels in channel_counts(config)]
+        crop, counts = (plan.crop,) * 3, (config.N_in_channels, config.N_out_channels)
+        self.shapes = [(size, channels, *crop) for channels in counts]
         self.vectors = config.vector_channels.inputs, config.vector_channels.targets
 
     def __len__(self) -> int:
@@ -117,14 +118,7 @@ def memory_format(channels_last: bool) -> torch.memory_format:
 
 def meta_batch(config: Config, samples: int) -> Batch:
     """Tensors with the shapes and types of a batch of `samples`, on torch's meta device."""
-    if config.dataset.name is not None:
-        dataset = get_dataset(config.dataset.name)
-        dtype = torch.float32 if dataset.vocabulary is None else torch.int64
-        inputs = torch.empty((samples, *dataset.shape), dtype=dtype, device="meta")
-        return Batch(inputs, torch.empty(samples, dtype=torch.int64, device="meta"))
-    shapes: list[list[int]] = [[samples, channels, *[config.data_size] * 3] for channels in channel_counts(config)]
-    shapes += [[samples, len(config.network.conditions)]] if config.network.conditions else []
-    return Batch(*(torch.empty(shape, device="meta") for shape in shapes))
+    return Batch(*(torch.empty(samples, *shape, dtype=kind, device="meta") for shape, kind in task_of(config).tensors))
 
 
 def sample_plan(config: Config, split: str, boxes: Iterable[Shape]) -> SamplePlan:
