@@ -1,7 +1,7 @@
 """HDF5 volumes: mapping, conversion, staging, checks of values, errors in one line."""
 
-import os
 import logging
+import os
 import re
 import warnings
 from pathlib import Path
