@@ -157,7 +157,8 @@ def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize,
         parts.step.check_gradients(ranks)
         seconds, unit = time.perf_counter() - started, "sample" if samples == 1 else "samples"
         log.info("one step with %d %s on %s: loss %.4g, %.1f s", samples, unit, world.device, loss, seconds)
-        if world.device.type == "cpu" and run.device != "cuda" and not run.enable_benchy:
+        is_finite = bool(parts.step.gradient_norm.isfinite())  # otherwise the check of all values names the cause
+        if is_finite and world.device.type == "cpu" and run.device != "cuda" and not run.enable_benchy:
             started = time.perf_counter()
             parts.step(batch, config.lr_schedule.start_lr)
             updating = time.perf_counter()

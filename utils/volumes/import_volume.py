@@ -354,8 +354,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def _shape(text: str) -> Shape:
-    x, y, z = map(positive, text.split(","))
-    return x, y, z
+    sides = text.split(",")
+    if len(sides) != 3:
+        raise argparse.ArgumentTypeError(f"{text} is not X,Y,Z, the cells along each axis")
+    return positive(sides[0]), positive(sides[1]), positive(sides[2])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
