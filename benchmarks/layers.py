@@ -1,4 +1,4 @@
-"""Each strided convolution of the U-Net alone, in each pass, by own kernels and by cuDNN.
+"""Each strided convolution of the U-Net alone, in each pass, by Triton kernels and by cuDNN.
 
 python -m benchmarks.layers            at full size, on a GPU; also the first part of make bench-gpu CALL=1
 
@@ -53,7 +53,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float
 
 
 def own_calls(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[Call]:  # noqa: E741
-    """Own kernels for convolution, transposed convolution and weight gradient."""
+    """Triton kernels for convolution, transposed convolution and weight gradient."""
     from networks.ops.hopper import convolution as coarse
     from networks.ops.hopper import edges, transpose, weights
 
@@ -107,7 +107,7 @@ def measure(
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """A line per layer and pass; where cuDNN is faster, and why own kernels did not run."""
+    """A line per layer and pass; where cuDNN is faster, and why Triton kernels did not run."""
     rates = {"cold": result[COLD], **({"warm": result[WARM]} if WARM in result else {})}
     heads = ["layer", "pass", "GFLOP"]
     heads += [f"{backend} {text}" for backend in (CUDNN, OWN) for text in ("ms", *(f"% {name}" for name in rates))]
@@ -121,7 +121,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         if times[OWN] > 1.02 * times[CUDNN]:
             notes.append(f"- cuDNN is faster: {row['layer']}, {row['pass']}")
         elif "skipped" in row:
-            notes.append(f"- own kernels are skipped: {row['skipped']}")
+            notes.append(f"- Triton kernels are skipped: {row['skipped']}")
     return "\n".join([common.table([*heads, "error"], rows, left=2), "", *dict.fromkeys(notes)])
 
 

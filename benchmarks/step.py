@@ -60,7 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {  # --size: by default that of the device
 # Assumed seconds, rather too many than too few: a part starts only if it should end in time.
 VOLUME, START, SEARCH, TRIALS, LOADERS, LAYERS = 20.0, 10.0, 30.0, 10.0, 90.0, 150.0
 STUDY, VOLUMES = 225.0, 60.0
-# Instead of cuDNN's search, by the first word of a set's name: own kernels, which layers.py has compiled; a compiler.
+# In place of cuDNN's search, by a set's first word: Triton kernels, which layers.py has compiled; a compiler.
 SECONDS = {"own": 15.0, "SOAP": 20.0, "EMA": 15.0, "G": 90.0, "compiled": 90.0}
 WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is stopped
 

@@ -1,4 +1,4 @@
-"""The layers' operations by cuDNN, with own kernels for what follows its convolutions; see reference.py.
+"""The layers' operations by cuDNN, with Triton kernels for what follows its convolutions; see reference.py.
 
 A layer with few channels is computed as a dense convolution over blocks of 2³ cells; see blocks.py.
 """

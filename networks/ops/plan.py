@@ -110,7 +110,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def needs_no_kernels(setting: Setting) -> str:
-    """Why PyTorch computes all layers; empty if own kernels may."""
+    """Why PyTorch computes all layers; empty if Triton kernels may."""
     reasons: Iterable[tuple[str, bool]] = (
         ("there is no CUDA device", setting.device.type != "cuda"),
         ("kernels is torch", setting.kernels == TORCH),

@@ -1,4 +1,4 @@
-"""Own kernels of layers with few channels, compared with torch's convolutions in float64.
+"""Triton kernels of layers with few channels, compared with torch's convolutions in float64.
 
 They run in Triton's interpreter in float32, with small tiles, and on a GPU if there is one; compiled for an H100.
 """

@@ -52,7 +52,7 @@ def operands(grid: tuple[int, int, int], channels: int, batch: int, inputs: int 
 def test_loss_and_gradients_are_those_of_the_plain_operations(
     interpreter: list[str], inputs: int, grid: tuple[int, int, int], channels: int, batch: int, upstream: float
 ) -> None:
-    """Own kernels compute the cases with a multiple of 64 input channels."""
+    """Triton kernels compute the cases with a multiple of 64 input channels."""
     *given, targets = operands(grid, channels, batch, inputs)
     function, names = TAILS[inputs % 64 == 0]
     fused, exact = (functools.partial(tail_loss, targets=targets) for tail_loss in (function, plain))
@@ -119,7 +119,7 @@ def test_a_network_trains_as_with_the_plain_loss_which_float16_uses(interpreter:
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_a_network_on_a_gpu(on_device: list[str], device: str, width: int) -> None:
-    """Own kernels compute the last layer if it has 128 input channels and the GPU is one for them."""
+    """Triton kernels compute the last layer if it has 128 input channels and the GPU is one for them."""
     module = planned(with_loss(device, scales=2, width=width), "auto", 4, torch.bfloat16)
     parts, last = batch(device, 4), module.network.last
     with refusing_to_wait(device):

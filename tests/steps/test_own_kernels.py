@@ -1,4 +1,4 @@
-"""Training steps with own kernels, in Triton's interpreter, equal those with PyTorch's operations."""
+"""Training steps with Triton kernels, in Triton's interpreter, equal those with PyTorch's operations."""
 
 from typing import Any
 

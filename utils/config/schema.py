@@ -92,10 +92,10 @@ class Config(NeutralKeys):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the initial weights and of the sample plan
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
     tf32: bool = True  # float32 convolutions on tensor cores, 10-bit mantissa; NVIDIA_TF32_OVERRIDE=0 overrides it
-    cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest; not with own kernels
+    cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
-    # What computes the layers on a GPU, with channels_last. auto: for each the fastest operation, on Hopper by own
-    # kernels, else cuDNN's convolutions with own kernels around them; cudnn: the latter; torch: PyTorch alone.
+    # What computes the layers on a GPU, with channels_last. auto: for each the fastest operation, on Hopper Triton
+    # kernels alone, else cuDNN's convolutions with Triton kernels around them; cudnn: the latter; torch: PyTorch alone.
     kernels: Literal["auto", "cudnn", "torch"] = "auto"
     accumulation_steps: Positive = 1  # micro-batches per step
     clip_grad_norm: PositiveFloat | None = None  # largest norm of the gradient; None: no clipping
