@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from networks.ops import TORCH, operations
-from networks.ops.reference import Between, Twice
+from networks.ops.reference import Between, Half, Twice
 
 
 class Planned:
@@ -29,9 +29,7 @@ class Planned:
 class Down(Planned, nn.Conv3d):
     """[N, I, 2D, 2D, 2D] -> leaky_relu(convolution), [N, O, D, D, D], for the next layer and for a skip connection."""
 
-    def forward(  # type: ignore[override] # two results
-        self, input: torch.Tensor, half: torch.Tensor | None = None, between: Between | None = None
-    ) -> Twice:
+    def forward(self, input: torch.Tensor, half: Half = None, between: Between = None) -> Twice:  # type: ignore[override]
         return operations(self.operation).down(input, self, half, between)
 
 
@@ -41,11 +39,7 @@ class Up(Planned, nn.ConvTranspose3d):
     has_edge_kernels = False
 
     def forward(  # type: ignore[override] # no output_size
-        self,
-        input: torch.Tensor,
-        skip: torch.Tensor,
-        half: torch.Tensor | None = None,
-        between: Between | None = None,
+        self, input: torch.Tensor, skip: torch.Tensor, half: Half = None, between: Between = None
     ) -> torch.Tensor:
         return operations(self.operation).up(input, skip, self, half, between)
 

@@ -84,7 +84,7 @@ class UNet(nn.Module):
         """The layers before the last one, in the order of the forward pass."""
         return {name: layer for name, layer in self.named_children() if isinstance(layer, Down | Up)}
 
-    def _between(self, name: str, modulation: Modulation | None) -> Between | None:
+    def _between(self, name: str, modulation: Modulation | None) -> Between:
         """The norm and the modulation between a layer's convolution and its activation, if there are any."""
         if self.has_norm:
             norm = self.get_submodule(f"{name}_norm")

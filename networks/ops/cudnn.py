@@ -13,12 +13,12 @@ from networks.ops.blocks import blocks_weight, cells_weight, depth_to_space, has
 from networks.ops.l1 import LastL1, Sums, l1, l1_of_blocks
 from networks.ops.pointwise import bias_activation, bias_activation_twice, bias_relu_cat
 from networks.ops.precision import DENSE, Pair, coarse_and_precise, convolution_gradients, precise, without_autocast
-from networks.ops.reference import Between, Twice
+from networks.ops.reference import Between, Half, Twice
 
 __all__ = ["down", "l1", "last", "last_l1", "up"]
 
 
-def down(x: torch.Tensor, layer: Any, half: torch.Tensor | None = None, between: Between | None = None) -> Twice:
+def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
     if has_few_channels(layer.weight):
         weight = blocks_weight(layer.weight).to(layer.dtype)
         y = F.conv3d(space_to_depth(_in_order(x), layer.dtype), weight)
@@ -27,13 +27,7 @@ def down(x: torch.Tensor, layer: Any, half: torch.Tensor | None = None, between:
     return bias_activation_twice(y if between is None else between(y, layer.bias), layer.bias, "leaky_relu")
 
 
-def up(
-    x: torch.Tensor,
-    skip: torch.Tensor,
-    layer: Any,
-    half: torch.Tensor | None = None,
-    between: Between | None = None,
-) -> torch.Tensor:
+def up(x: torch.Tensor, skip: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> torch.Tensor:
     y = F.conv_transpose3d(x.to(layer.dtype), layer.weight.to(layer.dtype), None, 2, 1)
     return bias_relu_cat(y if between is None else between(y, layer.bias), layer.bias, skip.to(layer.dtype))
 

@@ -14,25 +14,20 @@ from networks.ops.precision import at_least_float32, convolve_to_float32
 
 NEGATIVE_SLOPE = 0.01
 
+Half = torch.Tensor | None
 # (the convolution's result, a bias that is added later or None) -> its replacement
-Between = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Between = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None
 Twice = tuple[torch.Tensor, torch.Tensor]
 
 
-def down(x: torch.Tensor, layer: Any, half: torch.Tensor | None = None, between: Between | None = None) -> Twice:
+def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
     """[N, I, 2D, 2D, 2D] -> leaky_relu(convolution), [N, O, D, D, D], twice, for its two uses."""
     y = F.conv3d(x, layer.weight, layer.bias, 2, 1)
     y = F.leaky_relu(y if between is None else between(y, None), NEGATIVE_SLOPE)
     return y, y
 
 
-def up(
-    x: torch.Tensor,
-    skip: torch.Tensor,
-    layer: Any,
-    half: torch.Tensor | None = None,
-    between: Between | None = None,
-) -> torch.Tensor:
+def up(x: torch.Tensor, skip: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> torch.Tensor:
     """[N, I, D, D, D] and skip [N, S, 2D, 2D, 2D] -> relu(transposed convolution) and skip, [N, O + S, 2D, 2D, 2D]."""
     y = F.conv_transpose3d(x, layer.weight, layer.bias, 2, 1)
     return torch.cat([F.relu(y if between is None else between(y, None)), skip], dim=1)

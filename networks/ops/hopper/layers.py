@@ -18,12 +18,12 @@ from networks.ops.hopper.transpose import convolve_transposed
 from networks.ops.hopper.weights import weight_gradient
 from networks.ops.l1 import LastL1, l1
 from networks.ops.precision import Pair, without_autocast
-from networks.ops.reference import NEGATIVE_SLOPE, Between, Twice
+from networks.ops.reference import NEGATIVE_SLOPE, Between, Half, Twice
 
 __all__ = ["down", "l1", "last", "last_l1", "up"]
 
 
-def down(x: torch.Tensor, layer: Any, half: torch.Tensor | None = None, between: Between | None = None) -> Twice:
+def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
     """half: the layer's weight as `in_half` returns it, if the caller has it."""
     half, few = in_half(layer.weight, layer.dtype) if half is None else half, has_few_channels(layer.weight)
     if between is None:
@@ -32,13 +32,7 @@ def down(x: torch.Tensor, layer: Any, half: torch.Tensor | None = None, between:
     return pointwise.bias_activation_twice(between(y, layer.bias), layer.bias, "leaky_relu")
 
 
-def up(
-    x: torch.Tensor,
-    skip: torch.Tensor,
-    layer: Any,
-    half: torch.Tensor | None = None,
-    between: Between | None = None,
-) -> torch.Tensor:
+def up(x: torch.Tensor, skip: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> torch.Tensor:
     """half: as in `down`."""
     half = in_half(layer.weight, layer.dtype) if half is None else half
     x, skip = x.to(layer.dtype), skip.to(layer.dtype)
