@@ -10,7 +10,7 @@ from volume_files import smooth_field
 from analysis.evaluation.results import Results
 from analysis.evaluation.statistics import volume_statistics
 from analysis.lyman_alpha.forest import FluxStatistics
-from analysis.lyman_alpha.setup import FluxSetup
+from analysis.lyman_alpha.setup import FluxOptions, FluxSetup
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
 from utils.config.sections import TransformConfig
@@ -48,5 +48,6 @@ def sample_results(
     results = volume_statistics(sources, targets, cell, fields, slabs, metadata)
     if not flux:
         return results
-    setup = FluxSetup.of(Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION), Config())
+    volume = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION)
+    setup = FluxSetup.of(volume, Config(), FluxOptions())
     return dataclasses.replace(results, flux=FluxStatistics(setup, slabs).results(fields))
