@@ -109,6 +109,7 @@ def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epo
     backend, tmp_path, data_flags, monkeypatch
 ) -> None:
     """Two epochs with validation. The default, inductor, spends 15 s in the C++ compiler."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # other tests compile at the same time
     torch._dynamo.reset()
     monkeypatch.setattr(compilers.torch, "compile", functools.partial(torch.compile, backend=backend))
     graphs: list[int] = []
