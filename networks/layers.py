@@ -12,7 +12,7 @@ from networks.ops.reference import Between, Half, Twice
 
 
 class Planned:
-    """What a plan sets, and what it needs to know.
+    """The attributes that a plan sets, and those that it reads.
 
     halvings: of the network's input, to the finer one of the layer's two grids; None: unknown.
     norm: True if a norm follows the convolution.

@@ -33,7 +33,7 @@ from networks.ops.launch import launch
 
 
 def in_half(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tiles_of_weights in dtype and in the memory order that the kernels read."""
+    """The weights in dtype and in the memory order that the kernels read."""
     return weight.detach().to(dtype, memory_format=torch.channels_last_3d)
 
 

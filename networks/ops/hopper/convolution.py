@@ -114,7 +114,7 @@ def strided_convolution(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def strided_tap(tap, odd: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tap whose rows are `odd`: its number along the planes, the row of the pair, its number along the row."""
+    """The number of a tap, whose rows are `odd`, along planes; its row of the pair; its number along the row."""
     if D == 1:
         kd, q, kw = 1 + (tap >> 1), odd, 1 + (tap & 1)
     else:

@@ -126,7 +126,7 @@ def transposed_convolution(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def transposed_tap(tap, d0, c0, col0, rd, rh, rw, Cs, Cl, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tap: the plane of coarse cells, its cells along the two other axes, and row and column of the weights."""
+    """The plane of a tap's coarse cells, its cells along the two other axes, and its row and column of the weights."""
     ad, ah, aw = bits(tap)
     kw = 1 + rw + 2 * aw * (1 - 2 * rw)
     kh = 1 + rh + 2 * ah * (1 - 2 * rh)
