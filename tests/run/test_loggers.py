@@ -1,6 +1,5 @@
 """The records of a run, also those of W&B: each point once; no fault ends a run; how to add a logger."""
 
-import itertools
 import json
 import logging
 import math
@@ -8,17 +7,17 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 from log_lines import messages, refusal
 from processes import Program
-from tensorboard.summary.writer import event_file_writer
 from trainings import TOP, YAML, curves, directory, metrics
 
 import train
@@ -50,13 +49,6 @@ def recorded(run: Path) -> list[int]:
 def start(path: Path, resumed: int | None = None) -> RunRecords:
     run = LoggedRun(RunDirectory(path)) if resumed is None else LoggedRun(RunDirectory(path), Resumed(resumed))
     return RunRecords(run, [TensorBoardLogger(run)])
-
-
-@pytest.fixture(autouse=True)
-def later_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's files have the second of their creation in their names, and are read in this order."""
-    seconds = itertools.count(2e9)
-    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(seconds)))
 
 
 def test_an_interrupted_allocation_is_no_full_memory() -> None:
@@ -135,6 +127,17 @@ def test_non_finite_values_are_not_recorded(tmp_path: Path) -> None:
         run.scalars({"a": math.nan}, 4)
     assert metrics(tmp_path) == [{"step": 3, "d": 1.5, "e": 2}, {"step": 4}]
     assert sorted(curves(tmp_path)) == ["d", "e"]
+
+
+def test_points_after_the_clock_was_set_back_are_shown(tmp_path: Path) -> None:
+    """A fixed bug: the new file came before the earlier one, whose process then hid the new points."""
+    with closing(start(tmp_path)) as run:
+        record(run, range(5))
+    (file,) = (tmp_path / "logs").iterdir()
+    file.rename(file.with_name(f"events.out.tfevents.{int(time.time()) + 10_000}.host"))
+    with closing(start(tmp_path, 2)) as run:
+        record(run, range(3, 7))
+    assert recorded(tmp_path) == list(range(7))
 
 
 def test_a_logger_that_records_nothing_creates_nothing(tmp_path: Path) -> None:

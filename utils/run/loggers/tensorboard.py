@@ -1,9 +1,13 @@
 """The logger `tensorboard`: scalars, pictures and hyperparameters in logs/ in the run directory."""
 
 import contextlib
+import re
 import struct
+import time
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from utils import config as configs
@@ -29,9 +33,11 @@ class TensorBoardLogger(Logger):
     def _writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = self._run.directory.tensorboard
+        _begin_later(folder)
         step, in_epoch = self._run.resumed
         # purge_step: points of an earlier process from there on are hidden.
-        writer = SummaryWriter(str(self._run.directory.tensorboard), purge_step=step if in_epoch else step + 1)
+        writer = SummaryWriter(str(folder), purge_step=step if in_epoch else step + 1)
         if in_epoch:
             for record in self._run.kept_records():
                 if record["step"] == step:
@@ -89,3 +95,17 @@ def _with_columns_first(experiment: Any, *summaries: Any) -> list[Any]:
             info.differs = info.name in COLUMNS
     plugin.content = content.SerializeToString()
     return [experiment, *summaries]
+
+
+def _begin_later(folder: Path) -> None:
+    """Sets the clock that names TensorBoard's files past the second in the names of the earlier files.
+
+    TensorBoard reads a run's files in the order of these seconds, and hides the new points unless they come last. The
+    run may resume within the same second, on a node whose clock is behind, or after the clock was set back.
+    """
+    from tensorboard.summary.writer import event_file_writer
+
+    seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.glob("events.*")]
+    last = max((int(match[1]) for match in seconds if match), default=0)
+    ahead = max(0.0, last + 1 - time.time())
+    vars(event_file_writer)["time"] = SimpleNamespace(time=lambda: time.time() + ahead)
