@@ -41,43 +41,14 @@ _ddp_master_port() {
   echo $((15000 + (10#${SLURM_JOB_ID:-0} * 7 + 10#$SLURM_STEP_ID * 1009) % 15000))
 }
 
-# On Perlmutter GPU 0 and its network card belong to the last NUMA domain, and GPU 3 to the first one, whereas Slurm
-# binds the first task of a node to the cores of the first domain. So reverse the list of visible GPUs: local rank i
-# uses the i-th GPU of the list, which then belongs to the domain of its cores. Only if the task sees all GPUs in order.
-_ddp_visible_gpus() {
-  local sys=$1 device domain last='' ascending='' descending=''
-  local -i number=0
-  for device in "$sys"/bus/pci/devices/*; do
-    # NVIDIA; VGA or 3D controllers
-    [[ $(cat "$device/vendor" 2>/dev/null) == 0x10de && $(cat "$device/class" 2>/dev/null) == 0x030[02]* ]] || continue
-    domain=$(cat "$device/numa_node" 2>/dev/null) || return 0
-    if [ -n "$last" ] && [ "$domain" -ge "$last" ]; then return 0; fi
-    last=$domain ascending+=,$number descending=,$number$descending number+=1
-  done
-  if [ "${CUDA_VISIBLE_DEVICES:-}" = "${ascending#,}" ] && [ "$number" -gt 1 ]; then
-    export CUDA_VISIBLE_DEVICES=${descending#,}
-  fi
-}
-
-_ddp_interconnect() {
-  local sys=$1 dev=$2
-  # hsn0, hsn1, …: HPE Slingshot. These are the settings of NERSC's NCCL module for containers and of ALCF's page on
-  # NCCL. Other networks need none. The module with NCCL's plug-in for Slingshot (CONTAINER_OPTIONS in submit_pm.sh)
-  # also selects that plug-in.
-  compgen -G "$sys/class/net/hsn*" >/dev/null || return 0
-  # NCCL's ranks connect over Slingshot, not over the first network interface.
-  export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME-hsn}"
-  # A ring may enter and leave a node through different cards: Slingshot connects all cards to one network.
-  export NCCL_CROSS_NIC="${NCCL_CROSS_NIC-1}"
-  # A card reads the memory of the GPU behind the same host bridge. Without GDRCopy's device, which podman-hpc does not
-  # pass to a container by default, libfabric fails to do so.
-  if [ -e "$dev/gdrdrv" ]; then export NCCL_NET_GDR_LEVEL="${NCCL_NET_GDR_LEVEL-PHB}"; fi
-  # Otherwise libfabric may deadlock with CUDA's allocations: when it registers host memory with CUDA, and when its
-  # registration cache monitors memory through hooks in malloc.
-  export FI_CXI_DISABLE_HOST_REGISTER="${FI_CXI_DISABLE_HOST_REGISTER-1}"
-  export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR-userfaultfd}"
-  # The default completion queue is too small for large jobs.
-  export FI_CXI_DEFAULT_CQ_SIZE="${FI_CXI_DEFAULT_CQ_SIZE-131072}"
+# Settings of the network and the order of GPUs: the table in utils/distributed/network.py, which train.py also uses.
+_ddp_network() {
+  local directory=${BASH_SOURCE[0]} settings setting
+  if [[ $directory == */* ]]; then directory=${directory%/*}; else directory=.; fi
+  settings=$(PYTHONPATH=$directory${PYTHONPATH:+:$PYTHONPATH} "${PYTHON:-python}" -m utils.distributed.network) || return
+  while read -r setting; do
+    if [ -n "$setting" ]; then export "${setting?}"; fi
+  done <<<"$settings"
 }
 
 # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but no other ranks: only steps have SLURM_STEP_ID.
@@ -93,7 +64,6 @@ if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
   export HDF5_USE_FILE_LOCKING="${HDF5_USE_FILE_LOCKING-FALSE}"
   # TORCH_NCCL_ASYNC_ERROR_HANDLING keeps PyTorch's default, which ends a rank if a peer dies. The advice to disable it
   # for CUDA graphs is outdated: its thread disturbed their capture, but utils/steps/graph.py captures per thread.
-  _ddp_interconnect "${SYSFS:-/sys}" "${DEVFS:-/dev}" # tests set SYSFS and DEVFS
-  _ddp_visible_gpus "${SYSFS:-/sys}"
+  if [ "${DDP_NETWORK_SETTINGS:-}" != 0 ]; then _ddp_network || return; fi
 fi
-unset -f _ddp_first_host _ddp_master_addr _ddp_master_port _ddp_interconnect _ddp_visible_gpus
+unset -f _ddp_first_host _ddp_master_addr _ddp_master_port _ddp_network

@@ -143,7 +143,8 @@ podman-hpc)
   # The container gets only the directories and variables named here; --env-host would also pass LD_LIBRARY_PATH.
   container=(podman-hpc run --rm --net host --ipc host "${options[@]}" "${mounts[@]/#/--volume=}" --workdir="$PWD")
   for name in 'SLURM_*' 'MASTER_*' 'NCCL_*' 'OFI_NCCL_*' 'FI_*' 'TORCH*' 'PYTORCH_*' 'OMP_*' 'BENCHY_*' 'WANDB_*' \
-    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE HDF5_USE_FILE_LOCKING TRAIN_EXIT_FILE DATA_DIR LOGS_DIR; do
+    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE HDF5_USE_FILE_LOCKING TRAIN_EXIT_FILE DATA_DIR LOGS_DIR 'DDP_*' \
+    NERSC_HOST CLUSTER_NAME PBS_O_HOST; do
     container+=(--env "$name")
   done
   container+=("$CONTAINER_IMAGE")
@@ -237,9 +238,10 @@ trap 'interrupted=1' INT # Ctrl-C, which the terminal also sends to srun
 # -K1: if one rank fails, Slurm ends the others. -X: Ctrl-C goes to the ranks at once.
 # --cpus-per-task: since Slurm 22.05 srun does not inherit it from the job.
 # --cpu-bind: binds the i-th task of a node to separate cores, on Perlmutter those of the i-th of four NUMA domains;
-# export_DDP_vars.sh selects the GPU of that domain. A cluster that cannot bind prints a message and runs the step.
+# the program selects the GPU of that domain. A cluster that cannot bind prints a message and runs the step.
+# DDP_NETWORK_SETTINGS=0: not in this shell, which would die of a signal meanwhile. The program applies them itself.
 srun -u -K1 -X --cpu-bind=cores ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "${container[@]}" \
-  bash -c 'source ./export_DDP_vars.sh && exec "$@"' _ "${command[@]}" "$@" &
+  bash -c 'DDP_NETWORK_SETTINGS=0 source ./export_DDP_vars.sh && exec "$@"' _ "${command[@]}" "$@" &
 step=$!
 if [ -n "$stop_asked" ]; then ask_to_stop; fi # the warning came before the step started
 

@@ -16,7 +16,7 @@ from utils import config as configs
 from utils.data.loaders import open_volumes
 from utils.volumes.opened import PATH_KEYS, npy_keys
 
-TASK = ["bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_"]
+TASK = ["bash", "-c", 'DDP_NETWORK_SETTINGS=0 source ./export_DDP_vars.sh && exec "$@"', "_"]
 TRAIN = [*TASK, "python", "train.py"]
 IN_LOGS = [*TRAIN, "--set", "expdir=$LOGS_DIR"]
 IMAGE = {"CONTAINER_IMAGE": "some/image:1"}

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from processes import TOP
 
 from utils.distributed.launch import first_host, read_launch
+from utils.distributed.network import settings
 
 BASH = str(shutil.which("bash"))
 STEP = {
@@ -34,7 +36,12 @@ def system(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).mkdir()
     for tool in ("cat", "env"):
         (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
-    return {"PATH": str(tmp_path / "bin"), "SYSFS": str(tmp_path / "sys"), "DEVFS": str(tmp_path / "dev")}
+    return {
+        "PATH": str(tmp_path / "bin"),
+        "PYTHON": sys.executable,
+        "SYSFS": str(tmp_path / "sys"),
+        "DEVFS": str(tmp_path / "dev"),
+    }
 
 
 def bash(script: str, environment: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -107,38 +114,15 @@ def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) ->
         assert source({**system, **STEP})["MASTER_ADDR"] == address
 
 
-def test_slingshot_networks_get_their_settings(system: dict[str, str]) -> None:
-    Path(system["SYSFS"], "class/net/eth0").mkdir(parents=True)
-    elsewhere = source({**system, **STEP}).keys()
-    Path(system["SYSFS"], "class/net/hsn0").mkdir()
-    with_card = source({**system, **STEP})
-    assert with_card["NCCL_SOCKET_IFNAME"] == "hsn"
-    assert with_card["FI_MR_CACHE_MONITOR"] == "userfaultfd"
-    Path(system["DEVFS"], "gdrdrv").touch()
-    settings = source({**system, **STEP}).keys() - elsewhere
-    assert settings == {*with_card.keys() - elsewhere, "NCCL_NET_GDR_LEVEL"}, "only with GDRCopy's device"
-    assert source({**system, **STEP, **dict.fromkeys(settings, "mine")}).keys() == elsewhere
-
-
-@pytest.mark.parametrize(
-    ("domains", "visible", "expected"),
-    [
-        ([3, 2, 1, 0], "0,1,2,3", "3,2,1,0"),  # Perlmutter
-        ([3, 2, 1, 0], "0,1", "0,1"),
-        ([1, 1, 0, 0], "0,1,2,3", "0,1,2,3"),
-        ([], "0,1,2,3", "0,1,2,3"),
-    ],
-)
-def test_gpus_are_reversed_if_their_numbers_run_against_the_numa_domains(
-    system: dict[str, str], domains: list[int], visible: str, expected: str
-) -> None:
-    """GPUs of another vendor and a bridge do not count."""
-    devices = [(number, "0x10de", "0x030200", domain) for number, domain in enumerate(domains)]
-    devices += [(number + 8, "0x1002", "0x030200", 3 - number) for number in range(4)] + [(12, "0x10de", "0x060400", 3)]
-    for number, vendor, kind, domain in devices:
-        device = Path(system["SYSFS"], f"bus/pci/devices/0000:{3 + 16 * number:02x}:00.0")
-        device.mkdir(parents=True)
-        for name, text in (("vendor", vendor), ("class", kind), ("numa_node", str(domain))):
-            (device / name).write_text(f"{text}\n")
-    changed = source({**system, **STEP, "CUDA_VISIBLE_DEVICES": visible})
-    assert changed.get("CUDA_VISIBLE_DEVICES", visible) == expected
+def test_a_task_gets_the_settings_of_the_program(system: dict[str, str]) -> None:
+    """Those of `network.settings`, from any directory; set variables stay, and one turns the table off."""
+    Path(system["SYSFS"], "class/net/hsn0").mkdir(parents=True)
+    task = {**system, **STEP}
+    _, expected = settings(read_launch(STEP), task)
+    assert "NCCL_CROSS_NIC" in expected
+    ours = {**RANK, "HDF5_USE_FILE_LOCKING": "FALSE"}
+    assert source(task) == {**ours, **expected}
+    assert source({**task, **dict.fromkeys(expected, "mine")}) == ours
+    assert source({**task, "DDP_NETWORK_SETTINGS": "0"}) == ours
+    elsewhere = bash(f"cd / && source {TOP}/export_DDP_vars.sh && echo $NCCL_CROSS_NIC", task)
+    assert (elsewhere.stdout, elsewhere.stderr) == ("1\n", "")

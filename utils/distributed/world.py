@@ -22,6 +22,7 @@ from utils.distributed.devices import choose_device
 from utils.distributed.flight_recorder import ENTRIES
 from utils.distributed.heartbeat import DEFAULT_TIMEOUTS, Heartbeat
 from utils.distributed.launch import Launch, read_launch
+from utils.distributed.network import NcclNetwork, configure
 from utils.distributed.pulse import Pulse
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
@@ -173,6 +174,7 @@ def connect(
             set_threads(world.rank, world.hosts, world.gather_json)
             yield world
         return
+    node = configure(launch)  # before CUDA and NCCL read their variables
     store, chosen, shared = rendezvous(device, launch, timeouts, identity)
     heartbeat = Heartbeat(timeouts, launch, store)
     with _beating(heartbeat):
@@ -185,6 +187,7 @@ def connect(
         os.environ.setdefault(ENTRIES, "2000")  # in older versions of PyTorch the flight recorder is off by default
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        network = NcclNetwork(node, launch.rank) if nccl else None
         if not nccl:
             _lower_debug_level()
         # Gloo's own limit is that of a collective.
@@ -193,6 +196,9 @@ def connect(
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
         world = World(launch, chosen, heartbeat)
         set_threads(world.rank, world.hosts, world.gather_json)
+        if network and node.several:
+            dist.all_reduce(torch.zeros((), device=chosen))  # NCCL connects with the first tensor
+            network.report()
         heartbeat.diagnoser.hang_seconds = timeouts.hang
         with _leaving_group():
             yield world

@@ -1,0 +1,236 @@
+"""Settings of a cluster's network and GPUs, which every rank gets before NCCL starts, under each launcher alike.
+
+One table, `SETTINGS`. A variable that is set already stays, and DDP_NETWORK_SETTINGS=0 turns the table off.
+`python -m utils.distributed.network` prints the settings of this process, one NAME=value per line, for a shell.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import resource
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.distributed.launch import Launch, read_launch
+
+log = logging.getLogger(__name__)
+
+SWITCH = "DDP_NETWORK_SETTINGS"
+NVIDIA, GPU_CLASSES = "0x10de", ("0x0300", "0x0302")  # PCI: VGA and 3D controllers
+GRACE_HOPPER = ("0x2342", "0x2343", "0x2345", "0x2348")  # PCI devices of GH200
+# Sites that publish settings of their own, by a variable that their systems set and a pattern of its value.
+SITES = (
+    ("NERSC", "NERSC_HOST", "perlmutter"),
+    ("CSCS", "CLUSTER_NAME", "daint|clariden|santis|bristen"),
+    ("ALCF", "PBS_O_HOST", r".*polaris.*|.*\.alcf\.anl\.gov"),
+)
+LAUNCHERS_THAT_BIND = ("environment", "slurm", "mpiexec")  # ranks to cores, the first rank to the first ones
+
+
+@dataclass(frozen=True)
+class Node:
+    """The properties of this node, and of the job, that decide on settings."""
+
+    kind: str  # Slingshot, InfiniBand or Ethernet
+    site: str  # of SITES, or empty
+    gpus: tuple[tuple[str, str], ...]  # PCI device and NUMA domain of each
+    gdrcopy: bool  # GDRCopy's device is there
+    several: bool  # the run has several nodes
+
+    @property
+    def slingshot(self) -> bool:
+        return self.kind == "Slingshot"
+
+    @property
+    def grace_hopper(self) -> bool:
+        return any(device in GRACE_HOPPER for device, _ in self.gpus)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable, its value where `applies` is true, the reason, and who publishes it."""
+
+    name: str
+    value: str
+    applies: Callable[[Node], bool]
+    reason: str
+    source: str
+
+
+def _on_slingshot(*sites: str) -> Callable[[Node], bool]:
+    """True on Slingshot at these sites, or at each one if none is named. `""`: sites that publish nothing."""
+    return lambda node: node.slingshot and (not sites or node.site in sites)
+
+
+HPE, CSCS = "HPE's ccl_env.sh, 2026-04", "CSCS's nccl_env_vars, 2025-11"
+SITE_MODULES = f"NERSC's NCCL module; ALCF's page on NCCL, 2025-01; {HPE}; {CSCS}"
+SETTINGS = (
+    Setting(
+        "NCCL_SOCKET_IFNAME",
+        "hsn",
+        _on_slingshot(),
+        "ranks connect over Slingshot, not over the first network interface",
+        f"NERSC's NCCL module; {HPE}",
+    ),
+    Setting("NCCL_CROSS_NIC", "1", _on_slingshot(), "a ring may enter and leave through different cards", SITE_MODULES),
+    Setting(
+        "NCCL_NET_GDR_LEVEL",
+        "PHB",
+        # NERSC's podman-hpc passes GDRCopy's device on request only, and libfabric fails without it.
+        lambda node: node.slingshot and (node.site != "NERSC" or node.gdrcopy),
+        "a card reads the memory of the GPU behind the same host bridge",
+        SITE_MODULES,
+    ),
+    Setting(
+        "NCCL_PROTO",
+        "^LL128",
+        lambda node: node.slingshot and node.grace_hopper,
+        "NCCL from 2.27 on may deliver stale halves of 128-byte lines on GH200, without an error",
+        f"{CSCS}; NVIDIA/nccl, issue 2001",
+    ),
+    Setting(
+        "FI_CXI_DISABLE_HOST_REGISTER",
+        "1",
+        _on_slingshot(),
+        "libfabric may deadlock with CUDA's allocations when it registers host memory",
+        SITE_MODULES,
+    ),
+    Setting(
+        "FI_MR_CACHE_MONITOR",
+        "userfaultfd",
+        _on_slingshot(),
+        "hooks in malloc, the default of libfabric's registration cache, may deadlock with CUDA's allocations",
+        SITE_MODULES,
+    ),
+    Setting(
+        "FI_CXI_DEFAULT_CQ_SIZE",
+        "131072",
+        _on_slingshot(),
+        "the default completion queue is too small for large jobs",
+        SITE_MODULES,
+    ),
+    Setting("FI_CXI_DEFAULT_TX_SIZE", "16384", _on_slingshot("CSCS"), "more sends at a time", CSCS),
+    Setting("FI_CXI_DEFAULT_TX_SIZE", "2048", _on_slingshot(""), "more sends at a time", HPE),
+    Setting("FI_CXI_RX_MATCH_MODE", "software", _on_slingshot("CSCS"), "a card's matching entries may run out", CSCS),
+    Setting("FI_CXI_RX_MATCH_MODE", "hybrid", _on_slingshot(""), "a card's matching entries may run out", HPE),
+)
+
+
+def find_node(env: Mapping[str, str], several: bool) -> Node:
+    """This node, from the directories that SYSFS and DEVFS name (/sys and /dev)."""
+    system, devices = Path(env.get("SYSFS") or "/sys"), Path(env.get("DEVFS") or "/dev")
+    kind = "InfiniBand" if any((system / "class/infiniband").glob("*")) else "Ethernet"
+    if any((system / "class/net").glob("hsn*")):
+        kind = "Slingshot"
+    gpus = []
+    for device in sorted((system / "bus/pci/devices").glob("*")):
+        vendor, number, kind_of_device, domain = (
+            _text(device / name) for name in ("vendor", "device", "class", "numa_node")
+        )
+        if vendor == NVIDIA and kind_of_device[:6] in GPU_CLASSES:
+            gpus.append((number, domain))
+    site = next((site for site, name, value in SITES if re.fullmatch(value, env.get(name, ""))), "")
+    return Node(kind, site, tuple(gpus), (devices / "gdrdrv").exists(), several)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def spans_nodes(launch: Launch, env: Mapping[str, str]) -> bool:
+    if local := env.get("LOCAL_WORLD_SIZE"):  # set by torchrun
+        return local != str(launch.world_size)
+    return launch.world_size > 1 and launch.master_addr not in ("127.0.0.1", "localhost")
+
+
+def reversed_gpus(node: Node, launch: Launch, env: Mapping[str, str]) -> str:
+    """The visible GPUs in reversed order, if their NUMA domains descend and the rank sees all of them; else empty.
+
+    On Perlmutter and Polaris GPU 0 and its network card belong to the last NUMA domain, whereas the first rank of a
+    node is bound to the cores of the first one: local rank i uses the GPU at place i of the list.
+    """
+    ascending = ",".join(str(number) for number in range(len(node.gpus)))
+    domains = [int(domain) for _, domain in node.gpus if domain.lstrip("-").isdigit()]
+    descend = len(domains) == len(node.gpus) > 1 and domains == sorted(set(domains), reverse=True)
+    # Slurm lists the GPUs of a task; mpiexec lets each rank see all of them.
+    visible = env.get("CUDA_VISIBLE_DEVICES", ascending if launch.launcher == "mpiexec" else "")
+    sees_all = launch.launcher in LAUNCHERS_THAT_BIND and visible == ascending
+    return ascending[::-1] if descend and sees_all and len(domains) <= 10 else ""
+
+
+def settings(launch: Launch, env: Mapping[str, str] = os.environ) -> tuple[Node, dict[str, str]]:
+    """This node, and the variables that the table sets for it."""
+    node = find_node(env, spans_nodes(launch, env))
+    if env.get(SWITCH) == "0":
+        return node, {}
+    chosen = {row.name: row.value for row in SETTINGS if row.applies(node) and row.name not in env}
+    if gpus := reversed_gpus(node, launch, env):
+        chosen["CUDA_VISIBLE_DEVICES"] = gpus
+    return node, chosen
+
+
+def configure(launch: Launch) -> Node:
+    """Sets the variables of the table in this process, and logs on rank 0 which network was found and what was set."""
+    node, chosen = settings(launch)
+    os.environ.update(chosen)
+    switched_off = os.environ.get(SWITCH) == "0"
+    if node.several and not switched_off:
+        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # core files of all ranks would fill the file system
+        _use_local_cache()
+    if launch.rank == 0 and (node.several or chosen):
+        found = f"{node.kind}{f' at {node.site}' if node.site else ''}"
+        done = f"set {', '.join(f'{name}={value}' for name, value in chosen.items())}" if chosen else "nothing to set"
+        log.info("Network: %s; %s", found, f"{SWITCH}=0, nothing is set" if switched_off else done)
+    return node
+
+
+def _use_local_cache() -> None:
+    """Triton's cache in a directory of this user on the node: thousands of ranks would compile into one home."""
+    folder = Path(tempfile.gettempdir()) / f"triton_{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():  # another user's kernels are not to be loaded
+            os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+
+
+class NcclNetwork:
+    """The network that NCCL chooses, from its own log; of rank 0, on several nodes, unless NCCL_DEBUG is set."""
+
+    def __init__(self, node: Node, rank: int) -> None:
+        self._node, self._file = node, None
+        if node.several and rank == 0 and "NCCL_DEBUG" not in os.environ:
+            self._file = Path(tempfile.mkdtemp(prefix="nccl_")) / "log"
+            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(self._file))
+
+    def report(self) -> None:
+        """Logs the network, and warns of TCP on a Slingshot machine. Called once, after NCCL has connected."""
+        if self._file is None:
+            return
+        name = chosen_network(_text(self._file))
+        for path in (self._file, self._file.parent):  # NCCL holds it open
+            with contextlib.suppress(OSError):
+                path.unlink() if path.is_file() else path.rmdir()
+        if name == "Socket" and self._node.slingshot:
+            log.warning(
+                "NCCL found no plug-in for Slingshot and uses TCP, which is much slower; load the site's module of it "
+                "or add it to the container (docs/cluster.md)"
+            )
+        elif name:
+            log.info("NCCL's network: %s", name)
+
+
+def chosen_network(text: str) -> str:
+    """The last network in NCCL's log; empty if there is none."""
+    return next(iter(re.findall(r"NCCL INFO Using network (.+)", text)[::-1]), "").strip()
+
+
+if __name__ == "__main__":
+    for name, value in settings(read_launch())[1].items():
+        print(f"{name}={value}")
