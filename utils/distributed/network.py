@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,10 +45,6 @@ class Node:
     def slingshot(self) -> bool:
         return self.kind == "Slingshot"
 
-    @property
-    def grace_hopper(self) -> bool:
-        return any(device in GRACE_HOPPER for device, _ in self.gpus)
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -60,62 +57,36 @@ class Setting:
     source: str
 
 
-def _on_slingshot(*sites: str) -> Callable[[Node], bool]:
-    """True on Slingshot at these sites, or at each one if none is named. `""`: sites that publish nothing."""
+def _at(*sites: str) -> Callable[[Node], bool]:
+    """True on Slingshot at these sites, where "" is every site that publishes nothing; at all sites if none is named."""
     return lambda node: node.slingshot and (not sites or node.site in sites)
 
 
+def _with_gpu_direct(node: Node) -> bool:
+    """NERSC's podman-hpc passes GDRCopy's device on request only, and libfabric fails without it."""
+    return node.slingshot and (node.site != "NERSC" or node.gdrcopy)
+
+
+def _on_grace_hopper(node: Node) -> bool:
+    return node.slingshot and any(device in GRACE_HOPPER for device, _ in node.gpus)
+
+
 HPE, CSCS = "HPE's ccl_env.sh, 2026-04", "CSCS's nccl_env_vars, 2025-11"
-SITE_MODULES = f"NERSC's NCCL module; ALCF's page on NCCL, 2025-01; {HPE}; {CSCS}"
+NERSC = f"NERSC's NCCL module; {HPE}"
+ALL = f"{NERSC}; {CSCS}; ALCF's page on NCCL, 2025-01"
+STALE = "NCCL from 2.27 on may deliver stale halves of 128-byte lines, without an error"
 SETTINGS = (
-    Setting(
-        "NCCL_SOCKET_IFNAME",
-        "hsn",
-        _on_slingshot(),
-        "ranks connect over Slingshot, not over the first network interface",
-        f"NERSC's NCCL module; {HPE}",
-    ),
-    Setting("NCCL_CROSS_NIC", "1", _on_slingshot(), "a ring may enter and leave through different cards", SITE_MODULES),
-    Setting(
-        "NCCL_NET_GDR_LEVEL",
-        "PHB",
-        # NERSC's podman-hpc passes GDRCopy's device on request only, and libfabric fails without it.
-        lambda node: node.slingshot and (node.site != "NERSC" or node.gdrcopy),
-        "a card reads the memory of the GPU behind the same host bridge",
-        SITE_MODULES,
-    ),
-    Setting(
-        "NCCL_PROTO",
-        "^LL128",
-        lambda node: node.slingshot and node.grace_hopper,
-        "NCCL from 2.27 on may deliver stale halves of 128-byte lines on GH200, without an error",
-        f"{CSCS}; NVIDIA/nccl, issue 2001",
-    ),
-    Setting(
-        "FI_CXI_DISABLE_HOST_REGISTER",
-        "1",
-        _on_slingshot(),
-        "libfabric may deadlock with CUDA's allocations when it registers host memory",
-        SITE_MODULES,
-    ),
-    Setting(
-        "FI_MR_CACHE_MONITOR",
-        "userfaultfd",
-        _on_slingshot(),
-        "hooks in malloc, the default of libfabric's registration cache, may deadlock with CUDA's allocations",
-        SITE_MODULES,
-    ),
-    Setting(
-        "FI_CXI_DEFAULT_CQ_SIZE",
-        "131072",
-        _on_slingshot(),
-        "the default completion queue is too small for large jobs",
-        SITE_MODULES,
-    ),
-    Setting("FI_CXI_DEFAULT_TX_SIZE", "16384", _on_slingshot("CSCS"), "more sends at a time", CSCS),
-    Setting("FI_CXI_DEFAULT_TX_SIZE", "2048", _on_slingshot(""), "more sends at a time", HPE),
-    Setting("FI_CXI_RX_MATCH_MODE", "software", _on_slingshot("CSCS"), "a card's matching entries may run out", CSCS),
-    Setting("FI_CXI_RX_MATCH_MODE", "hybrid", _on_slingshot(""), "a card's matching entries may run out", HPE),
+    Setting("NCCL_SOCKET_IFNAME", "hsn", _at(), "ranks connect over Slingshot, not the first network interface", NERSC),
+    Setting("NCCL_CROSS_NIC", "1", _at(), "a ring may enter and leave a node through different cards", ALL),
+    Setting("NCCL_NET_GDR_LEVEL", "PHB", _with_gpu_direct, "cards read GPUs behind the same host bridge", ALL),
+    Setting("NCCL_PROTO", "^LL128", _on_grace_hopper, STALE, f"{CSCS}; NVIDIA/nccl, issue 2001"),
+    Setting("FI_CXI_DISABLE_HOST_REGISTER", "1", _at(), "may deadlock with CUDA's allocations", ALL),
+    Setting("FI_MR_CACHE_MONITOR", "userfaultfd", _at(), "hooks in malloc may deadlock with CUDA's allocations", ALL),
+    Setting("FI_CXI_DEFAULT_CQ_SIZE", "131072", _at(), "the default is too small for large jobs", ALL),
+    Setting("FI_CXI_DEFAULT_TX_SIZE", "16384", _at("CSCS"), "more sends at a time", CSCS),
+    Setting("FI_CXI_DEFAULT_TX_SIZE", "2048", _at(""), "more sends at a time", HPE),
+    Setting("FI_CXI_RX_MATCH_MODE", "software", _at("CSCS"), "a card's matching entries may run out", CSCS),
+    Setting("FI_CXI_RX_MATCH_MODE", "hybrid", _at(""), "a card's matching entries may run out", HPE),
 )
 
 
@@ -127,10 +98,8 @@ def find_node(env: Mapping[str, str], several: bool) -> Node:
         kind = "Slingshot"
     gpus = []
     for device in sorted((system / "bus/pci/devices").glob("*")):
-        vendor, number, kind_of_device, domain = (
-            _text(device / name) for name in ("vendor", "device", "class", "numa_node")
-        )
-        if vendor == NVIDIA and kind_of_device[:6] in GPU_CLASSES:
+        vendor, number, group, domain = (_text(device / name) for name in ("vendor", "device", "class", "numa_node"))
+        if vendor == NVIDIA and group[:6] in GPU_CLASSES:
             gpus.append((number, domain))
     site = next((site for site, name, value in SITES if re.fullmatch(value, env.get(name, ""))), "")
     return Node(kind, site, tuple(gpus), (devices / "gdrdrv").exists(), several)
@@ -214,9 +183,7 @@ class NcclNetwork:
         if self._file is None:
             return
         name = chosen_network(_text(self._file))
-        for path in (self._file, self._file.parent):  # NCCL holds it open
-            with contextlib.suppress(OSError):
-                path.unlink() if path.is_file() else path.rmdir()
+        shutil.rmtree(self._file.parent, ignore_errors=True)  # NCCL holds the file open
         if name == "Socket" and self._node.slingshot:
             log.warning(
                 "NCCL found no plug-in for Slingshot and uses TCP, which is much slower; load the site's module of it "
