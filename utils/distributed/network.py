@@ -58,7 +58,7 @@ class Setting:
 
 
 def _at(*sites: str) -> Callable[[Node], bool]:
-    """True on Slingshot at these sites, where "" is every site that publishes nothing; at all sites if none is named."""
+    """True on Slingshot at these sites, "" is each that publishes nothing; at all if none is named."""
     return lambda node: node.slingshot and (not sites or node.site in sites)
 
 
