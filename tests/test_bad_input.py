@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 from log_lines import messages, other_lines
-from processes import TOP, rank_variables
+from processes import TOP
 from trainings import directory, last
 from volume_files import write_volume
 
 import train
-from utils import errors
 from utils.config import load
 from utils.data.loaders.base import sample_plan
 from utils.steps import build
-from utils.training import reporter
 from utils.volumes.opened import Volumes
 
 Refuse = Callable[..., str]
@@ -60,12 +58,14 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: Any, monkeypatch: pyte
         (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], ["train_path_npy_data is not set"]),
         (["--set=network.name=unett"], ["network.name: unknown name unett; known: unet, ", "did you mean unet?"]),
         (["--set=network.name=my_net"], ["unknown name my_net; ", "my_module.MyNetwork"]),
-        (["--set=loss=hubert"], ["loss: unknown name hubert; known: l1, mse, huber, ", "did you mean huber?"]),
+        (["--set=loss=hubert"], ["loss: unknown name hubert; known: l1, ", "mean huber?; a class of your own"]),
         (["--set=metrics=[recall]"], ["metrics: unknown name recall; known: accuracy, top5_accuracy"]),
         (["--set=train_path=/data/no.h5"], ["/data/no.h5; set DATA_DIR to the", "make demo and --config=demo"]),
         (["--set=val_path=/no/val.h5"], ["/no/val.h5", "set val_path"]),
         (["--set", "num_epochs", "3"], ["did you mean --set num_epochs=3?"]),
         (["mine.yaml"], ["did you mean --yaml_config mine.yaml?"]),
+        # Fixed: the refusal came after the run's config.yaml had been replaced.
+        (["--data_loader_config=synthetic", "--set=evaluation.every_epochs=1"], ["synthetic reads no volumes"]),
         (["--enable_amp", "--amp_mode=none"], ["--enable_amp and --amp_mode none contradict each other"]),
         (["--local_batch_size=4", "--set=global_batch_size=8"], ["both set the batch"]),
     ],
@@ -164,12 +164,12 @@ def test_invalid_input_changes_no_file_of_an_earlier_run(trained_run: Path, tmp_
     assert contents() == before
 
 
-def test_training_skips_updates_with_nan_up_to_a_limit(
+def test_training_skips_updates_with_nan_unless_all_are(
     data_flags: list[str], tmp_path: Path, capsys: Any, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues to its end, or stops after MOST_SKIPS_IN_A_ROW, or if all updates were skipped.
+    """The run continues to its end, or stops if all updates were skipped.
 
-    With fewer steps than that it once ended with the result of a "trained network".
+    With few steps it once ended with the result of a "trained network".
     """
     monkeypatch.setattr(Volumes, "check", lambda *_: None)  # its sample of a large file may miss a NaN
     path, cell, config = tmp_path / "nan.h5", (0, 10, 2), load(str(TOP / "config" / "UNet.yaml"), "test")
@@ -194,12 +194,6 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     )
     says: tuple[str, ...] = ("is nan after step 0, the untrained network", "weight_init")
     assert "learning" not in refuse("--set=weight_init.conv_scale=1e30", "--run_num=02", says=says, trains=True)
-    flags = [f"--set=train_path={path}", "--set=checkpoint.every_steps=1"]
-    says = ("training stopped: 1 updates in a row were skipped", description, "--preflight")
-    with monkeypatch.context() as patch:
-        patch.setattr(reporter, "MOST_SKIPS_IN_A_ROW", 1)
-        refuse(*flags, says=says, trains=True)
-    assert last(directory(tmp_path / "runs")).state.step == step - 1
     volume_with_nan(tmp_path / "all.h5")
     flags = [f"--set=train_path={tmp_path / 'all.h5'}", "--num_epochs=1", "--run_num=01"]
     says = ("Nbody[", "is nan")
@@ -207,15 +201,3 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     for _ in range(2):  # the same command says so again
         refuse(*flags, says=("all 8 updates were skipped", "check the data with --preflight"), trains=True)
     assert not (directory(tmp_path / "runs", run_num="01") / "summary.json").exists()
-
-
-def test_invalid_config_is_reported_only_by_rank_0(refuse: Refuse, capsys: Any, monkeypatch: Any) -> None:
-    """The error occurs before the ranks are connected."""
-    monkeypatch.setattr(errors, "GRACE_SECONDS", 0.0)
-    for name, value in rank_variables(0, 2, 1).items():
-        monkeypatch.setenv(name, value)
-    refuse("--set=num_epoch=3", says=("unknown key num_epoch; did you mean num_epochs?",))
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit, match="2"):
-        train.main(["--config=test", "--set=num_epoch=3"])
-    assert capsys.readouterr().err == ""

@@ -1,8 +1,6 @@
 """A network conditioned on redshift and cell size: training on two volumes, resume, prediction, evaluation, export."""
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -23,24 +21,12 @@ import train
 from analysis.inference.trained_network import TrainedNetwork
 from simulation.simulate import SimulationOptions, file_attributes
 from utils.config.sections import Condition
-from utils.steps.eager import EagerStep
+from utils.distributed.signals import StopSignals
 from utils.volumes.attributes import CONDITIONS, simulation_of
 
 REDSHIFTS, SIDES = {"first": 2.0, "second": 4.0, "valid": 2.0, "late": 5.0, "silent": None}, {"second": 24.0}
 CONDITIONED = "--set=network.conditions=[redshift,cell]"
 QUIET = ["--set=report_pictures=false", "--set=report_baselines=false"]
-
-
-class StoppingStep(EagerStep):
-    """Requests a stop in the fifth step of the process."""
-
-    calls = 0
-
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 5:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return super().__call__(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def training(folder: Path) -> Callable[..., Path]:
-    """training(expdir, *flags, step): a run on two volumes; its directory."""
+    """training(expdir, *flags): a run on two volumes; its directory."""
 
-    def go(expdir: str, *flags: str, step: type[EagerStep] = EagerStep) -> Path:
+    def go(expdir: str, *flags: str) -> Path:
         data = [f"--set=train_path=[{folder}/first.h5,{folder}/second.h5]", f"--set=val_path={folder}/valid.h5"]
         common = [f"--yaml_config={YAML}", "--config=test", "--set=device=cpu", f"--set=expdir={folder / expdir}"]
-        train.main([*common, *QUIET, *data, CONDITIONED, *flags], step_class=step)
+        train.main([*common, *QUIET, *data, CONDITIONED, *flags])
         return directory(folder / expdir)
 
     return go
@@ -86,10 +72,11 @@ def test_conditions_lower_the_loss_of_gas_that_depends_on_them(run: Path, traini
     assert valid_loss(training("with", *length)) < 0.7 * without
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callable[..., Path]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        training("parts", step=StoppingStep)
-    assert stop.value.code == 75
+def test_an_interrupted_run_ends_with_the_same_bits(run: Path, training: Callable[..., Path], monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignals, "received", "SIGUSR1")  # so it stops after the first step
+        with pytest.raises(SystemExit, match="75"):
+            training("parts")
     assert_same_training(run, training("parts"))
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from log_lines import refusal
-from processes import GENEROUS, context, run_ranks, wait_until
+from processes import run_ranks, wait_until
 from reference_samples import ALONE
+from trainings import killed
 from volume_files import SIMULATED, smooth_field
 
 import evaluate
@@ -296,10 +297,7 @@ def test_after_a_kill_and_a_full_disk_other_ranks_resume_to_the_same_bits(
 ) -> None:
     """If one rank fails, all do; finished blocks are kept."""
     flags = command_line(trained_run, nbody, tmp_path / "hydro.h5", *BLOCKS)
-    process = context().Process(target=die_at_the_fourth_block, args=(flags,))
-    process.start()
-    process.join(GENEROUS)
-    assert process.exitcode == -signal.SIGKILL
+    killed(die_at_the_fourth_block, flags)
     record = tmp_path / ".hydro.h5.blocks"
     assert record.read_bytes() == b"\0" + b"\1" * 3 + b"\0" * 9
     run_ranks(fill_the_disk_of_rank_1, 2, flags)

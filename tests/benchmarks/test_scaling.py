@@ -41,7 +41,7 @@ def test_bad_input_is_found_before_anything_runs(tmp_path: Path, monkeypatch: An
 
 
 def test_the_study_launches_every_point_with_the_same_threads(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """The report has the heads of the stored one. A run that fails ends the study with its error."""
+    """The report has the heads of the stored one, and lists missing results. A failed run ends the study."""
     calls: list[tuple[list[str], dict[str, str]]] = []
 
     def failure_of(words: list[str], log: Path, environment: dict[str, str]) -> str:
@@ -68,11 +68,19 @@ def test_the_study_launches_every_point_with_the_same_threads(tmp_path: Path, mo
     result = json.loads((tmp_path / "scaling.json").read_text())
     assert [(point["ranks"], point["FULL"]["n"]) for point in result["points"]] == [(p.ranks, 3) for p in points]
     assert result["series"][0]["efficiency"]["FULL"] == {"1": 1.0, "2": 1.0, "4": 1.0}
+    for name, overhead in (("communication overhead", 1 - 10 / 11), ("input overhead", 1 - 9 / 10)):
+        assert [point[name]["median"] for point in result["points"][1:]] == pytest.approx([overhead] * 4)
     text = (tmp_path / "scaling.md").read_text()
     assert text.strip() in capsys.readouterr().out
     stored = (common.RESULTS / "scaling/scaling.md").read_text()
     heads = [next(line for line in table.splitlines() if line.startswith("| ranks")) for table in (text, stored)]
     assert heads[0] == heads[1]
+    (tmp_path / "points" / points[1].name(2)).unlink()
+    scaling.main([*words, "--collect"])
+    result = json.loads((tmp_path / "scaling.json").read_text())
+    assert result["missing"] == [points[1].name(2)]
+    assert [point["FULL"]["n"] for point in result["points"]] == [3, 2, 3, 3, 3]
+    assert f"Missing: {points[1].name(2)}" in capsys.readouterr().out
     monkeypatch.setattr(common, "failure_of", lambda *_, **__: "no such disk; buy one")
     with pytest.raises(UserError, match="ranks 1, local batch 8 failed: no such disk; buy one; see "):
         scaling.main(words)
@@ -93,20 +101,3 @@ def test_every_point_without_a_result_is_submitted(tmp_path: Path, monkeypatch: 
     Path(jobs[0][1]["BENCHY_OUTPUT"]).write_text("{}")
     scaling.main([*words, f"--output={tmp_path}"])
     assert len(jobs) == 2 * len(points) - 1, "a point with a result is not submitted again"
-
-
-def test_collecting_reports_the_results_that_exist_and_lists_the_missing(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "points").mkdir()
-    single, four = benchy(1, 8, 10, 9), benchy(4, 8, 36, 27, 40)  # samples/s
-    for point, number, values in (*((Point(1, 8), n, single) for n in (1, 2, 3)), (Point(4, 8), 1, four)):
-        (tmp_path / "points" / point.name(number)).write_text(json.dumps(values))
-    words = ["--collect", "--strong", "--weak", "8", "--ranks", "1", "2", "4", f"--output={tmp_path}"]
-    scaling.main([*SYNTHETIC, *words])
-    result = json.loads((tmp_path / "scaling.json").read_text())
-    assert [(point["ranks"], point["FULL"]["n"]) for point in result["points"]] == [(1, 3), (4, 1)]
-    for name, values in (("communication overhead", (0, 1 - 36 / 40)), ("input overhead", (1 - 9 / 10, 1 - 27 / 36))):
-        assert [point[name]["median"] for point in result["points"]] == pytest.approx(values)
-    assert result["series"][0]["efficiency"]["FULL"] == pytest.approx({"1": 1.0, "4": 0.75})
-    missing = [(1, Point(2, 8)), (2, Point(2, 8)), (2, Point(4, 8)), (3, Point(2, 8)), (3, Point(4, 8))]
-    assert result["missing"] == [point.name(number) for number, point in missing]
-    assert f"Missing: {Point(2, 8).name(1)}" in capsys.readouterr().out

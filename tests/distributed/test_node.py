@@ -16,7 +16,6 @@ from utils import files
 from utils.distributed import threads
 from utils.distributed.threads import cpu_limit, is_set_by_user, physical_cores, share
 from utils.distributed.world import connect
-from utils.errors import UserError
 from utils.files import is_locked, open_locked
 
 
@@ -83,17 +82,6 @@ def test_waiting_threads_of_pytorch_hardly_spin(script: str) -> None:
     command = [sys.executable, script, "--version"]
     done = subprocess.run(command, env=env, cwd=TOP, capture_output=True, text=True, check=True)
     assert "GOMP_SPINCOUNT" not in done.stderr or "GOMP_SPINCOUNT = '1000'" in done.stderr
-
-
-def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
-    """flock treats a second open file of one process like that of another process."""
-    path = tmp_path / ".lock"
-    with open_locked(path, "locked"):
-        assert is_locked(path)
-        with pytest.raises(UserError, match=r"^in use$"):
-            open_locked(path, "in use")
-    assert not is_locked(path)
-    open_locked(path, "in use").close()
 
 
 def test_without_locks_a_warning_asks_for_one_process_at_a_time(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:

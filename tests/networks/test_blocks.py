@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import ON_GPU
+from devices import half_precision
 from fused_cases import CHANNELS_LAST, assert_close, layer_results, values
 from torch import nn
 from torch.nn import functional as F
@@ -81,15 +81,7 @@ def test_the_gradient_of_an_input_that_needs_none_is_not_computed(interpreter: l
     assert interpreter == ["blocks_to_padded_rows", "bias_activation_backward", "block_weight_gradient"]
 
 
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        ("interpreter", torch.float16),  # it computes bfloat16 products wrongly
-        pytest.param("on_device", torch.float16, marks=ON_GPU),
-        pytest.param("on_device", torch.bfloat16, marks=ON_GPU),
-    ],
-    ids=str,
-)
+@half_precision("interpreter")
 @pytest.mark.parametrize("kind", [Down, Last])
 def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype: torch.dtype, kind: Any) -> None:
     """Outputs and gradients have the errors of half precision, and the same bits in a second run."""

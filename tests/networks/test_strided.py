@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import ON_GPU
+from devices import half_precision
 from fused_cases import (
     CHANNELS_LAST,
     CONDITIONS,
@@ -106,15 +106,7 @@ def test_a_nan_reaches_the_same_values_as_in_torch(small_blocks: list[str]) -> N
 
 
 @pytest.mark.parametrize("kind", [Down, Up])
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        ("small_blocks", torch.float16),  # the interpreter computes bfloat16 products wrongly
-        pytest.param("on_device", torch.float16, marks=ON_GPU),
-        pytest.param("on_device", torch.bfloat16, marks=ON_GPU),
-    ],
-    ids=str,
-)
+@half_precision("small_blocks")
 def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype: torch.dtype, kind: Any) -> None:
     """Outputs and gradients have the errors of half precision, and the same bits in a second run."""
     launched, device = request.getfixturevalue(place), torch.device("cuda" if place == "on_device" else "cpu")

@@ -11,15 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.config import Config
-from utils.config.sections import NetworkConfig, OptimizerConfig
+from utils.config.sections import OptimizerConfig
 from utils.optim import soap
-from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
+from utils.optim.optimizers import build_optimizer, load_state, saved_state, update
 from utils.optim.soap import Soap, owners
-from utils.steps.build import model_size
-from utils.steps.build import network as build_network
 
-SMALL = {"network": NetworkConfig(width=4, scales=2)}
 LR, YES, NO = 0.01, torch.tensor(True), torch.tensor(False)
 
 # down.bias after twelve steps, of pytorch_optimizer 4.1.0 with kernels' cells merged; by the longest side with a basis.
@@ -144,18 +140,6 @@ def test_statistics_from_bfloat16_are_sums_in_float32(device: str, number: int) 
     statistics = soap.outer_product(x, number)
     assert statistics.dtype is torch.float32
     torch.testing.assert_close(statistics, soap.outer_product(x.double(), number).float(), rtol=1e-5, atol=1e-3)
-
-
-def test_the_state_has_the_size_that_the_preflight_states() -> None:
-    network = SmallNetwork()
-    optimizer = build(network)
-    train(network, optimizer, range(1))
-    with torch.device("meta"):
-        meta, unet = SmallNetwork(), build_network(Config(data_size=8, **SMALL))
-    used = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    assert state_bytes(options(), meta.named_parameters()) == used
-    size = model_size(Config(data_size=8, optimizer=options(), **SMALL).for_world(1))
-    assert size.state == 8 * size.parameters + state_bytes(options(), unet.named_parameters())
 
 
 def test_large_convolutions_have_bases_along_the_cells_of_their_kernel_only() -> None:

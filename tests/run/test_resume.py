@@ -408,6 +408,7 @@ def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, co
 def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_flags: list[str]) -> None:
     """With every part that a checkpoint may have. The formats of its files add a few kB."""
     flags = [*data_flags, "--set=ema_decay=0.9", "--set=network.norm=batch", "--set=network.width=32"]
+    flags += ["--set=optimizer.name=soap"]
     assert run(ALONE, [*flags, f"--set=expdir={tmp_path}", "--num_epochs=1"])
     saved = last(directory(tmp_path))
     size = sum(file.stat().st_size for file in saved.path.iterdir())

@@ -8,25 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.test_launch import SLURM_STEP
 from processes import TOP
 
 from utils.distributed.launch import first_host, read_launch
 from utils.distributed.network import settings
 
 BASH = str(shutil.which("bash"))
-STEP = {
-    "SLURM_JOB_ID": "1003",
-    "SLURM_STEP_ID": "1",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "16",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_NNODES": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_JOB_NODELIST": "nid[000001-000004]",
-    "SLURM_STEP_NODELIST": "nid[000003-000004]",
-}
-RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "nid000003", "MASTER_PORT": "23030"}
+STEP = {**SLURM_STEP, "SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_NODELIST": "nid[000001-000004]"}
+RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "nid000003", "MASTER_PORT": "23039"}
 
 
 @pytest.fixture

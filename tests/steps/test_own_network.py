@@ -252,10 +252,6 @@ def test_a_loss_and_an_optimizer_of_a_user(data_flags: list[str], capsys) -> Non
         ({"loss": "own_net.TrainedLoss"}, "loss own_net.TrainedLoss has parameters, which no optimizer trains; move"),
         ({"loss": "own_net.Loss", "channel_weights": [1, 2, 2, 2, 1]}, "has no option weights; known: lambda_rho"),
         ({"loss": "own_net.Conditioned"}, "loss own_net.Conditioned needs its option in_channels; give it a default"),
-        (
-            {"loss": "l3"},
-            "loss: unknown name l3; known: l1, mse, huber, spectral_l1, cross_entropy; a class of your own",
-        ),
         ({"optimizer.name": "own_net.Descent"}, "optimizer own_net.Descent needs its option speed; set optimizer.opt"),
         ({"optimizer.name": "own_net.Loss"}, "optimizer.name own_net.Loss: Loss is no class derived from Optimizer; "),
         ({"optimizer.name": "adamm"}, "lamb, soap; did you mean adam?; a class of your own is named my_module.MyOpt"),

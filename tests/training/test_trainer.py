@@ -1,7 +1,6 @@
 """The training loop: order of events, what it logs and saves when, how it stops and resumes."""
 
 import copy
-import dataclasses
 import functools
 import math
 import re
@@ -308,19 +307,6 @@ def test_training_ends_at_a_non_finite_validation_loss() -> None:
     with pytest.raises(UserError, match=r"^training stopped: the validation loss is inf after step 10, learning rate"):
         trainer.fit()
     assert trainer.records.saved == [5], "the last checkpoint is that of the epoch before"
-
-
-def test_runs_resume_after_any_epoch_to_the_same_result() -> None:
-    losses = 5.0, 4.0, 4.5, 3.0
-    trainer = validated(*losses)
-    result, recorded = trainer.fit(), trainer.records
-    is_last = [call.args[2] for call in trainer.evaluation.after_epoch.call_args_list]
-    assert (is_last, recorded.waits) == ([False, False, True], [3 * STEPS])
-    clocks = {name: getattr(result, name) for name in ("seconds", "samples_per_second", "goodput")}
-    for number, state in enumerate(recorded.states, start=1):
-        again = validated(*losses[number + 1 :], state=copy.copy(state))
-        assert dataclasses.replace(again.fit(), **clocks) == result
-        assert again.records.saved == [STEPS * epoch for epoch in range(number + 1, 4)]
 
 
 class SignalAtEvent(Signals):

@@ -1,11 +1,9 @@
 """Evaluation during training, which does not change the training, and baselines at its end."""
 
-import inspect
 import os
 import shutil
 import signal
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from networks import build_loss
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
-from utils.distributed.pulse import Pulse
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.run.checkpoint import read_weights
@@ -134,57 +131,6 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     assert [record["step"] for record in records if "Evaluation L1/all channels" in record] == [8, 16]
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=3", "--set=evaluation.every_epochs=2")
     assert epochs_of(stopped) == [2, 3], "a run from scratch removes the evaluations of the run that it replaces"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--data_loader_config=synthetic"], "evaluation.every_epochs: data_loader_config synthetic reads no volumes"),
-    ],
-)
-def test_an_impossible_evaluation_is_refused_before_anything_is_written(
-    flags: list[str], message: str, trained: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Fixed: the refusal came so late that the run's config.yaml had already been replaced."""
-    folder = trained.parents[2]
-    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        run(data_flags, folder, EVERY_EPOCH, "--num_epochs=3", *flags)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
-
-
-def test_each_batch_of_all_phases_is_progress(data_flags: list[str], tmp_path: Path, monkeypatch: Any) -> None:
-    """Fixed: the passes of the baselines reported none, so that a long one ended a healthy run, at each start again.
-
-    The limit is no time here: a phase that takes a second batch without a report in between is silent.
-    """
-    epoch, reports, silent, phases = ThreadedCropLoader.epoch, [0], set(), Counter()
-
-    def reported(call: Callable[..., None]) -> Callable[..., None]:
-        def report(*arguments: Any) -> None:
-            reports[0] += 1
-            call(*arguments)
-
-        return report
-
-    monkeypatch.setattr(Pulse, "enter", reported(Pulse.enter))
-    monkeypatch.setattr(Pulse, "advance", reported(Pulse.advance))
-
-    def watched(self: ThreadedCropLoader, *arguments: int) -> Iterator[Any]:
-        caller, before = inspect.stack()[1].function, -1
-        for batch in epoch(self, *arguments):
-            phases[caller] += 1
-            silent.update({caller} if reports[0] == before else ())
-            before = reports[0]
-            yield batch
-
-    monkeypatch.setattr(ThreadedCropLoader, "epoch", watched)
-    run(data_flags, tmp_path, "--set=report_baselines=true", "--num_epochs=1", "--set=Nsamples_val=24")
-    assert not silent
-    assert min(phases[name] for name in ("_train_step", "_validate", "_batches")) > 2, phases
 
 
 SAMPLES = 5

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from empty_pictures import draw_nothing, empty_picture
+from empty_pictures import empty_picture
 from matplotlib.patches import StepPatch
 from PIL import Image
 from reference_samples import ALONE
@@ -170,15 +170,6 @@ def test_an_evaluation_is_kept_if_its_pictures_cannot_be_drawn(
     assert "This picture could not be drawn" in (tmp_path / "report" / report.PAGE).read_text()
     assert "The report lacks the picture spectra: the process that draws was ended" in caplog.text
     assert not (tmp_path / "report" / "spectra.png").exists()
-
-
-def test_the_r2_of_a_constant_channel_is_null_in_json(evaluation: Results, tmp_path: Path, monkeypatch: Any) -> None:
-    draw_nothing(monkeypatch)
-    constant = replace(evaluation, r2=np.full(5, math.nan), metadata={"final_loss": math.nan})
-    monkeypatch.setattr(report, "page", lambda *_: "")
-    report.write_report(tmp_path, constant, {}, ALONE)
-    summary = read_strictly(tmp_path / report.SUMMARY)
-    assert (summary["scalars"]["Evaluation R2/gas density"], summary["metadata"]["final_loss"]) == (None, None)
 
 
 def test_loading_returns_exactly_what_was_saved(with_flux: Results, tmp_path: Path) -> None:

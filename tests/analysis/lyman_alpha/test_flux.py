@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 from scipy.optimize import brentq
 from scipy.special import erf
 
@@ -15,8 +16,6 @@ from analysis.lyman_alpha import flux
 from analysis.lyman_alpha.flux import Universe, fgpa_relation, neutral_fraction, optical_depth, power_law, solve_scale
 from utils.errors import UserError
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 UNIVERSE = Universe(redshift=3.0, h=0.675, omega_m=0.31, omega_l=0.69, omega_b=0.0487)
 FINE, COARSE = 0.02, 0.5  # Mpc/h: cells of Nyx, where lines span many pixels, and of the simulator
 STRENGTH = math.pi * 4.80320471e-10**2 / (9.1093837e-28 * 2.99792458e10) * 0.4164 * 1215.67e-8  # π e² f λ / (m_e c)
@@ -105,17 +104,6 @@ def test_published_rates_temperatures_and_mean_flux() -> None:
     for redshift in (0.0, 1.69, 4.86, math.nan):
         with pytest.raises(UserError, match="set mean_flux"):
             flux.published_mean_flux(redshift)
-
-
-@DEVICES
-@pytest.mark.parametrize("cell", [FINE, COARSE])
-def test_uniform_gas_has_the_gunn_peterson_optical_depth(cell: float, device: str) -> None:
-    hydrogen, hubble = hydrogen_and_hubble(UNIVERSE)
-    neutral = 2.5 * hydrogen * reference_fraction(2.5, 2e4, UNIVERSE)
-    expected = STRENGTH * neutral / hubble
-    fields = [np.full((3, 50), value) for value in (2.5, -170.0, 2e4)]
-    result = optical_depth(*tensors(fields, device), UNIVERSE, cell)
-    assert result.cpu().numpy() == pytest.approx(expected, rel=1e-5)
 
 
 @DEVICES
