@@ -1,12 +1,11 @@
 """Writes checkpoints of a run: in the background, from copies in host memory, keeping the last and the best ones."""
 
-import contextlib
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from utils.config import Config
 from utils.errors import UserError, os_reason
 from utils.files import remove
-from utils.log import once_per_job
+from utils.log import errors_as_warnings, once_per_job
 from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
 from utils.run.state import TrainState
 from utils.steps.size import ModelSize
@@ -129,7 +128,7 @@ class BackgroundWriter(CheckpointWriter):
     def link_best(self, step: int) -> None:
         """Points the link to the best checkpoint, if that exists. In copies it may be a directory; FAT has no links."""
         best, link = step_directory(self._folder, step), self._folder / BEST
-        with _errors_logged(f"Cannot point {link} to the best checkpoint"):
+        with errors_as_warnings(f"Cannot point {link} to the best checkpoint"):
             if best.is_dir():
                 fresh = link.with_name(f".{BEST}.partial")
                 fresh.unlink(missing_ok=True)
@@ -161,16 +160,8 @@ class BackgroundWriter(CheckpointWriter):
             return
         log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
         self.link_best(best_step)
-        with _errors_logged(f"Cannot remove an old checkpoint in {self._folder}"):
+        with errors_as_warnings(f"Cannot remove an old checkpoint in {self._folder}"):
             prune(self._folder, self._keep_last, step, best_step, checked)
-
-
-@contextlib.contextmanager
-def _errors_logged(action: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        log.warning("%s: %s", action, os_reason(error))
 
 
 def prune(folder: Path, keep_last: int, last: int, best_step: int, checked: int = 0) -> None:
