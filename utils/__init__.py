@@ -20,11 +20,6 @@ if _missing:
     sys.stderr.write(f"error: {_names} is not installed: {sys.executable} does not find it; {_remedy}\n")
     raise SystemExit(2)
 
-# Commands that a notebook's cell starts inherit the backend of its kernel, which may need a package that is not
-# installed here. They draw to files only.
-if "ipykernel" not in sys.modules:
-    os.environ.pop("MPLBACKEND", None)
-
 # Ctrl-C while modules are imported. Python ends itself by SIGINT afterward, which shells report as exit code 130.
 sys.excepthook = lambda kind, *rest: (
     sys.stderr.write("interrupted\n") if kind is KeyboardInterrupt else sys.__excepthook__(kind, *rest)
