@@ -116,8 +116,7 @@ class TrainedNetwork:
 
     def differences(self, volume: FieldReader) -> str:
         """Redshift, cosmology and cell size of a volume that differ from those of `simulation`, else an empty text."""
-        stated = {name: value for name, value in volume.simulation.items() if name != attributes.FLOOR}
-        return attributes.differences_of(stated, self.simulation)
+        return attributes.differences_of(volume.simulation, self.simulation)
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:

@@ -206,7 +206,6 @@ def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
 def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:
     for fault in implausible(simulation):
         warn_once(f"{path}: {fault}; correct its attributes")
-    simulation = {name: value for name, value in simulation.items() if name != FLOOR}  # matters to empty cells only
     if differences := differences_of(simulation, trained):
         log.warning("%s differs from the training data: %s; see docs/generalization.md", path, differences)
 
@@ -216,7 +215,7 @@ def differences_of(simulation: Simulation, expected: Simulation) -> str:
     return ", ".join(
         f"{name} {value} instead of {expected[name]}"
         for name, value in simulation.items()
-        if name in expected and not _is_close(value, expected[name])
+        if name in expected and name != FLOOR and not _is_close(value, expected[name])  # it matters to empty cells only
     )
 
 
