@@ -84,7 +84,7 @@ def evaluate(options: Options, world: World) -> None:
                 fields.inputs.periodic &= not options.not_periodic
                 if not fields.config.allow_physical_values:
                     cross_check(fields.inputs, values, volume_channels(fields.config), world, START_BYTES).log()
-                results = fields.evaluate(predictor, "predicting", metadata, world, options.flux)
+                results = fields.evaluate(predictor, metadata, world, options.flux)
             report.write_report(output / folder, results, record, world)
             known = {"checkpoint": checkpoint, "input": path, "report": str(folder / report.PAGE)}
             evaluations.append({**known, "notes": tables.notes(metadata), "scalars": results.scalars()})

@@ -120,7 +120,7 @@ def evaluate(checkpoint: Path, file: str, **settings: Any) -> results.Results:
     options = FluxOptions(**{"sightlines": SIGHTLINES, **settings})
     with closing(VolumeFields(file, None, trained.config)) as fields:
         predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
-        return fields.evaluate(predictor, f"{checkpoint} on {Path(file).stem}", {"input": file}, world, options)
+        return fields.evaluate(predictor, {"input": file}, world, options)
 
 
 def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:

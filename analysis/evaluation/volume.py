@@ -124,12 +124,7 @@ class VolumeFields:
         return all(field.periodic for field in self._all)
 
     def evaluate(
-        self,
-        predictor: SlidingWindowPredictor | None,
-        description: str,
-        metadata: Mapping[str, Any],
-        world: World,
-        options: FluxOptions,
+        self, predictor: SlidingWindowPredictor | None, metadata: Mapping[str, Any], world: World, options: FluxOptions
     ) -> Results:
         """Evaluates the predictor's volume, or the stored one without a predictor; every rank calls it."""
         slabs = Slabs(self.inputs.shape, world)
@@ -137,7 +132,10 @@ class VolumeFields:
             assert self.prediction is not None
             predicted = slabs.reader(self.prediction.planes)
         else:
-            with Progress(description, predictor.window_count(), "windows") as bar, world.pulse.using(show=bar.advance):
+            with (
+                Progress("predicting", predictor.window_count(), "windows") as bar,
+                world.pulse.using(show=bar.advance),
+            ):
                 predicted = slabs.stored(predictor.predict_planes(slabs))
         fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
         results = evaluate_fields(self.config, self.inputs, fields, slabs, metadata, options)
