@@ -18,16 +18,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file, remove_abandoned, sample_digest
 from utils.log import warn_once
-from utils.volumes.attributes import (
-    CONDITIONS,
-    Simulation,
-    common_simulation,
-    conditions_of,
-    file_transform,
-    implausible,
-    warn_of_other_simulation,
-    warn_of_untrained_conditions,
-)
+from utils.volumes import attributes
 from utils.volumes.channels import vectors_of, volume_channels
 from utils.volumes.cross_check import START_BYTES, cross_check
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
@@ -87,7 +78,7 @@ class Volumes:
 
     config: Config
     reads: str | None
-    simulation: Simulation = field(default_factory=dict)
+    simulation: attributes.Simulation = field(default_factory=dict)
     complete: bool = False
     _opened: dict[tuple[str | None, ...], Volume] = field(default_factory=dict, repr=False)
     _measured: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -108,8 +99,8 @@ class Volumes:
                 )
             return volumes
         volumes = volumes.changed(**_in_data_dir(config))
-        attributes = {volume.path: volume.attributes for split in SPLITS for volume in volumes._available(split)}
-        volumes = volumes.changed(transform=file_transform(config.transform, attributes))
+        stated = {volume.path: volume.attributes for split in SPLITS for volume in volumes._available(split)}
+        volumes = volumes.changed(transform=attributes.file_transform(config.transform, stated))
         volumes = dataclasses.replace(volumes, config=volumes._with_channels())
         box_size = [volumes._box(split, "box_size" in config.model_fields_set) for split in SPLITS]
         volumes = volumes.changed(box_size=box_size)
@@ -119,7 +110,7 @@ class Volumes:
             ranges = config.network.condition_ranges or ranges
             volumes = volumes.changed(network=config.network.model_copy(update={"condition_ranges": ranges}))
         simulations = [volume.simulation for volume in volumes._available("train")]
-        return dataclasses.replace(volumes, simulation=common_simulation(simulations) if simulations else {})
+        return dataclasses.replace(volumes, simulation=attributes.common_simulation(simulations) if simulations else {})
 
     @property
     def has_files(self) -> bool:
@@ -232,7 +223,7 @@ class Volumes:
     def conditions(self, split: str) -> list[list[float]]:
         """The conditions of each volume of a split, from the HDF5 files, also for a loader of `.npy` files."""
         volumes = self.split(split, npy=False)
-        return [conditions_of(self.config.network, volume.path, volume.simulation) for volume in volumes]
+        return [attributes.conditions_of(self.config.network, volume.path, volume.simulation) for volume in volumes]
 
     def _available(self, split: str) -> list[Volume]:
         """A split's volumes with any numbers of channels and any sizes; empty if they cannot be opened."""
@@ -286,13 +277,13 @@ class Volumes:
         for line in check_distinct(splits):
             log.warning(line)
         for volume in all_volumes(splits):
-            for fault in implausible(volume.simulation):
+            for fault in attributes.implausible(volume.simulation):
                 warn_once(f"{volume.path}: {fault}; correct its attributes")
             if not config.allow_physical_values:
                 warn_of_units(volume, volume_channels(config))
             if network.conditions:
-                conditions = conditions_of(network, volume.path, volume.simulation)
-                warn_of_untrained_conditions(network, volume.path, conditions)
+                conditions = attributes.conditions_of(network, volume.path, volume.simulation)
+                attributes.warn_of_untrained_conditions(network, volume.path, conditions)
         for name, (low, high) in zip(network.conditions, network.condition_ranges, strict=True):
             if low == high:
                 log.warning(f"network.conditions: {name} is {low:g} in all training volumes, so it has no effect")
@@ -305,11 +296,11 @@ class Volumes:
 
     def _warn_of_simulations(self, splits: Mapping[str, Sequence[Volume]]) -> None:
         """Warns of values that volumes state, that differ, and that are no conditions of the network."""
-        conditions, differing = [CONDITIONS[name] for name in self.config.network.conditions], {}
+        conditions, differing = [attributes.CONDITIONS[name] for name in self.config.network.conditions], {}
         for volume in splits["valid"]:
             stated = {key: value for key, value in volume.simulation.items() if key not in conditions}
-            warn_of_other_simulation(volume.path, stated, self.simulation)
-        for name, key in CONDITIONS.items():
+            attributes.warn_of_other_simulation(volume.path, stated, self.simulation)
+        for name, key in attributes.CONDITIONS.items():
             values = {volume.simulation[key] for volume in splits["train"] if key in volume.simulation}
             if len(values) > 1 and key not in (*self.simulation, *conditions):
                 differing[name] = f"{key} {min(values):.4g} to {max(values):.4g}"
