@@ -154,17 +154,13 @@ def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> 
     return optimizer
 
 
-def _nadam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
-    """Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004)."""
-    return torch.optim.NAdam(parameters.values(), lr=lr, **adam_options(options))
-
-
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
     "adamw": functools.partial(_adam, kind=torch.optim.AdamW),
     "apex_adam": _apex_adam,
     "sgd": _sgd,
-    "nadam": _nadam,
+    # Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004).
+    "nadam": lambda options, parameters, lr: torch.optim.NAdam(parameters.values(), lr=lr, **adam_options(options)),
     "lamb": Lamb,
     "soap": Soap,
 }
