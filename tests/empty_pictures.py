@@ -11,11 +11,10 @@ from analysis.evaluation import drawing
 PNG = base64.b64decode(
     b"iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 )
-DRAWING = {drawing.import_matplotlib, drawing.picture}
 
 
 def empty_picture(function: Any, *_: object) -> Future[bytes]:
-    assert function in DRAWING, function
+    assert function is drawing.picture, function
     future: Future[bytes] = Future()
     future.set_result(PNG)
     return future

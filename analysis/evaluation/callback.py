@@ -5,7 +5,7 @@ import logging
 import time
 from concurrent.futures import Future
 
-from analysis.evaluation import drawing, tables, training_pictures
+from analysis.evaluation import tables, training_pictures
 from analysis.evaluation.baselines import baseline_losses
 from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
@@ -92,8 +92,6 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
 
 def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
     """The evaluation after each epoch; `volume` None: none."""
-    if config.report_pictures and run.world.is_root:
-        drawing.submit(drawing.import_matplotlib)  # which needs a second, while the first step compiles
     return Evaluation() if volume is None else VolumeEvaluation(config, volume, parts, run)
 
 

@@ -82,13 +82,6 @@ def _serve(connection: Connection) -> None:
 # --- what it draws ---------------------------------------------------------------------------------------------------
 
 
-def import_matplotlib() -> bytes:
-    """Draws nothing: called early, so that the first picture need not wait for it."""
-    from analysis.evaluation import figures, loss_curves  # noqa: F401
-
-    return b""
-
-
 def picture(name: str, *arguments: Any) -> bytes:
     """A picture of an evaluation by its name, or one of a training run: "crop" by draw_slices, or "loss_curves"."""
     from analysis.evaluation import figures, loss_curves
