@@ -70,7 +70,6 @@ class GasFit(NamedTuple):
 class FluxSetup:
     """The constants of all evaluations of one volume's flux."""
 
-    shape: tuple[int, int, int]
     cell: float
     universe: Universe
     mean_flux: float
@@ -108,7 +107,7 @@ class FluxSetup:
         mean_flux = options.mean_flux or published_mean_flux(universe.redshift)
         has_velocity = [channel.unit for channel in inputs[1:]] == VELOCITY_UNITS
         dark = inputs[: 4 if has_velocity else 1] if inputs[0].unit == DENSITY_UNIT else ()
-        return cls(volume.shape, cell, universe, mean_flux, dark, gas, options)
+        return cls(cell, universe, mean_flux, dark, gas, options)
 
     @property
     def smoothing(self) -> float:

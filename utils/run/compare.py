@@ -59,7 +59,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def compare(runs: Sequence[Path], order: str) -> list[Row]:
     """A row for each run, the best one first: config keys that differ, then results."""
-    values = [_flat_config(run) for run in runs]
+    named = [*chain(*(configs.read_file(str(RunDirectory(run).config)).items() for run in runs))]  # one in each file
+    values = [{"config": name, **configs.flatten(Config()), **configs.flatten(keys)} for name, keys in named]
     keys = [key for key in dict.fromkeys(chain(*values)) if key != "local_batch_size"]
     cells = {key: [config.get(key, NOTHING) for config in values] for key in keys}
     shown = {key: [x if isinstance(x, str) else json.dumps(x, default=str) for x in row] for key, row in cells.items()}
@@ -97,11 +98,6 @@ def write_csv(rows: Sequence[Row], file: IO[str]) -> None:
     writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-
-
-def _flat_config(run: Path) -> dict[str, Any]:
-    ((name, values),) = configs.read_file(str(RunDirectory(run).config)).items()
-    return {"config": name, **configs.flatten(Config()), **configs.flatten(values)}
 
 
 def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
