@@ -146,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "last part of the run directory's path (%(default)s); further runs are <run_num>-2, <run_num>-3, …"
     parser.add_argument("--run_num", default="00", help=text)
     text = "auto: continue the newest run of this run_num, also if it is finished; no: remove the earlier run from the "
-    text += "run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; "
+    text += "run directory and start from scratch; DIR: resume from another run, on any ranks, or a checkpoint; "
     text += "without it, continue an interrupted run with the same config, otherwise start in a new directory"
     parser.add_argument("--resume", nargs="?", const="auto", metavar="auto|no|DIR", help=text)
     parser.add_argument("--init_from", metavar="FILE", help="start a new run from the weights of a checkpoint")

@@ -1,6 +1,7 @@
 """Classification data sets: published formats are read exactly; other and malicious files are refused."""
 
 import dataclasses
+import gzip
 import hashlib
 import os
 import pickle
@@ -62,17 +63,37 @@ def test_missing_files_are_refused(name: str, packed: bool, tmp_path: Path) -> N
     assert "set dataset.directory to the directory that has it" in refused(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mnist", "reuters"])
-def test_files_are_verified_by_checksum(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "reuters"])
+def test_contents_are_verified_by_checksum(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     expected, dataset = write(name, tmp_path), DATASETS[name]
     file, published = next(iter(dataset.checksums.items()))
     line = refused(name, tmp_path, verify=True)
-    assert line.startswith(f"{tmp_path / file} has ")
-    assert f"the published file has {published.partition(':')[2]}; " in line
+    assert line.startswith(f"{file} in {tmp_path} has ")
+    assert f"the published content has {published.partition(':')[2]}; " in line
     read(name, tmp_path)
-    digests = {file: f"sha1:{hashlib.sha1((tmp_path / file).read_bytes()).hexdigest()}" for file in dataset.checksums}
+    digests = {name: f"sha1:{hashlib.sha1(data).hexdigest()}" for name, data in dataset.unpack(tmp_path).items()}
     monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, checksums=digests))
     assert_read(read(name, tmp_path, verify=True), expected)
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_repacked_files_are_accepted_and_a_changed_byte_is_refused(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """A fixed bug: checksums were those of the packed files, and Debian has packed Fashion-MNIST again."""
+    expected, dataset = write(name, tmp_path), DATASETS[name]
+    digests = {name: f"md5:{hashlib.md5(data).hexdigest()}" for name, data in dataset.unpack(tmp_path).items()}
+    monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, checksums=digests))
+    for path in tmp_path.iterdir():
+        packed, content = path.read_bytes(), gzip.decompress(path.read_bytes())
+        path.write_bytes(gzip.compress(content, 1, mtime=1))
+        assert path.read_bytes() != packed
+        assert_read(read(name, tmp_path, verify=True), expected)
+        changed = bytearray(content)
+        changed[1600 if name == "cifar10" else -1] ^= 1  # in the first file of the archive that is read
+        path.write_bytes(gzip.compress(changed))
+        assert " the published content has " in refused(name, tmp_path, verify=True)
+        path.write_bytes(packed[: len(packed) // 2])
+        assert refused(name, tmp_path).startswith(f"cannot unpack the files in {tmp_path}: ")
+        path.write_bytes(packed)
 
 
 def test_digits_are_all_of_scikit_learns_with_a_fixed_split(tmp_path: Path) -> None:

@@ -231,6 +231,33 @@ def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flag
         assert factors[0] == pytest.approx(factors[1], rel=1e-5)
 
 
+def refused_and_continued(world: World, flags: list[str]) -> bool:
+    """Continues the newest run, which was stopped on another number of ranks, by the flag that the refusal gives."""
+    with pytest.raises(UserError, match="on other ranks than 2ranks; to continue it in a new directory, ") as caught:
+        run(world, [*flags, "--resume"])
+    return run(world, [*flags, str(caught.value).split("give ")[1]])
+
+
+def test_resume_on_another_number_of_ranks_does_not_start_from_scratch(
+    tmp_path: Path, data_flags: list[str], command: Any
+) -> None:
+    """A fixed bug: --resume looked only at the runs on the same number of ranks."""
+    stopped, continued = directory(tmp_path), directory(tmp_path, 2)
+    assert not run(ALONE, [*data_flags, f"--set=expdir={tmp_path}", "--resume"], 11)
+    assert run_ranks(refused_and_continued, 2, [*data_flags, f"--set=expdir={tmp_path}"]) == [True, True]
+    assert last(stopped).state.step == 11
+    assert min(record["step"] for record in metrics(continued)) > 11, "it has resumed"
+    assert os.listdir(continued.parent) == ["00"], "the refusal creates nothing"
+    before = contents(tmp_path)
+    code, stderr = command("--resume")
+    line = (
+        f"--resume: the newest run is {continued}, on other ranks than 1ranks; to continue it in a new directory, give"
+    )
+    assert (code, stderr.splitlines()[-1].partition(line)[2]) == (2, f" --resume={continued}")
+    assert contents(tmp_path) == before
+    assert command("--resume", "--run_num=other", "--num_epochs=1")[0] == 0, "another run number is another run"
+
+
 @pytest.fixture
 def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]):
     """command(*flags, after=f): a training run of config 'test' by its command line -> (exit code, stderr)."""

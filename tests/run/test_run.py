@@ -155,6 +155,27 @@ def test_resume_no_uses_the_first_directory_and_resume_the_newest_run_or_the_giv
     assert name_of(first, resume=str(first.with_name("other"))) == "00-3"
 
 
+def test_resume_refuses_the_newest_run_if_it_is_on_other_ranks(first: Path, run: Any) -> None:
+    """The newest run has the latest checkpoint. A restarted job returns to its own run, and DIR names any."""
+    for seconds, number in ((3, 1), (2, 2)):
+        os.utime(run(number, jobs=["slurm 7"], finished=False) / "checkpoints", (seconds, seconds))
+    others = [first.parents[1] / name for name in ("2ranks/00", "1GPU/00", "2ranks/00-2", "copy/00", "2ranks/01")]
+    for seconds, other in enumerate(others[:3]):
+        os.utime(shutil.copytree(first, other) / "checkpoints", (seconds, seconds))
+    for other in others[3:]:
+        os.utime(shutil.copytree(first, other) / "checkpoints", (9, 9))  # no runs of this config and run number
+    assert name_of(first, resume="auto") == "00-2", "the newest one is here"
+    os.utime(others[2] / "checkpoints", (4, 4))
+    with pytest.raises(UserError, match=f"^--resume: the newest run is {others[2]}, .* --resume={others[2]}$"):
+        choose(request(first, resume="auto"))
+    with pytest.raises(UserError, match=f"--resume={others[2]} --set=global_batch_size=8$"):
+        choose(request(first, config(global_batch_size=16), resume="auto"))
+    assert name_of(first, resume="auto", restarted=("slurm 7",)) == "00-2"
+    assert name_of(first, resume=str(others[2])) == "00-3"
+    shutil.rmtree(others[2] / "checkpoints")
+    assert name_of(first, resume="auto") == "00-2", "without a checkpoint, --resume=DIR could not continue it"
+
+
 def test_only_an_unfinished_idle_run_with_an_equal_config_is_continued(first: Path, run: Any) -> None:
     run(1, finished=False)
     run(2, finished=False, config=config(enable_amp=True))

@@ -3,6 +3,7 @@
 docs/reliability.md has the rules in a table, in the order in which `choose` applies them.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from utils.distributed.rendezvous import text_digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import is_locked
+from utils.run.checkpoint import saved_steps
 from utils.run.directory import RunDirectory
 from utils.run.provenance import DIGEST, command, data_record
 from utils.volumes.opened import Volumes
@@ -112,6 +114,8 @@ def choose(request: RunRequest) -> Choice:
             return Choice(run.directory, None if request.resume == "no" else request.resume)
     if request.resume == "no" and (first.is_free or any(run.number == 1 for run in runs)):
         return Choice(first, "no")
+    if request.resume == "auto":
+        _refuse_other_ranks(request)
     for run in runs:
         is_named = request.resume and Path(request.resume).resolve() == run.directory.path.resolve()
         if request.resume == "auto" or is_named:
@@ -128,6 +132,20 @@ def choose(request: RunRequest) -> Choice:
         held = is_locked(first.lock)
         reason = f"{first.path.name} {'is being trained by another process' if held else 'belongs to another run'}"
     return Choice(directory, request.resume, reason)
+
+
+def _refuse_other_ranks(request: RunRequest) -> None:
+    """Raises UserError if the newest run with a checkpoint has another number of ranks or kind of device."""
+    here, kind = request.directory.path, re.compile(r"\d+(GPU|ranks)", re.ASCII)
+    places = [RunDirectory(p / here.name) for p in here.parents[1].glob("*") if kind.fullmatch(p.name)]
+    saved = [run.directory for p in places for run in _earlier_runs(p) if saved_steps(run.directory.checkpoints)]
+    newest = max(saved, key=lambda run: run.checkpoints.stat().st_mtime, default=request.directory)
+    if newest.path.parent != here.parent:
+        remedy = f"to continue it in a new directory, give --resume={newest}"
+        with contextlib.suppress(UserError):  # the config may be damaged
+            batch = configs.load(str(newest.config), request.name).global_batch_size
+            remedy += f" --set=global_batch_size={batch}" if batch != request.config.global_batch_size else ""
+        raise UserError(f"--resume: the newest run is {newest}, on other ranks than {here.parent.name}; {remedy}")
 
 
 def _earlier_runs(first: RunDirectory) -> list[EarlierRun]:

@@ -1,6 +1,9 @@
 """Classification data sets, read from their published files. A new one is a Dataset and a line in DATASETS."""
 
+import gzip
 import hashlib
+import tarfile
+import zlib
 from pathlib import Path
 
 from utils.config.sections import DatasetConfig
@@ -28,14 +31,14 @@ def get_dataset(name: str) -> Dataset:
 def open_dataset(options: DatasetConfig) -> tuple[Dataset, dict[str, ClassificationData]]:
     """A data set and its splits 'train' and 'valid'; UserError if a file is missing or not the published one."""
     dataset, folder = get_dataset(str(options.name)), Path(options.directory)
-    if options.verify:
-        for file, checksum in dataset.checksums.items():
-            if (folder / file).is_file():
-                algorithm, _, expected = checksum.partition(":")
-                digest = hashlib.new(algorithm, (folder / file).read_bytes(), usedforsecurity=False).hexdigest()
-                if digest != expected:
-                    raise UserError(
-                        f"{folder / file} has {algorithm} {digest}, the published file has {expected}; download it "
-                        f"again; dataset.verify=false accepts other files of the same format"
-                    )
-    return dataset, dataset.read(folder)
+    try:
+        contents = dataset.unpack(folder)
+    except (EOFError, KeyError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:
+        raise UserError(f"cannot unpack the files in {folder}: {error}; download them again") from error
+    for file, checksum in dataset.checksums.items() if options.verify else ():
+        algorithm, _, expected = checksum.partition(":")
+        digest = hashlib.new(algorithm, contents[file], usedforsecurity=False).hexdigest()
+        if digest != expected:
+            fault = f"{file} in {folder} has {algorithm} {digest}, the published content has {expected}"
+            raise UserError(f"{fault}; download it again; dataset.verify=false accepts other files of the same format")
+    return dataset, dataset.read(contents)

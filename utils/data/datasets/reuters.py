@@ -3,12 +3,12 @@
 import io
 import pickle
 import zipfile
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from utils.data.datasets.common import ClassificationData, Dataset, find
+from utils.data.datasets.common import ClassificationData, Dataset
 
 FILE = "reuters.npz"
 TOPICS = 46
@@ -48,9 +48,9 @@ class _Unpickler(pickle.Unpickler):
         return _StandIn
 
 
-def read(directory: Path) -> dict[str, ClassificationData]:
+def read(contents: Mapping[str, bytes]) -> dict[str, ClassificationData]:
     """Returns exactly what Keras's `reuters.load_data()` and `pad_sequences(…, maxlen=300)` return."""
-    with zipfile.ZipFile(find(directory, FILE)) as archive:
+    with zipfile.ZipFile(io.BytesIO(contents[FILE])) as archive:
         labels = np.load(io.BytesIO(archive.read("y.npy")), allow_pickle=False).astype(np.int64)
         pickled = io.BytesIO(archive.read("x.npy"))
     np.lib.format.read_magic(pickled)
