@@ -53,43 +53,6 @@ def test_config_passes_the_preflight_and_trains(name: str, tmp_path: Path, capsy
     assert (directory / "loss_curves.png").stat().st_size > 10_000
 
 
-FASHION = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package
-has_fashion = pytest.mark.skipif(not FASHION.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
-
-
-def train_fashion(world: World, expdir: str, flags: list[str]) -> None:
-    flags = ["--config=fmnist_lenet", f"--set=dataset.directory={FASHION}", f"--set=expdir={expdir}", *flags]
-    train_on(world, [*flags, "--set=device=cpu", "--set=report_pictures=false"])
-
-
-@has_fashion
-@pytest.mark.parametrize("samples", [12800, pytest.param(60000, marks=pytest.mark.slow)])
-def test_an_epoch_of_fashion_mnist_is_the_same_on_two_ranks_and_with_ddp(samples: int, tmp_path: Path) -> None:
-    """Relative to their norm, parameters differ by 5e-5 after 50 steps and 4e-4 after 234; losses by less than 1e-5."""
-    flags, ends = ["--num_epochs=1", f"--set=Nsamples={samples}", "--set=Nsamples_val=2000"], []
-    for ddp in ("manual", "torch"):
-        for ranks in (1, 2):
-            expdir = str(tmp_path / ddp)
-            run_ranks(train_fashion, ranks, expdir, [*flags, f"--set=ddp={ddp}"])
-            end = trainings.last(Path(expdir) / "fmnist_lenet" / f"{ranks}ranks" / "00")
-            weights = torch.cat([value.flatten().double() for value in end.weights["network"].values()])
-            ends.append((weights, end.state.final_loss))
-    expected, loss = ends[0]
-    for weights, other in ends[1:]:
-        assert (weights - expected).norm() < 1e-3 * expected.norm()
-        assert other == pytest.approx(loss, rel=1e-5)
-
-
-@pytest.mark.slow
-@has_fashion
-@pytest.mark.parametrize("seed", [0, 1])
-def test_ten_epochs_of_fashion_mnist_reach_82_percent(seed: int, tmp_path: Path) -> None:
-    """The best of ten epochs: with this learning rate the accuracy varies between epochs."""
-    run_ranks(train_fashion, 2, str(tmp_path), [f"--set=seed={seed}"])
-    records = metrics(tmp_path / "fmnist_lenet" / "2ranks" / "00")
-    assert max(record.get("Accuracy/valid", 0.0) for record in records) >= 0.82
-
-
 def train_digits(world: World, flags: list[str]) -> dict[str, float]:
     """Trains; returns the baseline of the validation labels."""
     train_on(world, ["--set=device=cpu", *flags])
