@@ -20,6 +20,7 @@ from volume_files import write_volume
 
 import train
 from utils.config import Config, load, validate
+from utils.data import symmetry
 from utils.data.loaders import LOADERS, DataSplits, LoaderSpec, build_auto, dali, get_loader, open_volumes, threaded
 from utils.data.loaders.base import memory_format, sample_plan
 from utils.data.loaders.synthetic import SyntheticLoader
@@ -148,11 +149,21 @@ def test_a_batch_of_several_validation_volumes_is_of_one_of_them(paths: Paths, n
 
 
 @EVERY_LOADER
-@pytest.mark.parametrize(("symmetries", "channels_last"), [("full", True), ("tutorial", False), ("none", True)])
+@pytest.mark.parametrize(
+    ("symmetries", "channels_last"), [("full", True), ("grid", False), ("tutorial", False), ("none", True)]
+)
 def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_last: bool) -> None:
     config = config_for(paths, name, symmetries=symmetries, channels_last=channels_last)
     readings = [Reading("train", 0), Reading("valid", 0)]
     assert read(build_loaders(config), readings, channels_last) == expected(config, readings, mode=symmetries)
+
+
+def test_dali_augments_without_the_operations_of_torch(paths: Paths, monkeypatch: Any) -> None:
+    pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
+    for owner, name in ((symmetry, "apply_on_device"), (torch.Tensor, "flip"), (torch.Tensor, "index_select")):
+        monkeypatch.setattr(owner, name, None)
+    config = config_for(paths, "dali-lowmem")
+    assert read(build_loaders(config), WHOLE) == expected(config, WHOLE)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "synthetic"])

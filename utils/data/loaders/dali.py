@@ -1,11 +1,12 @@
-"""The loader `dali-lowmem`: crops are read from `.npy` files, and NVIDIA DALI moves them to the device.
+"""The loader `dali-lowmem`: NVIDIA DALI moves crops of `.npy` files to the device and augments them there.
+
+`DaliLoader._augment` defines DALI's graph. It gets each crop and the index of its symmetry, as the sample plan states
+them, and returns float32 batches in the memory layout of the step. DALI's CPU backend runs the same graph, for tests.
 
 Threads of this process cut the crops out of the mapped files, straight into (pinned) memory that DALI reads without a
-copy. DALI's own reader copies a region of interest value by value, which takes 1.5 times as long. torch then applies
-the symmetries of the sample plan on the device.
+copy. DALI's own reader copies a region of interest value by value, which takes 1.7 times as long (docs/loaders.md).
 """
 
-import functools
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -40,10 +41,9 @@ class DaliLoader(CropLoader):
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
         self._volumes, self._on_gpu = volumes, world.device.type == "cuda"
-        # For each field the source channels [48, C] and their signs [48, C], on the device.
-        fields = zip(self.shapes, self.vectors, strict=True)
-        tables = [symmetry.channel_table(shape[1], vectors, config.symmetries) for shape, vectors in fields]
-        self._tables = [[torch.from_numpy(table).to(world.device) for table in pair] for pair in tables]
+        # For each field the source channels [48, C] and their signs [48, C].
+        fields, mode = zip(ENDINGS, self.shapes, self.vectors, strict=True), config.symmetries
+        self._tables = [(name, symmetry.channel_table(shape[1], vectors, mode)) for name, shape, vectors in fields]
         buffers = [
             Batch(*(torch.zeros((n, *sides, c), pin_memory=self._on_gpu) for n, c, *sides in self.shapes))
             for _ in range(QUEUE + SPARE)
@@ -54,7 +54,7 @@ class DaliLoader(CropLoader):
         self._pipeline = self._build()
         # DALI's first run fills its whole queue and needs input for that, however short the epoch is.
         for buffer in buffers[:QUEUE]:
-            self._feed(buffer)
+            self._feed(np.zeros(len(buffer.inputs), np.int64), buffer)
         self._pipeline.schedule_run()
         for _ in range(QUEUE):
             self._pipeline.outputs()
@@ -68,69 +68,76 @@ class DaliLoader(CropLoader):
 
     def _fills(self, epoch: int, first_batch: int) -> Fills:
         """Keeps DALI's queue filled. Each fill takes the next batch out of it."""
-        running: deque[np.ndarray] = deque()  # symmetries of the batches that DALI has
+        running: deque[int] = deque()  # samples of the batches that DALI has
         with closing(self._reader.read(epoch, first_batch)) as batches:
             try:
                 for rows, buffer in batches:
-                    self._feed(buffer)
+                    self._feed(rows.symmetries, buffer)
                     self._pipeline.schedule_run()
-                    running.append(rows.symmetries)
+                    running.append(len(rows))
                     if len(running) == QUEUE:
-                        yield self._next_fill(running)
+                        yield running.popleft(), self._fill
                 while running:
-                    yield self._next_fill(running)
+                    yield running.popleft(), self._fill
             finally:
                 # After an early end, takes this epoch's batches out of DALI.
                 for _ in running:
                     self._pipeline.outputs()
 
-    def _next_fill(self, running: deque[np.ndarray]) -> tuple[int, Any]:
-        symmetries = running.popleft()
-        return len(symmetries), functools.partial(self._fill, symmetries)
-
-    def _fill(self, symmetries: np.ndarray, batch: Batch) -> None:
-        """Copies the next batch out of DALI's memory, which changes from batch to batch, under its symmetries."""
+    def _fill(self, batch: Batch) -> None:
+        """Copies the next batch out of DALI's memory, which changes from batch to batch."""
         stream = torch.cuda.current_stream(self.world.device) if self._on_gpu else None
-        outputs = [torch.from_dlpack(output.as_tensor()) for output in self._pipeline.outputs(stream)]
-        for crops, samples, (sources, signs) in zip(outputs, batch, self._tables, strict=True):
-            if not self.plan.is_augmented:
-                samples.copy_(crops[: len(samples)].movedim(-1, 1), non_blocking=True)
-                continue
-            for crop, sample, index in zip(crops, samples, symmetries.tolist(), strict=False):
-                sample.copy_(symmetry.apply_on_device(crop.movedim(-1, 0), index, sources, signs))
+        for output, samples in zip(self._pipeline.outputs(stream), batch, strict=True):
+            crops = torch.from_dlpack(output.as_tensor())
+            samples.copy_(crops.movedim(-1, 1) if self.config.channels_last else crops, non_blocking=True)
 
     def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
         x, y, z = (slice(int(start), int(start) + self.plan.crop) for start in origin)
         for field, out in zip(self._volumes[volume].fields, sample, strict=True):
             np.copyto(out, np.moveaxis(field[:, x, y, z], 0, -1))
 
-    def _feed(self, buffer: Batch) -> None:
-        """Passes a batch to DALI. A shorter one keeps old crops at its end."""
+    def _feed(self, symmetries: np.ndarray, buffer: Batch) -> None:
+        """Passes a batch to DALI, as many crops of the buffer as there are symmetries."""
         from nvidia.dali.tensors import TensorListCPU
 
-        for name, crops in zip(ENDINGS, buffer, strict=True):
+        self._pipeline.feed_input("symmetry", TensorListCPU(symmetries.astype(np.int32)))
+        for name, crops in zip(ENDINGS, buffer.first(len(symmetries)), strict=True):
             # Passed without a copy, and marked as pinned if it is: DALI then copies it to the device directly.
             self._pipeline.feed_input(name, TensorListCPU(crops.numpy(), is_pinned=self._on_gpu))
 
     def _build(self) -> Any:
-        fn, types, pipeline_class = import_dali()
+        fn, types, pipeline_def = import_dali()
         size, threads = self.shapes[0][0], max(1, self.config.num_data_workers)
         gpu = (self.world.device.index or 0) if self._on_gpu else None
-        pipeline = pipeline_class(batch_size=size, num_threads=threads, device_id=gpu, prefetch_queue_depth=QUEUE)
-        with pipeline:
-            crops = [fn.external_source(name=name, dtype=types.FLOAT, ndim=4, no_copy=True) for name in ENDINGS]
-            pipeline.set_outputs(*(crop.gpu() if self._on_gpu else crop for crop in crops))
+        options = {"device_id": gpu, "prefetch_queue_depth": QUEUE, "enable_conditionals": True}
+        define = pipeline_def(batch_size=size, num_threads=threads, **options)
+        pipeline = define(self._augment)(fn, types)
         pipeline.build()
         return pipeline
+
+    def _augment(self, fn: Any, types: Any) -> tuple[Any, ...]:
+        """DALI's graph: both fields' crops [D, H, W, C] under the symmetries of their samples, in the step's layout."""
+        index, outputs = fn.external_source(name="symmetry", dtype=types.INT32, ndim=0), []
+        flips = types.Constant((symmetry.SIGNS < 0).astype(np.int32))[index]
+        for name, (sources, signs) in self._tables:
+            crop = fn.external_source(name=name, dtype=types.FLOAT, layout="DHWC", no_copy=True)
+            source, sign = types.Constant(sources)[index], types.Constant(signs.astype(np.float32))[index]
+            crop, sign = (crop.gpu(), sign.gpu()) if self._on_gpu else (crop, sign)
+            for number, axes in enumerate(symmetry.PERMUTATIONS[:: symmetry.REFLECTIONS].tolist()):
+                if index // symmetry.REFLECTIONS == number:  # evaluated by DALI, for each sample
+                    crop = fn.transpose(crop, perm=[*axes, 3], transpose_layout=False)
+            crop = fn.flip(crop, depthwise=flips[0], vertical=flips[1], horizontal=flips[2])
+            channels = [crop[:, :, :, source[c]] * sign[c] for c in range(sources.shape[1])]
+            outputs.append(fn.stack(*channels, axis=3 if self.config.channels_last else 0))
+        return tuple(outputs)
 
 
 def import_dali() -> tuple[Any, Any, Any]:
     try:
-        from nvidia.dali import fn, types
-        from nvidia.dali.pipeline import Pipeline
+        from nvidia.dali import fn, pipeline_def, types
     except ImportError as error:
         raise UserError(
             f"data_loader_config dali-lowmem: NVIDIA DALI cannot be imported ({error}); install it with "
             f'pip install -e ".[dali]", or use --data_loader_config=lowmem'
         ) from None
-    return fn, types, Pipeline
+    return fn, types, pipeline_def
