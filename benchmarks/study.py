@@ -1,7 +1,7 @@
 """Studies: training runs under several conditions and with several seeds, compared with the first condition.
 
 python -m benchmarks.study digits          from a naive large batch to LAMB, 8 ranks, on 1,797 digits
-python -m benchmarks.study time_to_quality recipes by samples and seconds to the loss of the tutorial's recipe
+python -m benchmarks.study time_to_quality recipes by samples and seconds to the final loss of demo_base
 python -m benchmarks.study generalization  networks on other redshifts, cosmologies and cell sizes
 python -m benchmarks.study examples --logs example_logs     the runs of example_logs; --logs keeps the first seed's logs
 

@@ -95,6 +95,8 @@ def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values(config_of
         (cli.parse, "--run_num ../01", "--run_num '../01' must be a plain name"),
         (cli.parse, "--config ../x", "--config '../x' must be a plain name"),  # it was written to outside expdir
         (cli.parse, "--preflight few", "argument --preflight: 'few' is not a positive integer; see --help"),
+        (cli.parse, "--gpu_memory 40", "--gpu_memory needs --preflight; add --preflight or remove --gpu_memory"),
+        (cli.parse, "--preflight --gpu_memory 40 --set device=cpu", "--gpu_memory contradicts --set device=cpu"),
         (cli.parse, "--amp_mode=fp8", "amp_mode must be none, fp16 or bf16, got 'fp8'"),
         # Fixed: only --checkpoint was listed, as missing.
         (predict.parse, "--chekpoint=x --input y --output z.h5", r"--chekpoint=x; did you mean --checkpoint\?"),

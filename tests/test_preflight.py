@@ -17,7 +17,7 @@ import train
 from networks import NETWORKS
 from networks.unet import UNet
 from utils import preflight
-from utils.config import Config
+from utils.config import Config, load, to_yaml
 from utils.config.sections import NetworkConfig
 from utils.data.loaders import threaded
 from utils.steps import build, size
@@ -172,9 +172,45 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
     ):
         code, printed, _ = report(*flags, "--set=device=cuda", **options)
         assert code == 0
-        for part in ("warning: memory is not compared", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
+        for part in ("warning: GPU memory was not checked", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
             assert part in printed
     assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
+    assert (
+        "GPU memory was not checked, because this machine has no GPU; for GPUs of 40 GiB add --g"
+        in report("--set=device=auto")[1]
+    )
+
+
+def test_on_a_login_node_memory_and_directory_are_those_of_a_job(
+    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed: the directory was that of a run on CPUs, below the config's expdir, which submit_pm.sh replaces."""
+    monkeypatch.chdir(TOP)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("LOGS_DIR", raising=False)
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    data = [flag for flag in data_flags if "device" not in flag]
+    command = ["--config=test", *data, "--preflight", "8", "--local_batch_size=8"]
+    logs = tmp_path / "nbody-unet" / "logs"
+    (logs / "test" / "8GPU" / "00").mkdir(parents=True)
+    keys = {"local_batch_size": 8, "expdir": str(logs), "box_size": [16, 16]}  # device auto, as on the job's GPUs
+    keys |= dict(flag.removeprefix("--set=").split("=") for flag in data)
+    config = load("./config/UNet.yaml", "test", keys)
+    (logs / "test" / "8GPU" / "00" / "config.yaml").write_text(to_yaml(config.for_world(8), "test"))
+    for flags, place in (([], logs), ([f"--set=expdir={tmp_path}/other"], tmp_path / "other")):
+        train.main([*command, "--gpu_memory", "40", *flags])
+        printed = capsys.readouterr().out
+        for part in (
+            " of 40.00 GiB on each GPU\n",
+            f"run directory: {place}/test/8GPU/00 ",
+            "one step with 1 sample on cpu",
+        ):
+            assert part in printed, flags
+        assert "warning" not in printed
+    monkeypatch.setattr(size.ModelSize, "total", 41 * 2**30)
+    with pytest.raises(SystemExit):
+        train.main([*command, "--gpu_memory", "40"])
+    assert " of 40.00 GiB on each GPU: it does not fit; lower local_batch_size" in capsys.readouterr().err
 
 
 class WrongSize(UNet):

@@ -24,6 +24,7 @@ class Options:
 
     overrides: values of dotted config keys.
     preflight: number of ranks to check the run for; 0: the launched number; None: no preflight.
+    gpu_memory: of the GPUs that the preflight checks the run for, in GiB.
     """
 
     yaml_config: str
@@ -34,6 +35,7 @@ class Options:
     resume: str | None
     init_from: str | None
     plot: str | None
+    gpu_memory: int | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -159,6 +161,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "check the config, the data and the run directory for this number of ranks, then exit"
     parser.add_argument("--preflight", nargs="?", const=0, type=positive, metavar="RANKS", help=text)
+    text = "with --preflight: GiB of memory of the GPUs of the run, on a machine without them, such as a login node"
+    parser.add_argument("--gpu_memory", type=positive, metavar="GIB", help=text)
     text = "with --preflight: plot the learning rate of all steps (learning_rate.png in the run directory)"
     parser.add_argument("--plot", nargs="?", const="", type=png_output, metavar="FILE", help=text)
     text = "print the resolved config, with all keys, as a YAML file, then exit"
@@ -198,9 +202,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for flag, part in (("--run_num", arguments.run_num), ("--config", name)):
         if not part.isprintable() or {"/", "\\"} & set(part) or part in ("", ".", ".."):
             raise UserError(f"{flag} {part!r} must be a plain name, because it is a part of the run directory's path")
-    if arguments.plot is not None and arguments.preflight is None:
-        raise UserError("--plot needs --preflight; add --preflight or remove --plot")
-    equal = ("yaml_config", "run_num", "preflight", "resume", "init_from", "plot")
+    for flag in ("plot", "gpu_memory"):
+        if getattr(arguments, flag) is not None and arguments.preflight is None:
+            raise UserError(f"--{flag} needs --preflight; add --preflight or remove --{flag}")
+    if arguments.gpu_memory is not None and changes.setdefault("device", "cuda") == "cpu":
+        raise UserError("--gpu_memory contradicts --set device=cpu; remove one of them")
+    equal = ("yaml_config", "run_num", "preflight", "resume", "init_from", "plot", "gpu_memory")
     options = Options(config=name, overrides=flags | changes, **{key: getattr(arguments, key) for key in equal})
     if arguments.print_config:
         config = load(options.yaml_config, options.config, options.overrides)

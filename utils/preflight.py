@@ -73,8 +73,13 @@ def run(options: Options, config: Config, step_class: type[EagerStep], check_eva
 def _check(
     options: Options, volumes: Volumes, ranks: int, step_class: type[EagerStep], check_evaluation: Check
 ) -> None:
+    lacks_gpu = volumes.config.device == "cuda" and not torch.cuda.is_available()  # a login node
+    scratch = os.environ.get("SCRATCH", "")
+    logs = os.environ.get("LOGS_DIR", f"{scratch}/nbody-unet/logs" if os.path.isdir(scratch) else "")
+    if lacks_gpu and logs and "expdir" not in options.overrides:
+        volumes = volumes.changed(expdir=logs)
+        log.info("expdir: %s, as in jobs of submit_pm.sh", logs)
     config = volumes.config
-    lacks_gpu = config.device == "cuda" and not torch.cuda.is_available()  # a login node
     device = torch.device("cpu") if lacks_gpu else choose_device(config.device, 0)
     alone = World(Launch("preflight"), device)
     together = World(Launch("preflight", world_size=ranks), torch.device("cuda") if lacks_gpu else device)
@@ -84,7 +89,7 @@ def _check(
     log.info("ranks %d × local batch %s = global batch %d", ranks, config.local_batch_size, config.global_batch_size)
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
     size = build.model_size(config)
-    check_memory(size, ranks)
+    check_memory(size, ranks, options.gpu_memory)
     log_learning_rate(config)
     log.info(describe_config(config, options.yaml_config, options.config))
     directory, start = first_directory(config, options.config, options.run_num, ranks), None

@@ -40,6 +40,8 @@ CRAY = {**names("PMI_{}"), "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 PALS = {**CRAY, "PALS_APID": "1a2b", "PBS_JOBID": "17.pbs"}
 OPEN_MPI = names("OMPI_COMM_WORLD_{}")
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_ID": "f2xY"}
+FLUX |= {"FLUX_JOB_NNODES": "2", "PMI_RANK": "5", "PMI_SIZE": "8"}
 # The variables, and the name of the start, from which the port is derived.
 MPI: dict[str, tuple[dict[str, str], str]] = {
     "Open MPI 4": ({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": "7", "PMIX_NAMESPACE": "7"}, "7"),
@@ -47,6 +49,7 @@ MPI: dict[str, tuple[dict[str, str], str]] = {
     "MVAPICH": ({**names("MV2_COMM_WORLD_{}"), "MPIRUN_ID": "4711"}, "4711"),
     "MPICH": (HYDRA, ""),
     "PALS": (PALS, "1a2b"),
+    "Flux": (FLUX, "f2xY"),
 }
 
 
@@ -98,6 +101,9 @@ def test_ranks_of_mpiexec_know_the_address_of_rank_0(tmp_path: Path) -> None:
     pbs = {**PALS, "PBS_NODEFILE": str(nodes)}
     assert read_launch(pbs).master_addr == "x3005c0s7b0n0.hsn.cm"
     assert read_launch({**pbs, "PMI_LOCAL_SIZE": "8"}).master_addr == "127.0.0.1", "all ranks are on one node"
+    assert read_launch({**FLUX, "FLUX_JOB_NNODES": "1"}).master_addr == "127.0.0.1"
+    with pytest.raises(LocalError, match=r"MASTER_ADDR is missing .*flux hostlist -n 0"):
+        read_launch(FLUX)
     assert read_launch({**HYDRA, "SLURM_JOB_NODELIST": "nid[000001-000002]"}).master_addr == "nid000001"
     nodes.unlink()  # PBS may write it on the job's first node only
     with pytest.raises(LocalError, match=r"MASTER_ADDR is missing .* MASTER_ADDR=.*head -n 1.* before mpiexec"):

@@ -277,3 +277,20 @@ def test_invalid_settings_are_rejected_before_the_step(
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
     assert not submission.written.exists()
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_both_names_of_the_data_work_without_a_job(monkeypatch: pytest.MonkeyPatch, published: bool) -> None:
+    """Fixed: in the tutorial's container, whose /data has the published names, commands without a job failed.
+
+    A YAML file of the tutorial also finds files with this project's names.
+    """
+    pairs = [("train", "downsamp_2048crop_train"), ("val", "downsamp_1024crop_valid")]
+    ends = [".h5", "_data.npy", "_label.npy"]
+    short, long = ([f"/data/{pair[n]}{end}" for pair in pairs for end in ends] for n in (0, 1))
+    named, present = (short, long) if published else (long, short)
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    monkeypatch.setattr(os.path, "exists", lambda path: path in present)
+    for paths in (named, present):
+        config = configs.Config(**dict(zip(FILE_KEYS, paths, strict=True))).for_world(1)
+        assert [path for key in FILE_KEYS for path in open_volumes(config).config.paths(key)] == present

@@ -51,6 +51,7 @@ class NeutralKeys(sections.Section):
     # Names of LOGGERS in utils/run/loggers. out.log and metrics.jsonl are always written.
     loggers: list[str] = Field(default=["tensorboard"])
     report_pictures: bool = True  # draw evaluations, and at the end loss curves and slices
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if this machine has one; run directories differ
 
 
 class Config(NeutralKeys):
@@ -110,7 +111,6 @@ class Config(NeutralKeys):
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if this machine has one
 
     def paths(self, key: str) -> list[str]:
         """The files that a key of files names; none if it is not set."""

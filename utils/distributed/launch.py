@@ -1,8 +1,8 @@
 """The launcher's view of this process: its rank, the number of ranks, and how an entry script runs and exits.
 
 The launcher is identified by the environment: torchrun (or `export_DDP_vars.sh`) sets RANK, LOCAL_RANK and WORLD_SIZE;
-several ranks of `mpiexec` have the variables of their MPI; inside an `srun` step Slurm's own variables are used;
-otherwise there is one rank.
+several ranks of `mpiexec` have the variables of their MPI, those of `flux run` have Flux's; inside an `srun` step
+Slurm's own variables are used; otherwise there is one rank.
 """
 
 import atexit
@@ -24,8 +24,9 @@ from pathlib import Path
 from utils.errors import EXIT_INTERRUPTED, LocalError, UserError, record_exit_code
 from utils.launchers import MPI_RANKS, MPIS, OTHER_RANKS, TORCHRUN_VARIABLES
 
-# Differ between two starts of mpiexec: Open MPI 4, Open MPI 5, PALS, MVAPICH. MPICH sets none: then the batch job.
-MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID", "PBS_JOBID", "SLURM_JOB_ID")
+# Differ between two starts: Open MPI 4, Open MPI 5, PALS, MVAPICH, Flux. MPICH sets none: then the batch job.
+MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID", "FLUX_JOB_ID")
+BATCH_JOBS = ("PBS_JOBID", "SLURM_JOB_ID")
 RESTART_COUNTS = {"slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
 DEFAULT_PORT = 29500
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM)
@@ -144,9 +145,10 @@ def _find_mpi(env: Mapping[str, str]) -> Sequence[str] | None:
 def _read_mpi(env: Mapping[str, str], mpi: Sequence[str]) -> Launch:
     rank, size, local_rank = (_integer(env, name) for name in mpi[:3])
     # The port depends on the start, because a node may run several.
-    job = next(filter(None, map(env.get, MPI_JOBS)), None)
+    job = next(filter(None, map(env.get, (*MPI_JOBS, *BATCH_JOBS))), None)
     port = 15000 + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 15000 if job else DEFAULT_PORT
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(mpi[3]) == str(size) else _mpi_address(env))
+    one_node = env.get(mpi[3]) == str(size) or env.get("FLUX_JOB_NNODES") == "1"
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else _mpi_address(env))
     return Launch("mpiexec", rank, local_rank, size, address, _integer(env, "MASTER_PORT", port))
 
 
@@ -157,7 +159,8 @@ def _mpi_address(env: Mapping[str, str]) -> str:
     if not first:
         raise LocalError(
             "MASTER_ADDR is missing for the ranks of mpiexec on several nodes; export it as the name of rank 0's node, "
-            'such as MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")", before mpiexec (with Open MPI also -x MASTER_ADDR)'
+            'such as MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")", before mpiexec (with Open MPI also -x MASTER_ADDR); '
+            'with Flux MASTER_ADDR="$(flux hostlist -n 0)" in a shell of each rank'
         )
     return first
 

@@ -96,27 +96,30 @@ def training_flops(network: nn.Module, *inputs: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-def check_memory(size: ModelSize, ranks: int) -> None:
-    """Logs the size of the network and its memory in training; UserError if one rank would not fit on this machine."""
+def check_memory(size: ModelSize, ranks: int, gpu_memory: int | None = None) -> None:
+    """Logs the size of the network and its memory in training, in GiB; UserError if one rank would not fit."""
     name, shape = size.config.network.name, " × ".join(map(str, meta_batch(size.config, 1).inputs.shape[1:]))
     log.info(f"network: {name}, {size.parameters:,} parameters, accepts samples of shape {shape}")
     line = (
         f"memory per rank: about {size.total / GIB:.2f} GiB (weights, gradients, optimizer {size.state / GIB:.2f}; "
         f"activations {size.activations / GIB:.2f}; batches {size.batches / GIB:.2f})"
     )
-    on_gpus = uses_gpus(size.config.device)
-    if on_gpus and not torch.cuda.is_available():
-        log.info(line)
-        log.warning("memory is not compared, because this machine has no GPU; compare it with that of the GPUs")
-        return
-    limit, place = memory_limit(), "on this machine"
-    if on_gpus:
+    on_gpus, limit, place = uses_gpus(size.config.device), memory_limit(), "on this machine"
+    if gpu_memory:
+        limit, place = gpu_memory * GIB, "on each GPU"
+    elif torch.cuda.is_available() and on_gpus:
         limit, place = torch.cuda.get_device_properties(0).total_memory, f"on {torch.cuda.get_device_name(0)}"
+    elif size.config.device != "cpu":
+        text = "GPU memory was not checked, because this machine has no GPU; for GPUs of 40 GiB add --gpu_memory 40"
+        log.log(logging.WARNING if on_gpus else logging.INFO, text)
+        if on_gpus:
+            log.info(line)
+            return
     line += f" of {limit / GIB:.2f} GiB {place}"
     if size.state > limit:  # with any batch
         raise UserError(f"{line}: it does not fit; lower network.width, or choose a smaller network")
     if size.total > limit:
-        elsewhere = "" if on_gpus else ", or, if the run is for GPUs of other machines, use --set device=cuda"
+        elsewhere = "" if on_gpus else ", or, if the run is for GPUs of other machines, add --gpu_memory GIB"
         raise UserError(f"{line}: it does not fit; lower local_batch_size or raise accumulation_steps{elsewhere}")
     log.info(line)
     if not on_gpus and ranks * size.total > limit:

@@ -29,6 +29,7 @@ from utils.volumes.values import check_all, check_distinct, check_samples, warn_
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
 PUBLISHED = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}  # names of the published data set
+OTHER_NAMES = PUBLISHED | {published: name for name, published in PUBLISHED.items()}
 CHANNELS_KEYS = {"N_in_channels": "inputs", "N_out_channels": "targets"}  # fields of a Volume
 
 log = logging.getLogger(__name__)
@@ -325,23 +326,23 @@ class Volumes:
 
 
 def _in_data_dir(config: Config) -> dict[str, Any]:
-    """The keys with files below /data, and their paths in the directory DATA_DIR, if it is set; logs both."""
-    folder, changes = os.environ.get("DATA_DIR"), dict[str, Any]()
-    for key in [*PATH_KEYS.values(), *npy_keys(*PATH_KEYS.values())] if folder else []:
+    """The keys with files below /data, and their paths in DATA_DIR, or by their other names; logs both."""
+    folder, changes = os.environ.get("DATA_DIR") or "/data", dict[str, Any]()
+    for key in [*PATH_KEYS.values(), *npy_keys(*PATH_KEYS.values())]:
         paths = config.paths(key)
         moved = [_find(f"{folder}/{path[6:]}") if path.startswith("/data/") else path for path in paths]
         if moved != paths:
             changes[key] = moved if isinstance(getattr(config, key), list) else moved[0]
     if changes:
         moves = "; ".join(f"{key} {getattr(config, key)} -> {changes[key]}" for key in changes)
-        log.info("DATA_DIR is %s: %s", folder, moves)
+        log.info("the data are in %s: %s", folder, moves)
     return changes
 
 
 def _find(path: str) -> str:
-    """The path of a file that may have the name of the published data set."""
-    published = re.sub(r"(?<=/)(train|val)(?=[._][^/]*$)", lambda match: PUBLISHED[match[0]], path)
-    return published if os.path.exists(published) and not os.path.exists(path) else path
+    """The path of a file that may have the name of the published data set in place of the configs', or the reverse."""
+    other = re.sub(rf"(?<=/)({'|'.join(OTHER_NAMES)})(?=[._][^/]*$)", lambda match: OTHER_NAMES[match[0]], path)
+    return other if os.path.exists(other) and not os.path.exists(path) else path
 
 
 def _remedy(path: str) -> str:
