@@ -1,10 +1,13 @@
 """The eager step: forward, loss, backward, clip, update, which all ranks skip if a loss or gradient is not finite."""
 
 import contextlib
+import copy
 import functools
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,6 +34,12 @@ def load_network(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> Non
         # All differences stand below a title; some errors are a title alone.
         first = str(error).splitlines()[:2][-1]
         raise ValueError(first.strip(" \t.")) from None
+
+
+def _host_states() -> tuple[Any, Any]:
+    """The states of the global generators of Python and NumPy, from which modules of users may draw."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), (state[0], state[1].tolist(), *state[2:])
 
 
 class EagerStep:
@@ -118,27 +127,46 @@ class EagerStep:
     @contextlib.contextmanager
     def _buffers_and_random_state_kept(self) -> Iterator[None]:
         before = [buffer.clone() for buffer in self._trained.buffers()]
+        python, numpy = _host_states()
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             yield
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
         with torch.no_grad():
             for buffer, old in zip(self._trained.buffers(), before, strict=True):
                 buffer.copy_(old)
 
-    def recompute(self, batch: Batch) -> torch.Tensor:
-        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange; changes no gradient."""
-        self._trained.train()
+    def recompute(self, batch: Batch, model: NetworkWithLoss | None = None) -> torch.Tensor:
+        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange; changes no gradient.
+
+        By default with a new copy of the model, so that no attribute of a user's module changes.
+        """
+        model = (model or self._model_copy()).train()
         with self._autocast():
-            loss = self._trained(*batch)
+            loss = model(*batch)
         gradients = torch.autograd.grad(self._scaler.scale(loss), self._parameters, allow_unused=True)
         norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
         return torch.stack([loss.detach().float(), norm.float()])
 
-    def is_repeatable(self, batch: Batch) -> bool:
-        """False if recomputing draws random numbers or changes buffers, as dropout and batch norms do."""
+    def is_repeatable(self, batch: Batch, agree: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal) -> bool:
+        """False if a pass draws random numbers or changes buffers, as dropout and batch norms do.
+
+        Two passes must agree as well: a user's module may count its calls, or have a random generator of its own.
+        """
         with self._buffers_and_random_state_kept():
-            before = [*map(torch.clone, self._trained.buffers()), *random_state(self._device)]
-            self.recompute(batch)
-            return all(map(torch.equal, before, [*self._trained.buffers(), *random_state(self._device)]))
+            before, host = [*map(torch.clone, self._trained.buffers()), *random_state(self._device)], _host_states()
+            try:
+                model = self._model_copy()
+            except Exception:  # of an attribute that cannot be copied, such as a lock
+                return False
+            repeats = agree(self.recompute(batch, model), self.recompute(batch, model))
+            same = all(map(torch.equal, before, [*self._trained.buffers(), *random_state(self._device)]))
+            return repeats and same and host == _host_states()
+
+    def _model_copy(self) -> NetworkWithLoss:
+        """A model with the same parameters and buffers, but attributes of its own."""
+        tensors = [*self._trained.parameters(), *self._trained.buffers()]
+        return copy.deepcopy(self._trained, {id(tensor): tensor for tensor in tensors})
 
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that are equal on all ranks: parameters, their averages and the optimizer's state."""

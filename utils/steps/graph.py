@@ -98,9 +98,9 @@ class GraphStep(EagerStep):
         with self._on_stream():
             super().warm_up(batch)
 
-    def recompute(self, batch: Batch) -> torch.Tensor:
+    def recompute(self, batch: Batch, model: NetworkWithLoss | None = None) -> torch.Tensor:
         with self._on_stream():
-            return super().recompute(batch)
+            return super().recompute(batch, model)
 
     def close(self) -> None:
         self._graphs.clear()
