@@ -130,6 +130,13 @@ class World:
         dist.all_to_all_single(result, values, [*received], [*sent])
         return result
 
+    def shift(self, tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
+        """The tensor, of the same shape, of the rank `by` before this one; the last rank is before rank 0."""
+        sent, received = [0] * self.size, [0] * self.size
+        sent[(self.rank + by) % self.size] = received[(self.rank - by) % self.size] = tensor.numel()
+        values = self.exchange(tensor.flatten().contiguous(), sent, received)
+        return torch.empty_like(tensor).copy_(values.view(tensor.shape))
+
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
         """Raises on all ranks what is raised on one of them, with the same message, so that no rank waits for it.

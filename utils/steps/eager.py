@@ -3,11 +3,9 @@
 import contextlib
 import copy
 import functools
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +13,7 @@ from torch import nn
 from networks.losses import NetworkWithLoss
 from utils.config import Config
 from utils.data.loaders.base import Batch
-from utils.distributed.devices import random_state
+from utils.distributed.devices import random_numbers
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
@@ -36,12 +34,6 @@ def load_network(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> Non
         raise ValueError(first.strip(" \t.")) from None
 
 
-def _host_states() -> tuple[Any, Any]:
-    """The states of the global generators of Python and NumPy, from which modules of users may draw."""
-    state: Any = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), (state[0], state[1].tolist(), *state[2:])
-
-
 class EagerStep:
     """Trains and evaluates one network on one rank: step(batch, lr) -> loss.
 
@@ -53,6 +45,8 @@ class EagerStep:
     capturable: ClassVar[bool] = False
     network: nn.Module  # the network to evaluate and save, without DDP; holds the averaged weights if ema_decay is set
     gradient_norm: torch.Tensor  # norm of the last step's gradients before clipping, a scalar on the device
+    # Entered by each step around its passes and their gradient exchange.
+    exchange: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     probe: GradientNormProbe | None  # gradient norm of a part of the batch; None unless it is measured
 
     @classmethod
@@ -63,7 +57,8 @@ class EagerStep:
         network, self.loss, self.metrics, self.optimizer = model.network, model.loss, model.metrics, optimizer
         self._trained, self._config, self._ranks, self._device = model, config, world.size, world.device
         self.gradient_norm = torch.zeros((), device=world.device)
-        self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        self.trained = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
+        self._parameters = [*self.trained.values()]
         self._autocast_dtype = getattr(torch, config.precision)
         # bfloat16 has the range of float32 and needs no scaler. A disabled scaler passes everything through.
         scaled = config.enable_amp and config.precision == "float16"
@@ -96,7 +91,8 @@ class EagerStep:
         """Gradients and update, at the learning rate that the optimizer holds."""
         self._trained.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._accumulate(batch)
+        with self.exchange:
+            loss = self._accumulate(batch)
         with annotate("optimizer"):
             self._scaler.unscale_(self.optimizer)
             self.gradient_norm = self._clip()
@@ -117,56 +113,34 @@ class EagerStep:
         training does not change. Every rank calls it, with a batch like those it will train on.
         """
         self._trained.train()
-        with self._buffers_and_random_state_kept():
+        before = [buffer.clone() for buffer in self._trained.buffers()]
+        with random_numbers(self._device):
             self._accumulate(batch)  # after which DistributedDataParallel orders its buckets
+        with torch.no_grad():
+            for buffer, old in zip(self._trained.buffers(), before, strict=True):
+                buffer.copy_(old)
         self.check_gradients(self._ranks)
         self._trained.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    @contextlib.contextmanager
-    def _buffers_and_random_state_kept(self) -> Iterator[None]:
-        before = [buffer.clone() for buffer in self._trained.buffers()]
-        python, numpy = _host_states()
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            yield
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        with torch.no_grad():
-            for buffer, old in zip(self._trained.buffers(), before, strict=True):
-                buffer.copy_(old)
+    def model_copy(self) -> NetworkWithLoss:
+        """A model with the same parameters, but buffers and attributes of its own."""
+        buffers = {id(buffer): buffer.clone() for buffer in self._trained.buffers()}
+        parameters = {id(parameter): parameter for parameter in self._trained.parameters()}
+        return copy.deepcopy(self._trained, {**buffers, **parameters})
 
-    def recompute(self, batch: Batch, model: NetworkWithLoss | None = None) -> torch.Tensor:
-        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange; changes no gradient.
+    def recompute(self, batch: Batch, model: NetworkWithLoss | None = None, seed: int = 0) -> torch.Tensor:
+        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange.
 
-        By default with a new copy of the model, so that no attribute of a user's module changes.
+        By default of a new copy of the model. Random numbers have the seed; changes no gradient and no random state.
         """
-        model = (model or self._model_copy()).train()
-        with self._autocast():
+        model = (model or self.model_copy()).train()
+        with random_numbers(self._device, seed), self._autocast():
             loss = model(*batch)
         gradients = torch.autograd.grad(self._scaler.scale(loss), self._parameters, allow_unused=True)
         norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
         return torch.stack([loss.detach().float(), norm.float()])
-
-    def is_repeatable(self, batch: Batch, agree: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal) -> bool:
-        """False if a pass draws random numbers or changes buffers, as dropout and batch norms do.
-
-        Two passes must agree as well: a user's module may count its calls, or have a random generator of its own.
-        """
-        with self._buffers_and_random_state_kept():
-            before, host = [*map(torch.clone, self._trained.buffers()), *random_state(self._device)], _host_states()
-            try:
-                model = self._model_copy()
-            except Exception:  # of an attribute that cannot be copied, such as a lock
-                return False
-            repeats = agree(self.recompute(batch, model), self.recompute(batch, model))
-            same = all(map(torch.equal, before, [*self._trained.buffers(), *random_state(self._device)]))
-            return repeats and same and host == _host_states()
-
-    def _model_copy(self) -> NetworkWithLoss:
-        """A model with the same parameters and buffers, but attributes of its own."""
-        tensors = [*self._trained.parameters(), *self._trained.buffers()]
-        return copy.deepcopy(self._trained, {id(tensor): tensor for tensor in tensors})
 
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that are equal on all ranks: parameters, their averages and the optimizer's state."""
@@ -175,8 +149,7 @@ class EagerStep:
 
     def check_gradients(self, ranks: int) -> None:
         """Raises UserError if DistributedDataParallel on `ranks` would wait for gradients that the last pass lacks."""
-        config, parameters = self._config, self._trained.network.named_parameters()
-        unused = [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
+        config, unused = self._config, [name for name, parameter in self.trained.items() if parameter.grad is None]
         if unused and ranks > 1 and not (config.noddp or config.ddp == "manual"):
             raise UserError(
                 f"network {config.network.name}: the loss does not depend on {', '.join(unused)}, for whose gradients "

@@ -157,6 +157,7 @@ class Trainer:
         with annotate("data"), self.reporter.timer.waiting():
             batch = next(batches)
         self._pulse.enter("step", state.step + 1)
+        self.integrity.before_step(state.step + 1)
         with annotate("step"):
             loss = self.step(batch, lr)
         state.batch += 1
