@@ -31,7 +31,7 @@ TOLERANCES = {True: 0.02, False: 0.001}
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # an odd int64: 2⁶⁴ divided by the golden ratio
 CHUNK = 2**20  # values that are summed at a time: their copies need little memory
 FACTOR = 8.0  # limit of the `differences`; benchmarks/integrity.py measures those of correct exchanges
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by an element's bytes
 REMEDY = "test the device (on NVIDIA: dcgmi diag -r 3) and run elsewhere (sbatch --exclude=HOST)"
 NETWORK_REMEDY = "test the network, and NCCL with NCCL_PROTO=^LL128 or Simple, or run elsewhere"
 
@@ -154,11 +154,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     The bits are added as integers, in any order with the same sum, with factors by their place, so that neither swaps
     nor opposite flips cancel.
     """
-    sums = []
+    sums: list[torch.Tensor] = []
     for part, factors in (pair for tensor in tensors for pair in chunks(tensor, tensor)):
-        bits = part.view(INTEGERS[part.element_size()]).long()
-        # The factors move bits to higher places only, and the highest out.
-        sums.append(((bits ^ bits >> 32) * factors).sum())
+        # Products of 64 bits, from which factors move no bit out, since words have 32 bits at most.
+        words = part.view(INTEGERS[part.element_size()]).view(len(part), -1)
+        sums.extend((words * factors[:, None]).sum(0))
     total = torch.zeros_like(sums[0])
     for value in sums:
         total = total * MULTIPLIER + value.to(total.device)
