@@ -126,15 +126,11 @@ class EagerStep:
 
     def model_copy(self) -> NetworkWithLoss:
         """A model with the same parameters, but buffers and attributes of its own."""
-        buffers = {id(buffer): buffer.clone() for buffer in self._trained.buffers()}
-        parameters = {id(parameter): parameter for parameter in self._trained.parameters()}
-        return copy.deepcopy(self._trained, {**buffers, **parameters})
+        copies = {id(buffer): buffer.clone() for buffer in self._trained.buffers()}
+        return copy.deepcopy(self._trained, {**copies, **{id(shared): shared for shared in self._trained.parameters()}})
 
     def recompute(self, batch: Batch, model: NetworkWithLoss | None = None, seed: int = 0) -> torch.Tensor:
-        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange.
-
-        By default of a new copy of the model. Random numbers have the seed; changes no gradient and no random state.
-        """
+        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange, by default of a new copy."""
         model = (model or self.model_copy()).train()
         with random_numbers(self._device, seed), self._autocast():
             loss = model(*batch)

@@ -46,7 +46,7 @@ class Integrity:
         self._tolerance = TOLERANCES[config.enable_amp]
         self._repeats_bits = config.deterministic or world.device.type == "cpu"
         self._can_replay = False
-        self._sums = torch.zeros(len(step.trained), 4, dtype=torch.float64, device=world.device)
+        self._sums = torch.zeros(0, 4)  # of the gradient exchange, none on one rank
         # Step, digest, sums of the exchange and results of `_replay`, on the device.
         self._pending: list[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
 
@@ -66,10 +66,7 @@ class Integrity:
         log.info(f"Integrity check every {self._every} steps: {others}; {replays}")
 
     def _repeats(self, batch: Batch, seed: int) -> bool:
-        """True if two passes of one copy agree: those of a user's network may count calls, or change what they read.
-
-        To a tenth of the tolerance, so that later ones do not differ by more than all of it.
-        """
+        """True if two passes of one copy agree to a tenth of the tolerance: a user's network may count its calls."""
         try:
             model = self._step.model_copy()
         except Exception:  # of an attribute that cannot be copied, such as a lock
@@ -82,7 +79,7 @@ class Integrity:
     def before_step(self, step: int) -> None:
         """Measures the gradient exchange of the step if a check is due."""
         if self._every and step % self._every == 0 and self._world.size > 1:
-            self._sums = torch.zeros_like(self._sums)
+            self._sums = torch.zeros(len(self._step.trained), 4, dtype=torch.float64, device=self._world.device)
             self._step.exchange = measured(self._step.trained.values(), self._sums)
 
     def after_step(self, batch: Batch, step: int) -> None:
@@ -151,12 +148,11 @@ def chunks(tensor: torch.Tensor, like: torch.Tensor) -> Iterator[tuple[torch.Ten
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A number [] int64 of the tensors' bits, on the device of the first one; nothing waits for it.
 
-    The bits are added as integers, in any order with the same sum, with factors by their place, so that neither swaps
-    nor opposite flips cancel.
+    The bits are added as integers, with factors by their place, so that neither swaps nor opposite flips cancel.
     """
     sums: list[torch.Tensor] = []
     for part, factors in (pair for tensor in tensors for pair in chunks(tensor, tensor)):
-        # Products of 64 bits, from which factors move no bit out, since words have 32 bits at most.
+        # With odd factors no flip is lost; the highest bits of two words of 64 bits would cancel.
         words = part.view(INTEGERS[part.element_size()]).view(len(part), -1)
         sums.extend((words * factors[:, None]).sum(0))
     total = torch.zeros_like(sums[0])
@@ -188,10 +184,7 @@ def measured(parameters: Iterable[nn.Parameter], sums: torch.Tensor) -> Iterator
 
 
 def differences(sums: torch.Tensor) -> torch.Tensor:
-    """How far the mean is from the gradients in sums [ranks, parameters, 4], in units of rounding errors.
-
-    [ranks, parameters]. It is 0 where a value is not finite: such an update is skipped.
-    """
+    """Differences [ranks, parameters] of sums [ranks, parameters, 4] in rounding errors; 0 if they are not finite."""
     ranks, own, rounding, mean = len(sums), *sums[..., :3].unbind(-1)
     unit = math.sqrt(ranks) * rounding.sum(0).clamp(min=1e-37)  # smaller gradients lose bits
     difference = (ranks * mean - own.sum(0)).abs() / unit

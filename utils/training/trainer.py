@@ -119,6 +119,8 @@ class Trainer:
                 self.reporter.record_untrained(train.results()[0], validation)
             self._pulse.enter("start", state.step)  # compilers may need minutes
             clock = Stopwatch()
+            if len(set(self.world.hosts)) > 1:
+                self.world.check_fabric(limit=5.0)
             self.step.warm_up(batch)
             self.integrity.prepare(batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
