@@ -1,30 +1,41 @@
-"""Cost of an integrity check during training, in steps: digests and replays (utils/training/integrity.py).
+"""Integrity checks (utils/training/integrity.py): their cost in steps, and the faults of an exchange that they detect.
 
 torchrun --standalone --nproc-per-node=2 -m benchmarks.integrity
 """
 
-import functools
 import statistics
 from collections.abc import Sequence
 
+import torch
+
 from benchmarks import common
 from utils import config as configs
-from utils.config.sections import IntegrityConfig
 from utils.data.loaders import get_loader, open_volumes
-from utils.distributed.world import connect
+from utils.distributed.world import World, connect
 from utils.run.state import TrainState
 from utils.steps import build
-from utils.training.integrity import Integrity
+from utils.training.integrity import FACTOR, Integrity, differences, measure
+
+
+def difference(world: World, size: int, number: int, bit: int = 33) -> float:
+    """Of an exchange of random gradients, with a flipped bit of the mean's first value, or if it is 32 a stale line."""
+    torch.manual_seed(number + number % 2 * world.rank * 10**9)
+    gradient, sums = torch.randn(2, size), torch.zeros(1, 4, dtype=torch.float64)
+    mean, old = world.sum(gradient * (1 / world.size))
+    measure(sums[0, :2], mean, gradient[0])
+    mean[: 16 * (bit == 32)] = old[: 16 * (bit == 32)]
+    mean.view(torch.int32)[0] ^= torch.tensor(1 << bit).int()  # of 32 bits
+    measure(sums[0, 2:], mean, mean)
+    return float(differences(world.gather(sums)).max()) if mean[0].isfinite() else FACTOR + 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.Parser(__doc__, width=64, scales=6, crop=64, batch=1, steps=3, trials=5).parse_args(argv)
+    options = common.Parser(__doc__, width=64, scales=6, crop=64, batch=1, steps=3, trials=5, flips=20).parse_args(argv)
     keys = {"network.width": options.width, "network.scales": options.scales, "data_size": options.crop}
     keys |= {"local_batch_size": options.batch, "Nsamples_val": options.batch, "data_loader_config": "synthetic"}
-    config = configs.load(common.YAML, "base", keys)
+    config = configs.load(common.YAML, "base", {**keys, "integrity.every": 1})
     with connect(config.device, nccl=True) as world:
         config, state = config.for_world(world.size), TrainState()
-        config = config.model_copy(update={"integrity": IntegrityConfig(every=1)})
         batch = next(get_loader("synthetic").build(open_volumes(config), world).train.epoch(0))
         step = build.step(config, world, build.network_with_loss(config))
         step.warm_up(batch)
@@ -32,27 +43,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         integrity.prepare(batch)
 
         def check() -> None:
+            integrity.before_step(1)
+            step(batch, 1e-4)
             integrity.after_step(batch, 1)
             integrity.compare(state)
 
-        one_step = functools.partial(step, batch, 1e-4)
         measures = {
-            "step": lambda: common.seconds_of(one_step, world.device, options.steps) / options.steps,
-            "check": lambda: common.seconds_of(check, world.device),
+            "step": lambda: common.seconds_of(lambda: step(batch, 1e-4), world.device, options.steps) / options.steps,
+            "step and check": lambda: common.seconds_of(check, world.device),
         }
         seconds = common.interleaved(measures, options.trials)
-        if not world.is_root:
-            return
-    steps = [check / step for step, check in zip(seconds["step"], seconds["check"], strict=True)]
+        largest = max(difference(world, 1 + number % 300, number) for number in range(5000 * options.flips))
+        found = [
+            [size, *(sum(difference(world, size, n, bit) > FACTOR for n in range(options.flips)) for bit in range(33))]
+            for size in (1000, 30_000, 1_000_000)
+        ]
+    steps = [check / step - 1 for step, check in zip(*seconds.values(), strict=True)]
     result = {
         "ranks": world.size,
         "seconds": {name: common.summary(values) for name, values in seconds.items()},
         "steps per check": common.summary(steps),
+        "largest difference": largest,
+        "values, detected flips of bits 0 to 31 and stale lines": found,
     }
-    share, spread = statistics.median(steps) / 2000, f"n = {len(steps)}, {min(steps):.2f} to {max(steps):.2f}"
-    text = f"On {world.size} ranks a check takes {statistics.median(steps):.2f} steps ({spread}): "
-    text += f"{100 * share:.2f} % of the time with one every 2,000 steps."
-    common.publish("integrity", options, result, text)
+    text = (
+        f"{world.size} ranks: a check takes {statistics.median(steps):.2f} steps (n = {len(steps)}, {min(steps):.2f} "
+    )
+    text += f"to {max(steps):.2f}). Correct exchanges differ by {largest:.2f} at most (limit {FACTOR:g}). Of "
+    text += f"{options.flips} faults are detected:\n\n{common.table(['values', *range(32), 'stale line'], found)}"
+    if world.is_root:
+        common.publish("integrity", options, result, text)
 
 
 if __name__ == "__main__":

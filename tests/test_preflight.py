@@ -1,15 +1,18 @@
 """Tests of --preflight: it checks a run before training, prints the findings and writes nothing."""
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from processes import Program, free_port, rank_variables
 from torch import nn
 from trainings import TOP, directory
 
@@ -78,8 +81,24 @@ def test_the_report_follows_the_flags(report: Report, tmp_path: Path, volume_fil
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(preflight, "_check", lambda *_: pytest.fail("only the first rank checks"))
+    fabric = mock.Mock()
+    monkeypatch.setattr(preflight, "connect", lambda *_, **__: contextlib.nullcontext(fabric))
     with pytest.raises(AssertionError, match="passed"):
         report()
+    assert fabric.method_calls == [mock.call.check_fabric(limit=20.0)]
+
+
+def test_several_ranks_first_check_their_fabric(tmp_path: Path, data_flags: list[str]) -> None:
+    port, words = free_port(), ["train.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight"]
+    ranks = [
+        Program(words, tmp_path / str(rank), environment={**os.environ, **rank_variables(rank, 2, port)})
+        for rank in range(2)
+    ]
+    first, second = [rank.end() for rank in ranks]
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), first.stderr + second.stderr
+    (line,) = re.findall(r"^preflight: Fabric: .* per matrix product, .*", first.stdout, re.MULTILINE)
+    assert line.endswith(" GB/s between neighbors")
+    assert first.stdout.index(line) < first.stdout.index("preflight: ranks 2 × local batch 4")
 
 
 def test_an_existing_run_is_reported_kept_and_refused_as_by_the_training(

@@ -1,6 +1,6 @@
 """The preflight of a run (`--preflight`): builds what the run builds, trains one step and reads all data.
 
-One process checks a run of any number of ranks and writes nothing but a plot.
+One process checks a run of any number of ranks and writes nothing but a plot. Several ranks first check their fabric.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from utils.config import Config, describe_config
 from utils.data.loaders import open_loaders, open_volumes
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
-from utils.distributed.world import World
+from utils.distributed.world import World, connect
 from utils.errors import UserError, value_errors_for_users
 from utils.optim.schedules import log_learning_rate, plot_learning_rate
 from utils.profiling.benchmark import read_settings
@@ -58,11 +58,13 @@ def run(options: Options, config: Config, step_class: type[EagerStep], check_eva
 
     check_evaluation: raises UserError if the evaluations during training are bound to fail.
     """
-    launch = read_launch()
+    launch, report = read_launch(), _Report()
+    logging.basicConfig(level=logging.INFO, handlers=[logging.NullHandler() if launch.rank else report], force=True)
+    if launch.world_size > 1:
+        with connect(config.device, config.timeouts, nccl=not config.noddp) as world:
+            world.check_fabric(limit=20.0)
     if launch.rank > 0:
         return
-    report = _Report()
-    logging.basicConfig(level=logging.INFO, handlers=[report], force=True)
     ranks = options.preflight or launch.world_size
     volumes = dataclasses.replace(open_volumes(config.for_world(ranks)), complete=True)
     with value_errors_for_users():

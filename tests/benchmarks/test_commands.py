@@ -35,7 +35,7 @@ def check(directory: Path, name: str, tables: int = 0) -> dict[str, Any]:
 
 TINY_LOADERS = ["--box=16", "--crop=8", "--batch=1", "--trials=1", "--starts=1", "--batches=2", "--epoch_batches=2"]
 COMMANDS: dict[Any, list[str]] = {
-    integrity: ["--width=2", "--scales=2", "--crop=8", "--batch=1", "--trials=2", "--steps=1"],
+    integrity: ["--width=2", "--scales=2", "--crop=8", "--batch=1", "--trials=2", "--steps=1", "--flips=1"],
     flux: ["--side=8", "--large=12", "--trials=2", "--threads=1"],
     loaders: [*TINY_LOADERS, "--settle=0", "--workers=1"],
     convergence: ["--grids", "16", "32", "--box_size=5", "--threads=1"],

@@ -1,7 +1,10 @@
 """Collectives, joint errors, and the end of the process group."""
 
+import logging
 import math
+import socket
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,3 +104,49 @@ def test_the_debug_level_detail_is_lowered_before_it_ends_ranks_by_a_signal(monk
     assert dist.get_debug_level() == dist.DebugLevel.INFO
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in caplog.text
     dist.set_debug_level(before)
+
+
+class Clock:
+    """Takes the place of the module time: this rank needs `seconds` between two looks at it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def check_fabric(world: World, slow: int | None, limit: float) -> tuple[list[str], int]:
+    """The log of this rank, and the number of transfers."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    worlds.log.addHandler(handler)
+    worlds.log.setLevel(logging.INFO)
+    shift = mock.Mock(side_effect=World.shift)
+    with (
+        mock.patch.object(worlds, "time", Clock(100.0 if world.rank == slow else 1.0)),
+        mock.patch.object(World, "shift", lambda *arguments: shift(*arguments)),
+    ):
+        world.check_fabric(limit)
+    return lines, shift.call_count
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_with_a_slow_device_and_slow_links_is_named(ranks: int) -> None:
+    """By a clock that passes a hundred times as fast on it. Two ranks share their only link."""
+    host, slow = socket.gethostname(), ranks - 1
+    (lines, _), *others = run_ranks(check_fabric, ranks, slow, 1.0)
+    assert all(own == lines for own, _ in others)
+    assert f"Fabric: matrix products are slow on rank {slow} ({host}, 100.0 times the median); " in lines[0]
+    named = f"Fabric: transfers are slow on rank {slow} ({host}, 100.0 times the median); "
+    assert [line.startswith(named) for line in lines[1:]] == ([True, False] if ranks == 3 else [False])
+
+
+def test_healthy_ranks_say_one_line_and_stop_in_time() -> None:
+    """The first round always counts; after it a quarter of the limit has passed, or not."""
+    for limit, transfers in ((1.0, 2), (40.0, 4)):
+        for lines, count in run_ranks(check_fabric, 3, None, limit):
+            assert lines == ["Fabric: 1 s per matrix product, 0.00105 GB/s between neighbors"]
+            assert count == transfers

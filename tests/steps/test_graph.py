@@ -33,6 +33,7 @@ from utils.optim import soap
 from utils.steps import eager, graph
 from utils.steps.eager import EagerStep
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
+from utils.training.integrity import measured
 
 STEPS = WARMUP_STEPS + 6
 
@@ -215,6 +216,22 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch) ->
     for parts in (1, 2):
         step = make_step(kind=GraphStep, world=world_on("cpu", 2), log_noise_scale=True, accumulation_steps=parts)
         assert (step.probe is not None) == (parts > 1)
+
+
+def test_a_step_whose_exchange_is_measured_runs_eagerly(device: str) -> None:
+    """Among replays, with the same results: a graph does not call the hooks of parameters."""
+    plain, recorded = make(EagerStep, "adam", device), make(GraphStep, "adam", device)
+    (slot,) = buffers(1, device)
+    sums = torch.zeros(len(recorded.trained), 4, dtype=torch.float64, device=device)
+
+    def measure_once(number: int) -> None:
+        is_measured = number == WARMUP_STEPS + 2
+        recorded.exchange = measured(recorded._parameters, sums) if is_measured else contextlib.nullcontext()
+
+    expected, got = curve(plain, [slot]), curve(recorded, [slot], before=measure_once)
+    torch.testing.assert_close(got, expected, rtol=0 if device == "cpu" else 1e-3, atol=0 if device == "cpu" else 1e-5)
+    assert (sums[:, 1] > 0).all()
+    assert torch.equal(sums[:, :2], sums[:, 2:])
 
 
 @pytest.mark.parametrize("when", [1, WARMUP_STEPS, WARMUP_STEPS + 4], ids=["first step", "first replay", "replay"])

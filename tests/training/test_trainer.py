@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,13 +15,14 @@ import torch
 from log_lines import CollectedLines
 from processes import run_ranks
 from torch import nn
-from trainings import ALONE, CLOCKS
+from trainings import ALONE, CLOCKS, directory, train_on
 
 from utils.config import Config
 from utils.data.loaders import Batch, DataSplits, Loader
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
+from utils.log import configure_logging
 from utils.run.loggers.base import Logger
 from utils.run.state import TrainState
 from utils.run.writer import CheckpointWriter
@@ -427,3 +429,17 @@ def test_training_ends_after_too_many_skipped_updates_in_a_row(
         trainer.fit()
     assert len(trainer.step.lrs) == made, "at the end of the interval at the latest"
     assert (trainer.records.saved, trainer.records.closed) == (saved, True)
+
+
+def train_on_hosts(world: World, flags: list[str], hosts: list[str]) -> None:
+    vars(world)["hosts"] = hosts
+    configure_logging(world.rank)
+    train_on(world, flags)
+
+
+def test_a_run_on_several_nodes_checks_the_fabric_before_its_first_step(tmp_path: Path, data_flags: list[str]) -> None:
+    for hosts in (["nid1", "nid1"], ["nid1", "nid2"]):
+        flags = [*data_flags, "--config=test", "--num_epochs=1", f"--set=expdir={tmp_path / hosts[1]}"]
+        run_ranks(train_on_hosts, 2, flags, hosts)
+        log = (directory(tmp_path / hosts[1], 2) / "out.log").read_text()
+        assert (" GB/s between neighbors\n" in log) == (hosts[1] == "nid2")

@@ -3,10 +3,12 @@
 import contextlib
 import logging
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from utils.errors import LocalError, UserError
@@ -68,6 +70,18 @@ def synchronize(device: torch.device) -> None:
 def random_state(device: torch.device) -> list[torch.Tensor]:
     """State of torch's generators on the host and on the device."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextlib.contextmanager
+def random_numbers(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Context with seeded global generators of torch, Python and NumPy, from which users' networks may draw."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for seeds in (torch.manual_seed, random.seed, np.random.seed):
+            seeds(seed)
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002
 
 
 @contextlib.contextmanager

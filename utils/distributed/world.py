@@ -4,8 +4,10 @@ import contextlib
 import gc
 import io
 import json
+import math
 import os
 import socket
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
-from utils.distributed.devices import choose_device
+from utils.distributed.devices import choose_device, synchronize
 from utils.distributed.flight_recorder import ENTRIES
 from utils.distributed.heartbeat import DEFAULT_TIMEOUTS, Heartbeat
 from utils.distributed.launch import Launch, read_launch
@@ -28,9 +30,12 @@ from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError, as_local_error
 from utils.launchers import launched_rank
-from utils.log import warn_once
+from utils.log import once_per_job, warn_once
+
+log = once_per_job(__name__)
 
 BROADCAST_BYTES = 2**26
+SLOW = 2.0  # times the median over the ranks
 COLLECTIVE_SECONDS = 1800.0  # the limit of one collective operation; usually the heartbeat ends a run earlier
 
 
@@ -129,6 +134,39 @@ class World:
         result = values.new_empty(sum(received))
         dist.all_to_all_single(result, values, [*received], [*sent])
         return result
+
+    def shift(self, tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
+        """The tensor, of the same shape, of the rank `by` before this one; the last rank is before rank 0."""
+        sent, received = [0] * self.size, [0] * self.size
+        sent[(self.rank + by) % self.size] = received[(self.rank - by) % self.size] = tensor.numel()
+        values = self.exchange(tensor.flatten().contiguous(), sent, received)
+        return torch.empty_like(tensor).copy_(values.view(tensor.shape))
+
+    def check_fabric(self, limit: float) -> None:
+        """Times matrix products and transfers between neighbors, for `limit` seconds at most; logs ranks that are slow.
+
+        Every rank calls it. Of a rank's two links the better one counts: a slow neighbor has two slow ones.
+        """
+        side, count = (4096, 2**24) if self.device.type == "cuda" else (512, 2**18)
+        matrix, values = torch.ones(side, side, device=self.device), torch.ones(count, device=self.device)
+        actions = (lambda: matrix @ matrix, lambda: self.shift(values), lambda: self.shift(values, -1))
+        least, end = [math.inf] * len(actions), time.perf_counter() + limit / 4
+        while math.inf in least or not any(self.gather_json(time.perf_counter() > end)):
+            for index, action in enumerate(actions):
+                self.barrier()
+                started = time.perf_counter()
+                action()
+                synchronize(self.device)
+                least[index] = min(least[index], time.perf_counter() - started)
+        product, before, after = torch.tensor(self.gather_json(least)).T
+        links = torch.maximum(before.roll(-1), after)  # of each rank and the next one
+        for what, times in (("matrix products", product), ("transfers", torch.minimum(links, links.roll(1)))):
+            ratios = [*zip(self.hosts, (times / times.median()).tolist(), strict=True)]
+            slow = [f"{rank} ({host}, {x:.1f} times the median)" for rank, (host, x) in enumerate(ratios) if x > SLOW]
+            if slow:
+                log.warning("Fabric: %s are slow on rank %s; try sbatch --exclude=HOST", what, ", ".join(slow))
+        speed = values.nbytes / 1e9 / links.median()
+        log.info("Fabric: %.3g s per matrix product, %.3g GB/s between neighbors", product.median(), speed)
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:

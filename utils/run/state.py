@@ -23,7 +23,7 @@ class TrainState:
     density_factor: float | None = None  # mean gas density of its targets / of the network's outputs, if it is known
     skipped: int = 0  # steps whose update was skipped, in total
     skipped_in_a_row: int = 0
-    checked: int = 0  # the last step whose integrity check repeated a micro-batch with the same result
+    checked: int = 0  # the last step whose integrity check found no difference
     initial_loss: float = float("nan")  # validation losses
     final_loss: float = float("nan")
     best_loss: float = float("inf")  # the lowest at the end of an epoch that is saved (checkpoint.every_epochs)

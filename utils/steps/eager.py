@@ -1,6 +1,7 @@
 """The eager step: forward, loss, backward, clip, update, which all ranks skip if a loss or gradient is not finite."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from torch import nn
 from networks.losses import NetworkWithLoss
 from utils.config import Config
 from utils.data.loaders.base import Batch
-from utils.distributed.devices import random_state
+from utils.distributed.devices import random_numbers
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
@@ -44,6 +45,8 @@ class EagerStep:
     capturable: ClassVar[bool] = False
     network: nn.Module  # the network to evaluate and save, without DDP; holds the averaged weights if ema_decay is set
     gradient_norm: torch.Tensor  # norm of the last step's gradients before clipping, a scalar on the device
+    # Entered by each step around its passes and their gradient exchange.
+    exchange: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     probe: GradientNormProbe | None  # gradient norm of a part of the batch; None unless it is measured
 
     @classmethod
@@ -54,7 +57,8 @@ class EagerStep:
         network, self.loss, self.metrics, self.optimizer = model.network, model.loss, model.metrics, optimizer
         self._trained, self._config, self._ranks, self._device = model, config, world.size, world.device
         self.gradient_norm = torch.zeros((), device=world.device)
-        self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        self.trained = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
+        self._parameters = [*self.trained.values()]
         self._autocast_dtype = getattr(torch, config.precision)
         # bfloat16 has the range of float32 and needs no scaler. A disabled scaler passes everything through.
         scaled = config.enable_amp and config.precision == "float16"
@@ -87,7 +91,8 @@ class EagerStep:
         """Gradients and update, at the learning rate that the optimizer holds."""
         self._trained.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._accumulate(batch)
+        with self.exchange:
+            loss = self._accumulate(batch)
         with annotate("optimizer"):
             self._scaler.unscale_(self.optimizer)
             self.gradient_norm = self._clip()
@@ -108,37 +113,30 @@ class EagerStep:
         training does not change. Every rank calls it, with a batch like those it will train on.
         """
         self._trained.train()
-        with self._buffers_and_random_state_kept():
+        before = [buffer.clone() for buffer in self._trained.buffers()]
+        with random_numbers(self._device):
             self._accumulate(batch)  # after which DistributedDataParallel orders its buckets
+        with torch.no_grad():
+            for buffer, old in zip(self._trained.buffers(), before, strict=True):
+                buffer.copy_(old)
         self.check_gradients(self._ranks)
         self._trained.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    @contextlib.contextmanager
-    def _buffers_and_random_state_kept(self) -> Iterator[None]:
-        before = [buffer.clone() for buffer in self._trained.buffers()]
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            yield
-        with torch.no_grad():
-            for buffer, old in zip(self._trained.buffers(), before, strict=True):
-                buffer.copy_(old)
+    def model_copy(self) -> NetworkWithLoss:
+        """A model with the same parameters, but buffers and attributes of its own."""
+        copies = {id(buffer): buffer.clone() for buffer in self._trained.buffers()}
+        return copy.deepcopy(self._trained, {**copies, **{id(shared): shared for shared in self._trained.parameters()}})
 
-    def recompute(self, batch: Batch) -> torch.Tensor:
-        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange; changes no gradient."""
-        self._trained.train()
-        with self._autocast():
-            loss = self._trained(*batch)
+    def recompute(self, batch: Batch, model: NetworkWithLoss | None = None, seed: int = 0) -> torch.Tensor:
+        """Loss and norm of the gradient [2], float32, of a micro-batch without exchange, by default of a new copy."""
+        model = (model or self.model_copy()).train()
+        with random_numbers(self._device, seed), self._autocast():
+            loss = model(*batch)
         gradients = torch.autograd.grad(self._scaler.scale(loss), self._parameters, allow_unused=True)
         norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
         return torch.stack([loss.detach().float(), norm.float()])
-
-    def is_repeatable(self, batch: Batch) -> bool:
-        """False if recomputing draws random numbers or changes buffers, as dropout and batch norms do."""
-        with self._buffers_and_random_state_kept():
-            before = [*map(torch.clone, self._trained.buffers()), *random_state(self._device)]
-            self.recompute(batch)
-            return all(map(torch.equal, before, [*self._trained.buffers(), *random_state(self._device)]))
 
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that are equal on all ranks: parameters, their averages and the optimizer's state."""
@@ -147,8 +145,7 @@ class EagerStep:
 
     def check_gradients(self, ranks: int) -> None:
         """Raises UserError if DistributedDataParallel on `ranks` would wait for gradients that the last pass lacks."""
-        config, parameters = self._config, self._trained.network.named_parameters()
-        unused = [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
+        config, unused = self._config, [name for name, parameter in self.trained.items() if parameter.grad is None]
         if unused and ranks > 1 and not (config.noddp or config.ddp == "manual"):
             raise UserError(
                 f"network {config.network.name}: the loss does not depend on {', '.join(unused)}, for whose gradients "

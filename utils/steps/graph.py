@@ -84,7 +84,8 @@ class GraphStep(EagerStep):
                 batch = replace(batch, conditions=self._copy("conditions", batch.conditions))
             for group in self.optimizer.param_groups:
                 group["lr"].fill_(lr)
-            if self._eager_steps < WARMUP_STEPS:
+            # A measured exchange has hooks in Python, which a graph does not call.
+            if self._eager_steps < WARMUP_STEPS or not isinstance(self.exchange, contextlib.nullcontext):
                 self._eager_steps += 1
                 return self._train(batch)
             graph, loss, self.gradient_norm = self._recorded(batch)
@@ -98,9 +99,9 @@ class GraphStep(EagerStep):
         with self._on_stream():
             super().warm_up(batch)
 
-    def recompute(self, batch: Batch) -> torch.Tensor:
+    def recompute(self, batch: Batch, model: NetworkWithLoss | None = None, seed: int = 0) -> torch.Tensor:
         with self._on_stream():
-            return super().recompute(batch)
+            return super().recompute(batch, model, seed)
 
     def close(self) -> None:
         self._graphs.clear()

@@ -119,6 +119,8 @@ class Trainer:
                 self.reporter.record_untrained(train.results()[0], validation)
             self._pulse.enter("start", state.step)  # compilers may need minutes
             clock = Stopwatch()
+            if len(set(self.world.hosts)) > 1:
+                self.world.check_fabric(limit=5.0)
             self.step.warm_up(batch)
             self.integrity.prepare(batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
@@ -157,6 +159,7 @@ class Trainer:
         with annotate("data"), self.reporter.timer.waiting():
             batch = next(batches)
         self._pulse.enter("step", state.step + 1)
+        self.integrity.before_step(state.step + 1)
         with annotate("step"):
             loss = self.step(batch, lr)
         state.batch += 1
