@@ -3,7 +3,6 @@
 torchrun --standalone --nproc-per-node=2 -m benchmarks.integrity
 """
 
-import statistics
 from collections.abc import Sequence
 
 import torch
@@ -17,24 +16,26 @@ from utils.steps import build
 from utils.training.integrity import FACTOR, Integrity, differences, measure
 
 
-def difference(world: World, size: int, number: int, bit: int = 33) -> float:
-    """Of an exchange of random gradients, with a flipped bit of the mean's first value, or if it is 32 a stale line."""
-    torch.manual_seed(number + number % 2 * world.rank * 10**9)
-    gradient, sums = torch.randn(2, size), torch.zeros(1, 4, dtype=torch.float64)
-    mean, old = world.sum(gradient * (1 / world.size))
-    measure(sums[0, :2], mean, gradient[0])
-    mean[: 16 * (bit == 32)] = old[: 16 * (bit == 32)]
-    mean.view(torch.int32)[0] ^= torch.tensor(1 << bit).int()  # of 32 bits
-    measure(sums[0, 2:], mean, mean)
-    return float(differences(world.gather(sums)).max()) if mean[0].isfinite() else FACTOR + 1
+def exchanges(world: World, count: int, size: int = 0, bit: int = 33) -> torch.Tensor:
+    """Differences of exchanges of random gradients, with a flipped bit of a mean value, or if it is 32 a stale line."""
+    sums = torch.zeros(count, 4, dtype=torch.float64)
+    for number, row in enumerate(sums):
+        torch.manual_seed(number + number % 2 * world.rank * 10**9)  # every other gradient is equal on all ranks
+        gradient = 0.1 * torch.randn(2, size or 1 + number % 300)
+        mean, old = world.sum(gradient * (1 / world.size))
+        measure(row[:2], mean, gradient[0])
+        mean[: 16 * (bit == 32)] = old[: 16 * (bit == 32)]
+        mean.view(torch.int32)[0] ^= torch.tensor(1 << bit).int()
+        measure(row[2:], mean, mean)
+    return differences(world.gather(sums)).amax(0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.Parser(__doc__, width=64, scales=6, crop=64, batch=1, steps=3, trials=5, flips=20).parse_args(argv)
     keys = {"network.width": options.width, "network.scales": options.scales, "data_size": options.crop}
     keys |= {"local_batch_size": options.batch, "Nsamples_val": options.batch, "data_loader_config": "synthetic"}
-    config = configs.load(common.YAML, "base", {**keys, "integrity.every": 1})
-    with connect(config.device, nccl=True) as world:
+    config = configs.load(common.YAML, "base", {**keys, "integrity.every": 1, "timeouts.hang": 0})
+    with connect(config.device, config.timeouts, nccl=True) as world:
         config, state = config.for_world(world.size), TrainState()
         batch = next(get_loader("synthetic").build(open_volumes(config), world).train.epoch(0))
         step = build.step(config, world, build.network_with_loss(config))
@@ -53,24 +54,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             "step and check": lambda: common.seconds_of(check, world.device),
         }
         seconds = common.interleaved(measures, options.trials)
-        largest = max(difference(world, 1 + number % 300, number) for number in range(5000 * options.flips))
-        found = [
-            [size, *(sum(difference(world, size, n, bit) > FACTOR for n in range(options.flips)) for bit in range(33))]
-            for size in (1000, 30_000, 1_000_000)
-        ]
-    steps = [check / step - 1 for step, check in zip(*seconds.values(), strict=True)]
+        largest = float(exchanges(world, 5000 * options.flips).max())
+        n, sizes = options.flips, (1000, 30_000, 300_000)
+        found = [[size, *(int((exchanges(world, n, size, bit) > FACTOR).sum()) for bit in range(33))] for size in sizes]
+    steps = common.summary([check / step - 1 for step, check in zip(*seconds.values(), strict=True)])
     result = {
         "ranks": world.size,
         "seconds": {name: common.summary(values) for name, values in seconds.items()},
-        "steps per check": common.summary(steps),
+        "steps per check": steps,
         "largest difference": largest,
         "values, detected flips of bits 0 to 31 and stale lines": found,
     }
-    text = (
-        f"{world.size} ranks: a check takes {statistics.median(steps):.2f} steps (n = {len(steps)}, {min(steps):.2f} "
-    )
-    text += f"to {max(steps):.2f}). Correct exchanges differ by {largest:.2f} at most (limit {FACTOR:g}). Of "
-    text += f"{options.flips} faults are detected:\n\n{common.table(['values', *range(32), 'stale line'], found)}"
+    text = f"{world.size} ranks: a check takes {common.ranged(steps)} steps. Correct exchanges differ by {largest:.2f} "
+    text += f"at most (limit {FACTOR:g}). Of {n} faults are detected, by the number of values and the flipped bit:\n\n"
+    text += common.table(["values", *range(32), "stale line"], found)
     if world.is_root:
         common.publish("integrity", options, result, text)
 

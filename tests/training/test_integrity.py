@@ -295,6 +295,20 @@ def test_networks_that_draw_numbers_or_have_batch_norms_are_replayed(layer: Any,
     assert_equal([*before], [[*step.network.buffers()], torch.get_rng_state()])
 
 
+@pytest.mark.parametrize(("ranks", "parts"), [(256, 1), (2, 256)])
+def test_the_limit_covers_sums_of_many_equal_gradients(ranks: int, parts: int) -> None:
+    """Of ranks or of micro-batches: their rounding errors do not cancel each other."""
+    gradient, row = torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.zeros(4, dtype=torch.float64)
+    total, count = torch.zeros(1000), ranks * parts
+    for _ in range(parts):
+        measure(row[:2], gradient, gradient / parts)
+    for _ in range(count):
+        total += gradient / count
+    measure(row[2:], total, total)
+    difference = float(differences(row.expand(ranks, 1, 4), parts).max())
+    assert 1 / (ranks + parts) < difference < FACTOR / 4
+
+
 class Noise(nn.Module):
     """Counts its calls, and adds noise from the source of this name."""
 

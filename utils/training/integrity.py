@@ -6,7 +6,6 @@ compares them where it reads the losses anyway.
 
 import contextlib
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
@@ -30,7 +29,7 @@ log = once_per_job(__name__)
 TOLERANCES = {True: 0.02, False: 0.001}
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # an odd int64: 2⁶⁴ divided by the golden ratio
 CHUNK = 2**20  # values that are summed at a time: their copies need little memory
-FACTOR = 8.0  # limit of the `differences`; benchmarks/integrity.py measures those of correct exchanges
+FACTOR = 2.0  # limit of the `differences`; benchmarks/integrity.py measures those of correct exchanges
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by an element's bytes
 REMEDY = "test the device (on NVIDIA: dcgmi diag -r 3) and run elsewhere (sbatch --exclude=HOST)"
 NETWORK_REMEDY = "test the network, and NCCL with NCCL_PROTO=^LL128 or Simple, or run elsewhere"
@@ -101,9 +100,9 @@ class Integrity:
         """
         pending, self._pending = self._pending, []
         for step, digests, sums, replays in pending:
-            wrong = torch.zeros(0, 0) if sums is None else differences(self._world.gather(sums.cpu())).T > FACTOR
-            for name, of_rank in zip(self._step.trained, wrong.tolist(), strict=False):
-                if suspects := [rank for rank, is_wrong in enumerate(of_rank) if is_wrong]:
+            found = [] if sums is None else differences(self._world.gather(sums.cpu()), self._parts).T.tolist()
+            for name, of_rank in zip(self._step.trained, found, strict=False):
+                if suspects := [rank for rank, difference in enumerate(of_rank) if difference > FACTOR]:
                     what = f"mean gradient of {name} after the exchange"
                     self._stop(step, what, suspects, state.checked, NETWORK_REMEDY)
             if suspects := minority(self._world.gather(digests).tolist()):
@@ -183,11 +182,12 @@ def measured(parameters: Iterable[nn.Parameter], sums: torch.Tensor) -> Iterator
             measure(mean, parameter, parameter.grad)
 
 
-def differences(sums: torch.Tensor) -> torch.Tensor:
+def differences(sums: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Differences [ranks, parameters] of sums [ranks, parameters, 4] in rounding errors; 0 if they are not finite."""
-    ranks, own, rounding, mean = len(sums), *sums[..., :3].unbind(-1)
-    unit = math.sqrt(ranks) * rounding.sum(0).clamp(min=1e-37)  # smaller gradients lose bits
-    difference = (ranks * mean - own.sum(0)).abs() / unit
+    own, rounding, mean = sums[..., :3].unbind(-1)
+    # Errors of equal gradients of ranks and of micro-batches add up; those of tiny gradients have another unit.
+    unit = (len(sums) + parts) * rounding.sum(0).clamp(min=1e-37)
+    difference = (len(sums) * mean - own.sum(0)).abs() / unit
     return difference.where(difference.isfinite(), 0.0)
 
 
