@@ -32,7 +32,6 @@ from utils.errors import UserError, one_line_errors
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.run.provenance import provenance
-from utils.volumes.channels import volume_channels
 from utils.volumes.cross_check import START_BYTES, cross_check
 
 Opened = tuple[VolumeFields, SlidingWindowPredictor | None, dict[str, Any]]  # the latter is the report's metadata
@@ -74,7 +73,7 @@ def evaluate(options: Options, world: World) -> None:
             fields, predictor, metadata = _open(weights.get(checkpoint, checkpoint), path, options, world)
             with closing(fields):
                 weights[checkpoint] = metadata.get("checkpoint", "")
-                channels[volume_channels(fields.config)[1]] = f"{checkpoint} on {path}"
+                channels[fields.config.volume_channels[1]] = f"{checkpoint} on {path}"
                 if len(channels) > 1:
                     places = " and ".join(channels.values())
                     raise UserError(f"the channels or transforms of {places} differ; evaluate them one by one")
@@ -83,7 +82,7 @@ def evaluate(options: Options, world: World) -> None:
                 values = [fields.inputs.values, fields.target.values]
                 fields.inputs.periodic &= not options.not_periodic
                 if not fields.config.allow_physical_values:
-                    cross_check(fields.inputs, values, volume_channels(fields.config), world, START_BYTES).log()
+                    cross_check(fields.inputs, values, fields.config.volume_channels, world, START_BYTES).log()
                 results = fields.evaluate(predictor, metadata, world, options.flux)
             report.write_report(output / folder, results, record, world)
             known = {"checkpoint": checkpoint, "input": path, "report": str(folder / report.PAGE)}

@@ -25,9 +25,7 @@ from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.log import configure_logging, warn_once
 from utils.run.checkpoint import load_weights
-from utils.volumes.attributes import file_transform
 from utils.volumes.cross_check import START_BYTES, cross_check
-from utils.volumes.hdf5 import FieldReader
 from utils.volumes.snapshots import FORMATS
 
 
@@ -53,8 +51,7 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         for path, network in zip(weights, networks, strict=True):
             if network.channels != trained.channels:
                 raise UserError(f"channels or transforms of {path} and {weights[0]} differ; predict with one of them")
-        source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels)
-        file_transform(config.transform, {source.path: source.attributes})
+        source = trained.open_field(options.input, "inputs")
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
         layout = choose_layout(options.format, options.physical, trained.channels, source)

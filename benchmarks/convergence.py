@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from analysis.evaluation.results import PhaseDiagram
+from analysis.evaluation.phase_diagram import PhaseDiagram
 from analysis.evaluation.volume import VolumeFields, config_of_files
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
 from benchmarks import boxes, common
 from benchmarks.common import plus_minus
 from benchmarks.forest import FIT, HOT, RATIO, comparison, flux_of, relation
-from utils.volumes.channels import volume_channels
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
 LABELS = {"mean density": "mean gas density", "T0 (K)": "T0", "gamma": "gamma"}  # of the gas' values, in forest.py
@@ -69,7 +68,7 @@ def gas_values(file: str) -> dict[str, float]:
     """Relation of temperature and density, and shares of hot gas."""
     every = slice(None)
     with closing(VolumeFields(file, None, config_of_files(file, file))) as fields:
-        channels = zip(volume_channels(fields.config)[1], np.asarray(fields.target.planes(every, every)), strict=True)
+        channels = zip(fields.config.volume_channels[1], np.asarray(fields.target.planes(every, every)), strict=True)
         density, *_, kelvin = (channel.to_physical(values).ravel() for channel, values in channels)
     counts, places, temperatures = np.histogram2d(np.log10(density), np.log10(kelvin), bins=BINS)
     diagram = PhaseDiagram(places, temperatures, counts, counts)

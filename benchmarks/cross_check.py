@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from utils.config.sections import TransformConfig
+from utils.config.channels import SIDES, Channel, known_channels
 from utils.distributed.world import World
-from utils.volumes.attributes import CELL, file_transform
-from utils.volumes.channels import input_channels, target_channels, vectors_of
+from utils.volumes.attributes import CELL
 from utils.volumes.cross_check import BOUNDS, FEWEST_CELLS, CrossCheck, cross_check
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.values import GOLDEN
@@ -30,7 +29,6 @@ FURTHER = (256,) * 2  # cells per side of boxes after both halves
 ZOOMS = *((side,) * 3 for side in (24, 32, 48, 96)), (24, 40, 28)  # their cells
 LATER = 0.8  # difference of redshift
 SOME_PLANES = "boxes of which few planes are read"
-CHANNELS = input_channels, target_channels
 
 
 def simulated(number: int, half: int, runs: Path, later: float = 0) -> list[Volume]:
@@ -52,11 +50,13 @@ def simulated(number: int, half: int, runs: Path, later: float = 0) -> list[Volu
     return [open_volume(path) for path in paths]
 
 
+def channels_of(volume: Volume) -> list[Sequence[Channel]]:
+    stated = zip(volume.channels, SIDES, volume.fields, strict=True)
+    return [found or known_channels(side, field.shape[0]) for found, side, field in stated]
+
+
 def check(volume: Volume, world: World | None = None, limit: float = math.inf) -> CrossCheck:
-    transform = file_transform(TransformConfig(), {volume.path: volume.attributes})
-    counts = [field.shape[0] for field in volume.fields]
-    channels = [make(count, transform, vectors_of(count)) for make, count in zip(CHANNELS, counts, strict=True)]
-    return cross_check(volume, volume.fields, channels, world or common.this_machine(), limit)
+    return cross_check(volume, volume.fields, channels_of(volume), world or common.this_machine(), limit)
 
 
 def changed(volume: Volume, change: Callable[[np.ndarray], np.ndarray], **changes: Any) -> Volume:
@@ -83,11 +83,12 @@ def zoom(volume: Volume, shape: Sequence[int], center: int) -> Volume:
 
 def right(volume: Volume) -> Iterator[tuple[str, Volume]]:
     """A box, the box without velocities, two of them side by side, and parts of it; zooms are around two cells."""
-    side = volume.shape[0]
+    side, (dark, gas) = volume.shape[0], channels_of(volume)
     yield "boxes" if GRIDS[0] <= side < LARGEST else f"boxes of {side}³ cells", volume
     if side >= GRIDS[-1]:
         yield SOME_PLANES, volume
-    yield "without velocities", replace(volume, inputs=volume.inputs[:1], targets=volume.targets[[0, 4]])
+    scalars = replace(volume, inputs=volume.inputs[:1], targets=volume.targets[[0, 4]])
+    yield "without velocities", replace(scalars, channels=(dark[:1], [gas[0], gas[4]]))
     if side <= SMALL:
         yield "two boxes side by side", changed(volume, lambda field: np.tile(field, (1, 2, 1)))
     if side > GRIDS[0]:
@@ -100,7 +101,7 @@ def right(volume: Volume) -> Iterator[tuple[str, Volume]]:
 
 def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, str, Volume]]:
     """Mistakes: a name, a part of the warning that names it, and the volume; `later` has the same seed."""
-    ratio, side, scale = 1 + volume.attributes["redshift"], volume.shape[0], volume.attributes["density_log_scale"]
+    ratio, side, scale = 1 + volume.attributes["redshift"], volume.shape[0], channels_of(volume)[0][0].scale
     targets, half = volume.targets, (side // 2,) * 3
     yield "√a units", "√a units", moved(volume, lambda _: ratio**0.5)
     yield "comoving velocities", "comoving", moved(volume, lambda _: ratio)

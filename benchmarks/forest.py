@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from analysis.evaluation.results import PhaseDiagram, Results
+from analysis.evaluation.phase_diagram import PhaseDiagram
+from analysis.evaluation.results import Results
 from analysis.evaluation.volume import VolumeFields, config_of_files, fit_gas
 from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
@@ -73,13 +74,13 @@ def comparison(flux: Flux, name: str) -> dict[str, float]:
 def measures(result: Results) -> dict[str, float]:
     """The values that are compared, of one network on one box; those of a method end with its name."""
     assert result.flux is not None
-    assert result.phase_diagram is not None
     values: dict[str, float] = {}
     for name in METHODS:
         compared = comparison(result.flux, name) | {"correlation of the flux": result.flux.fields[name].correlation}
         values |= {f"{label}, {name}": value for label, value in compared.items()}
     values[f"mean gas density{RATIO}"] = result.mass_ratio
-    spectrum, diagram = result.spectra["log density"], result.phase_diagram
+    spectrum, diagram = result.spectra["log density"], result.statistics["phase_diagram"]
+    assert isinstance(diagram, PhaseDiagram)
     for k in (2.0, 5.0, 10.0):
         correlation = float(np.interp(k, spectrum.k, spectrum.correlation))
         values[f"r of log density, k = {k:g} h/Mpc, {PREDICTION}"] = correlation

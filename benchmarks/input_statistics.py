@@ -16,7 +16,6 @@ import h5py
 import numpy as np
 
 from benchmarks import boxes, common, study
-from utils.volumes.channels import volume_channels
 from utils.volumes.hdf5 import open_volume
 from utils.volumes.input_statistics import LIMIT, distance, training_statistics
 
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.chdir(common.REPOSITORY)
     training, held_out = study.trained("forest", options.seeds, options.runs, 1), {"grid": 96, "seeds": [21, 22]}
     config, simulation = training[0].config, {**study.STUDIES["forest"].simulation, "held_out": held_out}
-    simulated, channels = boxes.Boxes(simulation, VOLUMES, options.runs), volume_channels(config)[0]
+    simulated, channels = boxes.Boxes(simulation, VOLUMES, options.runs), config.volume_channels[0]
     files = {name: simulated.files(name, "held_out") for name in VOLUMES}
     files |= {name: [changed(file, name, channels) for file in files[UNCHANGED]] for name in CHANGES}
     trained = training_statistics([open_volume(file) for file in config.paths("train_path")], config)

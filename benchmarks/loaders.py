@@ -119,7 +119,7 @@ class PlainDataset(Dataset):
         config = loader_config(options, "lowmem")
         self._path, self._side = config.train_path, options.crop
         self._plan = sample_plan(config, "train", [(options.box,) * 3]).epoch(0)
-        self._vectors = config.vector_channels.inputs, config.vector_channels.targets
+        self._vectors = config.vectors
         self._file: Any = None
 
     def __len__(self) -> int:

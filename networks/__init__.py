@@ -56,14 +56,15 @@ def build_network(name: str, /, **options: Any) -> nn.Module:
     return network
 
 
-def build_loss(name: str, targets: str = "volumes", **options: Any) -> nn.Module:
+def build_loss(name: str, targets: str = "volumes", /, **options: Any) -> nn.Module:
     """The loss `name` of LOSSES; ValueError if its targets are others, or if it does not have the options."""
     suitable = [known for known in LOSSES if LOSSES[known].targets == targets]
     if name not in suitable:
         samples = SAMPLES.get(targets, targets)
         raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
     if not options.keys() <= _options(LOSSES[name]):
-        raise ValueError(f"loss {name} has no lambda_rho or channel_weights; remove them")
+        unknown = ", ".join(options.keys() - _options(LOSSES[name]))
+        raise ValueError(f"loss {name} has no {unknown}; remove lambda_rho, channel_weights or loss_options")
     return LOSSES[name](**options)
 
 

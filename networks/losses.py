@@ -1,10 +1,10 @@
 """Losses and metrics: (outputs, targets) -> scalar.
 
-For fields [N, C, D, D, D], or for logits [N, classes] and classes [N]. Named metrics are for classification.
+For fields [N, C, D, D, D], or for logits [N, classes] and classes [N].
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +24,9 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class NetworkWithLoss(nn.Module):
     """Network and loss as one module, so that DDP and the compiler see the complete forward pass."""
 
-    def __init__(self, network: nn.Module, loss: nn.Module, metrics: Sequence[Metric] = ()) -> None:
+    def __init__(self, network: nn.Module, loss: nn.Module, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__()
-        self.network, self.loss, self.metrics = network, loss, metrics
+        self.network, self.loss, self.metrics = network, loss, dict(metrics or {})
 
     def forward(
         self, inputs: torch.Tensor, targets: torch.Tensor, conditions: torch.Tensor | None = None
@@ -49,10 +49,10 @@ class Loss(nn.Module):
 
 
 class FieldLoss(Loss, ABC):
-    """Mean of `cellwise`, plus lambda_rho × mean |difference of the densities| (channel 0) if lambda_rho > 0.
+    """Mean of `cellwise`, plus lambda_rho × mean |difference of the densities| if lambda_rho > 0.
 
-    The density exp(density_log_scale · x) spans many decades, so the densest cells dominate its term; squares of it
-    would leave nothing else.
+    The density exp(density_log_scale · x) of the channel density_channel spans many decades, so the densest cells
+    dominate its term; squares of it would leave nothing else.
 
     `weights`, one per channel, weight the channels in the first term, normalized to mean 1. They apply in training mode
     only: in evaluation mode losses stay comparable.
@@ -65,11 +65,12 @@ class FieldLoss(Loss, ABC):
         lambda_rho: float = 0.0,
         weights: Sequence[float] | None = None,
         density_log_scale: float | None = None,
+        density_channel: int = 0,
     ) -> None:
         super().__init__()
         if lambda_rho > 0 and density_log_scale is None:
-            raise ValueError("lambda_rho needs transform.density_log_scale; set it, or set lambda_rho to 0")
-        self.lambda_rho, self.density_log_scale = lambda_rho, density_log_scale or 0.0
+            raise ValueError("lambda_rho needs the logarithm of a gas density as a target; set lambda_rho to 0")
+        self.lambda_rho, self.density_log_scale, self.density = lambda_rho, density_log_scale or 0.0, density_channel
         # Python numbers, because a tensor would have to be on the device. Equal weights have no effect.
         self.weights = [weight / sum(weights) for weight in weights] if weights and len({*weights}) > 1 else None
 
@@ -89,7 +90,8 @@ class FieldLoss(Loss, ABC):
             loss = cells.mean()
         if self.lambda_rho > 0:
             density, target = (
-                torch.exp(self.density_log_scale * field[:, 0]) for field in (at_least_float32(outputs), targets)
+                torch.exp(self.density_log_scale * field[:, self.density])
+                for field in (at_least_float32(outputs), targets)
             )
             loss = loss + self.lambda_rho * (density - target).abs().mean()
         return loss
@@ -170,13 +172,13 @@ def top5_accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (best == targets[:, None]).any(1).float().mean()
 
 
-def mean_densities(scale: float) -> tuple[Metric, Metric]:
-    """The mean density exp(scale · channel 0) of the targets and of the outputs, without the cells at the faces.
+def mean_densities(channel: int, scale: float) -> tuple[Metric, Metric]:
+    """The mean density exp(scale · x) of a channel of the targets and of the outputs, without the cells at the faces.
 
     There predictions are worst, because a network sees no neighbors; predictions of whole volumes barely use them.
     """
 
     def mean(fields: torch.Tensor) -> torch.Tensor:
-        return torch.exp(scale * at_least_float32(fields[:, 0, 1:-1, 1:-1, 1:-1])).mean()
+        return torch.exp(scale * at_least_float32(fields[:, channel, 1:-1, 1:-1, 1:-1])).mean()
 
     return lambda outputs, targets: mean(targets), lambda outputs, targets: mean(outputs)

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 
 from simulation.fourier import in_order
+from utils.config.channels import known_channels
 from utils.volumes.attributes import DENSITY_FLOOR, FLOOR
 
 FILL_LENGTH = 2.0  # cells, distance over which velocities are extended into empty cells
@@ -29,13 +30,8 @@ ATTRIBUTES: dict[str, Any] = {
     "velocity_fill_length_cells": FILL_LENGTH,
     "velocity_fill_weight": FILL_WEIGHT,
     FLOOR: DENSITY_FLOOR,
-    **TRANSFORM,
-    "nbody_channels": "rho_DM, v_x, v_y, v_z",
-    "hydro_channels": "rho, v_x, v_y, v_z, T",
-    "density_transform": "x = ln(max(rho / mean, density_floor_of_mean)) / density_log_scale",
-    "velocity_transform": "x = v / velocity_scale_km_s; peculiar velocity; v_i is along array axis 1 + i",
-    "temperature_transform": "x = (log10(T / K) - temperature_log10_center) / temperature_log10_scale",
 }
+CHANNELS = known_channels("inputs", 4, TRANSFORM), known_channels("targets", 5, TRANSFORM)
 
 
 def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:

@@ -33,7 +33,7 @@ from utils.distributed.threads import usable_cpus
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.volumes.attributes import write_attributes
+from utils.volumes.attributes import channel_attributes, write_attributes
 from utils.volumes.hdf5 import DATASETS
 from utils.volumes.page_cache import memory_limit
 from utils.volumes.snapshots import FIELDS, FORMATS, nyx_attributes, nyx_datasets
@@ -177,6 +177,7 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
 def write(target: Path, fields: tuple[np.ndarray, np.ndarray], options: SimulationOptions) -> None:
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
     datasets, attributes = dict(zip(DATASETS, fields, strict=True)), {"": file_attributes(options)}
+    attributes |= zip(DATASETS, map(channel_attributes, channels.CHANNELS), strict=True)
     if options.format == "nyx":
         datasets = nyx_datasets(dict(zip(FIELDS, itertools.chain(*fields), strict=True)))
         attributes = nyx_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes[""])

@@ -59,7 +59,7 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: Any, monkeypatch: pyte
         (["--set=network.name=unett"], ["network.name: unknown name unett; known: unet, ", "did you mean unet?"]),
         (["--set=network.name=my_net"], ["unknown name my_net; ", "my_module.MyNetwork"]),
         (["--set=loss=hubert"], ["loss: unknown name hubert; known: l1, ", "mean huber?; a class of your own"]),
-        (["--set=metrics=[recall]"], ["metrics: unknown name recall; known: accuracy, top5_accuracy"]),
+        (["--set=metrics=[recall]"], ["metrics: recall is no metric of volumes; name one of your own, my_module.f"]),
         (["--set=train_path=/data/no.h5"], ["/data/no.h5; set DATA_DIR to the", "make demo and --config=demo"]),
         (["--set=val_path=/no/val.h5"], ["/no/val.h5", "set val_path"]),
         (["--set", "num_epochs", "3"], ["did you mean --set num_epochs=3?"]),

@@ -9,6 +9,7 @@ import pytest
 
 from utils import cli
 from utils.config import Config, default_name, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.config.channels import Channel, known_channels
 from utils.config.messages import keys_of, similar
 from utils.config.sections import LrScheduleConfig, OptimizerConfig
 from utils.config.yaml_files import SHIPPED
@@ -291,7 +292,13 @@ def test_batch_sizes_are_resolved_for_the_number_of_ranks(tmp_path: Path) -> Non
 def test_contradictions_are_refused_with_a_remedy() -> None:
     for values, ranks, says in (
         ({"enable_benchy": True, "enable_manual_profiling": True}, 1, "cannot be combined"),
-        ({"N_in_channels": 3}, 1, "vector_channels.inputs: there is no channel 3, since N_in_channels is 3"),
+        ({"channels": {"targets": [{"name": "a"}] * 2}}, 1, "channels: two channels have the name a; rename one"),
+        (
+            {"channels": {"inputs": [{"name": axis, "component": f"v {axis}"} for axis in "xz"]}},
+            1,
+            "channels: the vector v has no component y; add it, or make all scalars",
+        ),
+        ({"channels": {"targets": [{"name": "a"}]}, "channel_weights": [1.0, 2.0]}, 1, "channel_weights must have 1 v"),
         ({"data_loader_config": "classification"}, 1, "classification and dataset.name must be set together"),
         ({"global_batch_size": 64}, 3, "global_batch_size 64 is not divisible by 3 ranks; use a multiple of 3"),
         ({"local_batch_size": 4, "accumulation_steps": 8}, 1, "not divisible by 1 ranks × accumulation_steps 8"),
@@ -300,3 +307,18 @@ def test_contradictions_are_refused_with_a_remedy() -> None:
     ):
         with pytest.raises(UserError, match=says):
             validate(values, "test").for_world(ranks)
+
+
+def test_named_channels_set_their_number_and_the_vectors(tmp_path: Path) -> None:
+    """Also in place of given numbers; the channels of the other side stay those of their number."""
+    named = [{"name": name, "unit": "G", "scale": 2, "component": f"field {name}"} for name in "zxy"] + [{"name": "q"}]
+    path = write(tmp_path, to_yaml(validate({"channels": {"targets": named}, "N_out_channels": 9}, "c"), "a"))
+    for config in (load(path, "a"), load(path, "a", {"channels": {"targets": named}, "N_out_channels": 2})):
+        assert (config.N_in_channels, config.N_out_channels) == (4, 4)
+        assert config.vectors == ([[1, 2, 3]], [[1, 2, 0]])
+        inputs, targets = config.volume_channels
+        assert inputs == (*known_channels("inputs", 4),)
+        assert targets == (*(Channel(name, "G", 2.0, component=f"field {name}") for name in "zxy"), Channel("q"))
+    assert load(path, "a", {"channels": {}}).volume_channels[1] == (*known_channels("targets", 4),)
+    scalars = validate({"N_in_channels": 3, "N_out_channels": 2}, "c")
+    assert scalars.vectors == ([], []), "fixed: the default vectors had channels that these data lack"

@@ -28,7 +28,7 @@ from analysis.inference.trained_network import TrainedNetwork
 from simulation import channels
 from simulation.simulate import main as simulate
 from utils.config import Config
-from utils.config.sections import TransformConfig
+from utils.config.channels import SIDES
 from utils.errors import UserError
 from utils.run.checkpoint import read_weights
 from utils.run.checkpoint import write as write_checkpoint
@@ -59,7 +59,7 @@ def test_results_agree_with_the_predicted_file(
 ) -> None:
     """The results are equal whether the network predicts or its prediction is read from a file.
 
-    Without a checkpoint, the predicted file states the transform.
+    Without a checkpoint, the predicted file states its channels.
     """
     without_page(monkeypatch)
     gas = tmp_path / "gas.h5"
@@ -87,7 +87,7 @@ def test_baselines_are_fitted_to_the_relations_of_another_volume(tmp_path: Path)
         file["Nbody"] = dark.astype(np.float32)
         file["Hydro"] = np.stack([logarithm / 14, *dark[1:], temperature]).astype(np.float32)
         file.attrs.update({**channels.TRANSFORM, "box_size_mpc_h": 8.0})
-    config = Config(transform=TransformConfig(**channels.TRANSFORM))
+    config = Config.model_validate({"channels": dict(zip(SIDES, channels.CHANNELS, strict=True))})
     fit = fit_gas(str(path), config, ALONE)
     assert (fit.kelvin, fit.gamma) == (pytest.approx(9000, rel=0.02), pytest.approx(1.45, abs=0.01))
     np.testing.assert_allclose(fit.transfer, 0.8, rtol=1e-4)
@@ -111,7 +111,7 @@ def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
     for values, measured in zip(stored.values(), (spectrum.k, spectrum.ratio, spectrum.correlation), strict=False):
         np.testing.assert_allclose(values, measured, rtol=1e-5)
     assert {f"k at {level}": k for level, k in spectrum.resolutions.items()}.items() <= stored.items()
-    np.testing.assert_allclose(summary["bispectrum"]["predicted"], result.bispectrum.predicted, rtol=1e-5)
+    np.testing.assert_allclose(summary["bispectrum"]["predicted"], result.statistics["bispectrum"].predicted, rtol=1e-5)
     page = (written / "report.html").read_text()
     assert "gas velocity x" in page
     assert page.count("data:image/png;base64,") == 1 + len(pictures), "also the losses of the checkpoint's run"
@@ -260,7 +260,7 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
     (every / "zero").mkdir(parents=True)
     (every / "zero" / "report.html").touch()
     content = read_weights(trained_run)
-    content["config"]["transform"]["temperature_log10_center"] = 4.0
+    content["config"]["channels"]["targets"][4]["center"] = 9.0
     write_checkpoint(every / "other", content, {})
     other = "--checkpoint", str(trained_run), str(every / "other")
     for message, *arguments in (

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from networks.physical import PhysicalNetwork
 from simulation import channels as simulated
 from utils import config as configs
 from utils.config import Config
-from utils.config.sections import TransformConfig
+from utils.config.channels import TRANSFORM, Side, known_channels
 from utils.run import checkpoint
 from utils.steps import build
-from utils.volumes.attributes import DENSITY_FLOOR, file_transform, simulation_of
-from utils.volumes.channels import input_channels, target_channels, volume_channels
+from utils.volumes.attributes import DENSITY_FLOOR, simulation_of
 
 PAGE = TOP / "docs" / "inference.md"
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].
@@ -39,6 +39,13 @@ def config_of(**values: Any) -> Config:
     """A small network's config; `network` is merged."""
     network = {"width": 4, "scales": 2, **values.pop("network", {})}
     return configs.validate({"data_size": 8, "box_size": [16, 16], **values, "network": network}, "small")
+
+
+def channels_of(**transform: float | None) -> dict[str, Any]:
+    """The key `channels` with the published channels, and other values of their transform."""
+    counts: dict[Side, int] = {"inputs": 4, "targets": 5}
+    channels = {side: known_channels(side, count, {**TRANSFORM, **transform}) for side, count in counts.items()}
+    return {"channels": {side: [*map(asdict, named)] for side, named in channels.items()}}
 
 
 def network_of(config: Config) -> nn.Module:
@@ -75,7 +82,7 @@ def dark_matter(samples: int, *sides: int) -> torch.Tensor:
 def assert_physical(result: Any, network: nn.Module, config: Config, fields: torch.Tensor, floor: float) -> None:
     """float32 rounds a channel's value by up to 6e-8, relatively 14 times as much after exp(14 x)."""
     with torch.no_grad():
-        expected = PhysicalNetwork(network, *volume_channels(config), floor)(fields)
+        expected = PhysicalNetwork(network, *config.volume_channels, [floor, None, None, None])(fields)
     assert result.shape == expected.shape
     difference = (result - expected).abs().amax((0, 2, 3, 4)) / expected.abs().amax((0, 2, 3, 4))
     assert difference.max() <= 5e-6, difference
@@ -97,9 +104,8 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
             seen.extend([x, torch.tanh(torch.cat([x, x[:, :1]], dim=1))])
             return seen[-1]
 
-    transform = file_transform(TransformConfig(), {"simulated": simulated.ATTRIBUTES})
-    channels = input_channels(4, transform), target_channels(5, transform)
-    physical = PhysicalNetwork(FiveChannels(), *channels, DENSITY_FLOOR)(fields)
+    floors = [DENSITY_FLOOR, None, None, None]
+    physical = PhysicalNetwork(FiveChannels(), *simulated.CHANNELS, floors)(fields)
     for x, values in zip(seen, (fields, physical), strict=True):
         expected = [simulated.to_channels(sample.detach().numpy().copy()) for sample in values]
         np.testing.assert_allclose(x.detach(), np.stack(expected), atol=1e-6)
@@ -139,8 +145,7 @@ def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Pat
 
 
 def test_norms_and_other_transforms_are_exported_as_plain_operations(tmp_path: Path) -> None:
-    transform = {"density_log_scale": 10.0, "temperature_log10_center": 4.0}
-    common = {"local_batch_size": 2, "transform": transform}
+    common = {"local_batch_size": 2, **channels_of(density_log_scale=10.0, temperature_log10_center=4.0)}
     config = config_of(network={"norm": "ghost(2)"}, **common)
     save(tmp_path / "run", config.model_copy(update={"channels_last": True}), network_of(config), density_factor=1.05)
     target, trained = exported(tmp_path), TrainedNetwork.load(tmp_path / "run", torch.device("cpu"))
@@ -156,7 +161,7 @@ def test_norms_and_other_transforms_are_exported_as_plain_operations(tmp_path: P
 def test_channel_units_need_no_transform_and_conditions_are_an_argument(tmp_path: Path) -> None:
     """One row of conditions per sample; the file names them and their trained ranges."""
     conditioned = {"conditions": ["redshift", "cell"], "condition_ranges": [[2.0, 4.0], [0.1, 0.3]]}
-    config = config_of(network=conditioned, transform={"density_log_scale": None})
+    config = config_of(network=conditioned, **channels_of(density_log_scale=None))
     network = network_of(config)
     for parameter in network.get_submodule("film.layers").parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -261,7 +266,7 @@ def test_what_cannot_be_exported_is_one_line(files: Path, tmp_path: Path, capsys
     assert difference == pytest.approx(1e-3, rel=0.01)
     monkeypatch.setattr("analysis.inference.export.LARGEST_DIFFERENCE", -1.0)
     (tmp_path / "old.pt2").write_text("older")
-    unknown = save(tmp_path / "unknown", config_of(transform={"velocity_scale_km_s": None}))
+    unknown = save(tmp_path / "unknown", config_of(**channels_of(velocity_scale_km_s=None)))
     for checkpoint_path, output, says, *more in (
         (files / "run", "gas.pt", "gas.pt does not end in .pt2"),
         (files / "run", "old.pt2", "exists; give --overwrite to replace it, or another --output"),

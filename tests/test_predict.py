@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,13 +28,13 @@ from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import TrainedNetwork
 from analysis.inference.window_grid import build_window_grid
 from analysis.slabs import Slabs
-from utils.config.sections import TransformConfig
+from utils.config.channels import TRANSFORM, Channel, known_channels
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run.checkpoint import BEST, WEIGHTS, file_digest, read_weights
 from utils.volumes import import_volume
-from utils.volumes.channels import target_channels
+from utils.volumes.attributes import channel_attributes, stated_channels
 from utils.volumes.hdf5 import FieldReader
 from utils.volumes.writer import BlockWriter
 
@@ -109,13 +110,13 @@ def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, pe
 
 def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_run: Path, nbody: Path) -> None:
     weights = (trained_run / "checkpoints" / BEST / WEIGHTS).resolve()
-    transform = TransformConfig(velocity_scale_km_s=SIMULATED["velocity_scale_km_s"])
-    channels = target_channels(5, transform)
+    channels = known_channels("targets", 5, {**TRANSFORM, "velocity_scale_km_s": SIMULATED["velocity_scale_km_s"]})
     with h5py.File(whole) as file:
         assert list(file) == ["Hydro", "Hydro_physical"]
         hydro, physical = file["Hydro"], file["Hydro_physical"]
         assert (hydro.shape, hydro.dtype, hydro.chunks) == ((5, *BOX), np.dtype("<f4"), None)
         np.testing.assert_allclose(hydro[...], expected_hydro(trained_run, nbody), atol=1e-6)
+        assert stated_channels(hydro) == channels
         assert list(hydro.attrs["transform"]) == [channel.formula() for channel in channels]
         for channel, values, converted in zip(channels, hydro, physical, strict=True):
             np.testing.assert_array_equal(converted, channel.to_physical(values))
@@ -125,7 +126,6 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_r
     content = read_weights(weights)
     expected = {
         **SIMULATION,
-        **transform.model_dump(),
         "checkpoint": str(weights),
         "checkpoint_sha256": file_digest(weights),
         **{f"checkpoint_{key}": content[key] for key in ("epoch", "step", "final_loss")},
@@ -135,6 +135,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, trained_r
     assert "width: 4" in attributes["config"]
     assert {"command", "git_commit", "versions"} <= set(json.loads(attributes["provenance"]))
     fields = FieldReader(str(whole), "Hydro", 5)  # a training run or evaluation can read it
+    assert fields.channels("targets") == channels
     assert (fields.shape, fields.cell) == (BOX, 0.5)
     fields.close()
 
@@ -315,13 +316,21 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
     config = content["config"]
     classifier = {"data_loader_config": "classification", "loss": "cross_entropy", "network": {"name": "mnist_cnn"}}
     torch.save(content | {"config": config | classifier | {"dataset": {"name": "digits"}}}, folder / "classifier.pt")
-    torch.save(content | {"config": config | {"transform": {"density_log_scale": None}}}, folder / "unknown.pt")
+    inputs, (density, *others) = (config["channels"][side] for side in ("inputs", "targets"))
+    channels = {"inputs": inputs, "targets": [density | {"unit": None}, *others]}
+    unknown = {"config": config | {"channels": channels}, "density_factor": None}  # which could not be measured
+    torch.save(content | unknown, folder / "unknown.pt")
     next(iter(content["network"].values())).view(-1)[3] = float("nan")
     torch.save(content, folder / "nan.pt")
     (folder / "npy").mkdir()
     (folder / "npy" / "density.npy").touch()
     box_file(folder / "flat.h5", (16, 4, 16))
     box_file(folder / "scale.h5", density_log_scale=10.0)
+    for name, order in (("swapped", [0, 2, 1, 3]), ("other", [0, 1, 2, 3])):
+        stated = [Channel(**inputs[number]) for number in order]
+        stated[0] = replace(stated[0], name="halo density" if name == "other" else stated[0].name)
+        with h5py.File(box_file(folder / f"{name}.h5"), "r+") as file:
+            file["Nbody"].attrs.update(channel_attributes(stated))
     box_file(folder / "cosmology.h5", redshift=3.0, **UNIVERSE)
     with h5py.File(box_file(folder / "km_s.h5"), "r+") as file:
         file["Nbody"][1:] *= 10_000
@@ -332,7 +341,10 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
     ("flags", "says"),
     [
         ("--checkpoint=BAD/classifier.pt", "a classifier (mnist_cnn); predict.py, evaluate.py and export.py need"),
-        ("--checkpoint=BAD/unknown.pt --physical", "does not define physical values of gas density"),
+        (
+            "--checkpoint=BAD/unknown.pt --physical",
+            "the physical values of gas density are unknown; do not give --physical",
+        ),
         # Fixed: the prediction was NaN everywhere, with exit code 0.
         ("--checkpoint=BAD/nan.pt", " has NaN or infinite values; give another checkpoint"),
         ("--checkpoint=BAD/nowhere", "no such file: BAD/nowhere"),
@@ -341,7 +353,16 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
         ("--input=BAD/nowhere.h5", "nowhere.h5; give another path"),  # fixed: the remedy was one for training
         ("--input=BAD/npy", "regular file; python -m utils.volumes.import_volume makes one of the .npy files in"),
         ("--input=BAD/flat.h5", "the box has 4 cells per side, fewer than a window's 8"),
-        ("--input=BAD/scale.h5", "the config has 14; import the file again with --density_log_scale 14"),
+        (
+            "--input=BAD/scale.h5",
+            "dark-matter density is ln(value / mean density) / 10, that of the network ln(value / mean density) / 14; ",
+        ),
+        (
+            "--input=BAD/swapped.h5",
+            "swapped.h5 has the channels dark-matter density, dark-matter velocity y, dark-matter velocity x, "
+            "dark-matter velocity z; the network has dark-matter density, dark-matter velocity x, ",
+        ),
+        ("--input=BAD/other.h5", ": it lacks dark-matter density; give a file with the network's channels"),
         # Exported files take physical values, this command takes channels: the output would be nonsense.
         ("--input=BAD/km_s.h5", "km_s.h5: Nbody[1] holds physical values"),
         ("--format=nyx", "does not state cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology_Ob0, which --format"),

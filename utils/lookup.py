@@ -50,18 +50,26 @@ def build_user_class(key: str, name: str, base: type, offered: Mapping[str, Any]
     arguments = {key: value for key, value in offered.items() if key in named} | dict(options)
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in arguments:
-            remedy = "give it a default" if what == "loss" else f"set {what}.options.{option}"
+            remedy = f"set {'loss_options' if what == 'loss' else f'{what}.options'}.{option}"
             raise UserError(f"{what} {name} needs its option {option}; {remedy}{known}")
     shown = {key: value for key, value in arguments.items() if key != "params"}
     with one_line(f"cannot build {what} {name} with {shown}"):
         return kind(**arguments)
 
 
-def _find(key: str, name: str, base: type) -> Any:
-    """The class; logs from which file the module is imported, before that file runs."""
+def find_function(key: str, name: str) -> Any:
+    """The function `name`, or an instance of it if it is a class of modules; UserError if it cannot be found."""
+    found = _find(key, name)
+    with one_line(f"{key} {name}: cannot be built"):
+        return found() if isinstance(found, type) else found
+
+
+def _find(key: str, name: str, base: type | None = None) -> Any:
+    """The class, or without `base` the function; logs from which file the module is imported, before that file runs."""
+    kind = f"class derived from {base.__name__}" if base else "function"
     module_name, _, class_name = name.rpartition(".")
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{key} {name!r} is not the name of a class; write it as my_module.MyClass")
+        raise UserError(f"{key} {name!r} is not the name of a {kind.split()[0]}; write it as my_module.name")
     with _working_directory_first():
         if module_name not in sys.modules:
             if (spec := importlib.util.find_spec(module_name.partition(".")[0])) is None:
@@ -70,13 +78,15 @@ def _find(key: str, name: str, base: type) -> Any:
             log.info("%s %s from %s", key.partition(".")[0], name, file)
         with one_line(f"{key} {name}: cannot import {module_name}"):
             module = importlib.import_module(module_name)
-    kinds = {name: value for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)}
-    if class_name not in kinds:
-        fault = f"is no class derived from {base.__name__}" if hasattr(module, class_name) else "does not exist"
-        classes = [name for name, kind in kinds.items() if kind.__module__ == module_name]
-        known = f"; {module_name} has {', '.join(classes) or 'no such class'}"
+    values = {name: value for name, value in vars(module).items() if callable(value)}
+    if base:
+        values = {name: value for name, value in values.items() if isinstance(value, type) and issubclass(value, base)}
+    if class_name not in values:
+        fault = f"is no {kind}" if hasattr(module, class_name) else "does not exist"
+        classes = [name for name, value in values.items() if getattr(value, "__module__", "") == module_name]
+        known = f"; {module_name} has {', '.join(classes) or f'no such {kind.split()[0]}'}"
         raise UserError(f"{key} {name}: {class_name} {fault}{did_you_mean(class_name, classes)}{known}")
-    return kinds[class_name]
+    return values[class_name]
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 
 from analysis.inference.trained_network import TrainedNetwork
 from networks.physical import PhysicalNetwork
+from utils.config.channels import DENSITY_UNIT, Channel, check_physical_units
 from utils.errors import UserError
 from utils.files import atomic_write, to_json
 from utils.volumes.attributes import CONDITION_UNITS, DENSITY_FLOOR, FLOOR
-from utils.volumes.channels import Channel, check_physical_units
 
 METADATA = "metadata.json"
 FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong
@@ -41,7 +41,8 @@ class ExportedNetwork:
         if units == "physical":
             check_physical_units((*inputs, *targets), "give --units channel")
             floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
-            module = PhysicalNetwork(module, inputs, targets, floor).eval()
+            floors = [floor if channel.unit == DENSITY_UNIT and channel.is_log else None for channel in inputs]
+            module = PhysicalNetwork(module, inputs, targets, floors).eval()
         divisor, network = trained.config.window_multiple, trained.config.network
         conditions = {str(key): ends for key, ends in zip(network.conditions, network.condition_ranges, strict=True)}
         return cls(module, inputs, targets, divisor, floor, conditions)
@@ -138,7 +139,7 @@ class ExportedNetwork:
         if self.units == "physical":
             channels = zip(self.inputs, fields.unbind(1), strict=True)
             fields = torch.stack([channel.to_physical(values) for channel, values in channels], dim=1)
-            fields[:, 0, :2] = 0  # empty cells
+            fields[:, [channel.unit == DENSITY_UNIT for channel in self.inputs], :2] = 0  # empty cells
         arguments = [fields]
         if self.conditions:
             low, high = torch.tensor([*self.conditions.values()], dtype=torch.float32).unbind(1)

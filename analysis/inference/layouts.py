@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from analysis.inference.sliding_window import Block
+from utils.config.channels import DARK_MATTER, Channel, check_physical_units, density_place
 from utils.errors import UserError
 from utils.volumes import snapshots
-from utils.volumes.attributes import UNIVERSE
-from utils.volumes.channels import Channel, check_physical_units
+from utils.volumes.attributes import UNIVERSE, channel_attributes
 from utils.volumes.hdf5 import DATASETS, NATIVE, FieldReader
 from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE
 
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 def volume_layout(channels: Sequence[Channel], shape: tuple[int, int, int], physical: bool) -> Layout:
     """The layout of the training data: `Hydro`, and physical values next to it if `physical`."""
     names = [channel.name for channel in channels]
-    attributes = {OUTPUT: {"channels": names, "transform": [channel.formula() for channel in channels]}}
+    attributes: dict[str, dict[str, Any]] = {OUTPUT: channel_attributes(channels)}
     if physical:
         attributes[PHYSICAL] = {"channels": names, "units": [str(channel.unit) for channel in channels]}
 
@@ -64,7 +64,7 @@ def with_deviations(layout: Layout, channels: Sequence[Channel], calibration: Ma
     return Layout(identity, datasets, {**layout.attributes, **attributes}, values)
 
 
-def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader) -> Layout:
+def nyx_layout(inputs: Sequence[Channel], gas: Sequence[Channel], source: FieldReader) -> Layout:
     """The layout of Nyx's snapshots: predicted gas and the dark-matter density of the input, in physical units."""
     missing = [key for key, _ in UNIVERSE.values() if key not in source.simulation]
     if source.cell is None or missing:
@@ -73,15 +73,20 @@ def nyx_layout(dark_matter: Channel, gas: Sequence[Channel], source: FieldReader
             f"{source.path} does not state {', '.join(missing)}, which --format nyx needs; set each, in Python: "
             f"h5py.File('{source.path}', 'a').attrs['{missing[0]}'] = NUMBER"
         )
-    names = [DARK_MATTER_DENSITY, *(NYX_FIELDS[channel.name] for channel in gas)]
+    if (dark_matter := density_place(inputs, DARK_MATTER)) is None:
+        raise UserError(f"--format nyx needs {DARK_MATTER}density among the inputs, in units of the mean")
+    named = {NYX_FIELDS.get(channel.name, channel.name.replace(" ", "_")): channel for channel in gas}
+    names = [DARK_MATTER_DENSITY, *named]
 
     def values(block: Block) -> dict[str, np.ndarray]:
-        fields = (block.inputs[0].cpu().numpy(), *block.predicted.cpu().numpy())
-        channels = zip(names, (dark_matter, *gas), fields, strict=True)
+        fields = (block.inputs[dark_matter].cpu().numpy(), *block.predicted.cpu().numpy())
+        channels = zip(names, (inputs[dark_matter], *gas), fields, strict=True)
         return snapshots.nyx_datasets({name: channel.to_physical(field) for name, channel, field in channels})
 
     datasets = {f"{NATIVE}/{name}": source.shape for name in names}
     attributes = snapshots.nyx_attributes(names, source.shape, source.cell, source.simulation)
+    for name in named.keys() - NYX_FIELDS.values():
+        attributes[f"{NATIVE}/{name}"] = {"units": np.bytes_(str(named[name].unit))}
     return Layout({"format": "nyx"}, datasets, attributes, values)
 
 
@@ -89,12 +94,12 @@ def choose_layout(
     name: str, physical: bool, channels: tuple[Sequence[Channel], Sequence[Channel]], source: FieldReader
 ) -> Layout:
     """The layout of a name of FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
-    (dark_matter, *_), gas = channels
+    inputs, gas = channels
     if name == "volume":
         if physical:
-            check_physical_units(gas, "do not give --physical, or train with the transform's keys set")
+            check_physical_units(gas, "do not give --physical, or state the channels of the training files")
         return volume_layout(gas, source.shape, physical)
     if physical:
         raise UserError("--format nyx holds physical values only; remove --physical")
-    check_physical_units((dark_matter, *gas), "do not give --format nyx, or train with the transform's keys set")
-    return nyx_layout(dark_matter, gas, source)
+    check_physical_units(gas, "do not give --format nyx, or state the channels of the training files")
+    return nyx_layout(inputs, gas, source)

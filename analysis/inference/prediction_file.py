@@ -117,7 +117,6 @@ class PredictionFile:
             "precision": options.precision,
             "symmetries": options.symmetries,
             "periodic": self.source.periodic and not options.not_periodic,
-            **self.networks[0].config.transform.model_dump(exclude_none=True),
             **{f"checkpoint_{key}": _list_if_several([record[key] for record in records]) for key in stated},
             "config": to_yaml(self.networks[0].config, "trained"),
             "provenance": json.dumps(record),

@@ -17,6 +17,7 @@ from networks.norms import ghost_batch
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
+from utils.config.channels import GAS, SIDES, Channel, Side, density_place
 from utils.data import symmetry
 from utils.data.task import VOLUMES, task_of
 from utils.distributed.world import World
@@ -27,8 +28,7 @@ from utils.run.checkpoint import read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
 from utils.volumes import attributes
-from utils.volumes.channels import Channel, volume_channels
-from utils.volumes.hdf5 import FieldReader
+from utils.volumes.hdf5 import FieldReader, open_field
 from utils.volumes.input_statistics import compare
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,10 @@ class TrainedNetwork:
         record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
         if calibrated and (factor := content.get("density_factor")):
             record["density_factor"] = factor
-            _shift_first_channel(network, math.log(factor) / volume_channels(config)[1][0].scale)
+            targets = config.volume_channels[1]
+            place = density_place(targets, GAS)
+            assert place is not None  # it was measured
+            _shift_channel(network, place, math.log(factor) / targets[place].scale)
             log.info("Gas density is multiplied by %.4f, measured on the validation data (--no_calibration: 1)", factor)
         known = {key: value for key, value in content.items() if key not in ("network", "config")}
         return cls(network.to(device).eval(), config, record, known)
@@ -120,7 +123,12 @@ class TrainedNetwork:
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-        return volume_channels(self.config)
+        return self.config.volume_channels
+
+    def open_field(self, path: str, side: Side) -> FieldReader:
+        """The inputs or targets of a file; UserError if its channels are not those of the network."""
+        number = SIDES.index(side)
+        return open_field(path, self.config.dataset_names[number], side, self.channels[number], "the network")
 
     def use_of(self, path: str) -> str:
         """The use of a file in the training run, by content or path (attributes may have been added); else empty."""
@@ -133,10 +141,10 @@ class TrainedNetwork:
         return ""
 
 
-def _shift_first_channel(network: nn.Module, shift: float) -> None:
+def _shift_channel(network: nn.Module, place: int, shift: float) -> None:
     def shifted(module: nn.Module, inputs: Any, outputs: torch.Tensor) -> torch.Tensor:
-        first, others = outputs.float().tensor_split([1], dim=1)  # of [N, C, D, D, D]
-        return torch.cat([first + shift, others], dim=1)
+        before, channel, after = outputs.float().tensor_split([place, place + 1], dim=1)  # of [N, C, D, D, D]
+        return torch.cat([before, channel + shift, after], dim=1)
 
     network.register_forward_hook(shifted)
 
@@ -174,6 +182,6 @@ def build_predictor(
     )
     scalars = (attributes.conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
     predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
-    vectors = config.vector_channels.inputs, config.vector_channels.targets
+    vectors = config.vectors
     predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), vectors, world, spread)
     return SlidingWindowPredictor(predict, volume.box, grid, (inputs, outputs * (1 + spread)), batch_size, world)

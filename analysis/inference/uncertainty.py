@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
+from utils.config.channels import SIDES
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, read_json, to_json
 from utils.run.checkpoint import file_digest
-from utils.volumes.attributes import file_transform
-from utils.volumes.hdf5 import FieldReader
 from utils.volumes.values import check_sample
 
 FILE = "uncertainty.json"  # next to the weights: calibrations by networks, options and volume
@@ -48,9 +47,7 @@ def predict_part(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Means and variances of the networks' predictions of a part of a volume, and its targets, [C, x, y, z]."""
     config = networks[0].config
-    counts = config.N_in_channels, config.N_out_channels
-    source, target = (FieldReader(path, *pair) for pair in zip(config.dataset_names, counts, strict=True))
-    file_transform(config.transform, {path: source.attributes})
+    source, target = (networks[0].open_field(path, side) for side in SIDES)
     for field in (source, target):
         check_sample(path, field.name, field.values, config.allow_physical_values)
     predictor = build_predictor(networks[0], source, options, world, networks[1:], spread=True)

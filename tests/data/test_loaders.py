@@ -170,8 +170,7 @@ def test_dali_augments_without_the_operations_of_torch(paths: Paths, monkeypatch
 def test_channels_last_strides_hold_for_a_single_channel_too(tmp_path: Path, name: str) -> None:
     """A single channel has both formats in memory; PyTorch then chooses its kernels by the strides."""
     keys = same_volume(write_volume(tmp_path / "box.h5", box=8, channels=(1, 2)))
-    channels = {"N_in_channels": 1, "N_out_channels": 2, "vector_channels.inputs": [], "vector_channels.targets": []}
-    config = config_for(keys, name, box_size=[8, 8], channels_last=True, **channels)
+    config = config_for(keys, name, box_size=[8, 8], channels_last=True, N_in_channels=1, N_out_channels=2)
     with build_loaders(config) as loaders:
         for part, count in zip(next(loaders.valid.epoch(0)), (1, 2), strict=True):
             assert part.stride() == (count * 8**3, 1, count * 8**2, count * 8, count)
@@ -253,7 +252,7 @@ def test_each_rank_opens_each_file_once_before_its_first_step(
 
 @pytest.mark.parametrize("reads", ["hdf5", "npy"])
 def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_files(tmp_path: Path, reads: str) -> None:
-    """A named value that is wrong is refused; vectors that a file cannot have are no longer the default."""
+    """A named value that is wrong is refused; vectors that a file cannot have are not assumed."""
     file = write_volume(tmp_path / "volume.h5", 16, channels=(2, 7))
     keys = same_volume(file)
     if reads == "npy":
@@ -261,7 +260,7 @@ def test_box_size_and_channels_that_a_config_does_not_name_are_those_of_its_file
     volumes = Volumes.open(validate(keys, "mine"), reads)
     completed = volumes.config
     assert (completed.N_in_channels, completed.N_out_channels, completed.box_size) == (2, 7, [16, 16])
-    assert (completed.vector_channels.inputs, completed.vector_channels.targets) == ([], [[1, 2, 3]])
+    assert completed.vectors == ([], [[1, 2, 3]])
     volumes.changed(data_size=8).split("train")
     for key, value in {"N_in_channels": 4, "N_out_channels": 5, "box_size": [32, 32]}.items():
         named = Volumes.open(validate({**keys, key: value}, "mine"), reads)

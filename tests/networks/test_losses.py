@@ -17,6 +17,7 @@ def fields(*channels: float) -> torch.Tensor:
 
 OUTPUTS, TARGETS = fields(0.1, 0.2, -0.3), fields(0.0, 0.4, 0.3)  # channels differ by 0.1, 0.2 and 0.6
 DENSITY = 0.5 * (math.exp(1.4) - 1.0)
+SECOND_DENSITY = 0.5 * (math.exp(4.0 * 0.4) - math.exp(4.0 * 0.2))
 # The loss of each channel, by hand. Huber's is quadratic up to 0.1 and linear beyond.
 CELLWISE = {"l1": (0.1, 0.2, 0.6), "mse": (0.01, 0.04, 0.36), "huber": (0.005, 0.015, 0.055)}
 OF_FIELDS = [name for name, kind in LOSSES.items() if kind.targets == "volumes"]
@@ -30,13 +31,14 @@ OF_FIELDS = [name for name, kind in LOSSES.items() if kind.targets == "volumes"]
         ({"lambda_rho": 0.5, "density_log_scale": 14.0}, (1, 1, 1), DENSITY),
         ({"weights": [2.0, 1.0, 3.0], "lambda_rho": 0.5, "density_log_scale": 14.0}, (1, 0.5, 1.5), DENSITY),
         ({"weights": [0.3, 0.3, 0.3]}, (1, 1, 1), 0),
+        ({"lambda_rho": 0.5, "density_log_scale": 4.0, "density_channel": 1}, (1, 1, 1), SECOND_DENSITY),
     ],
     ids=str,
 )
 def test_losses_of_fields_with_density_term_and_channel_weights(
     name: str, options: dict[str, Any], weights: tuple[float, ...], density: float
 ) -> None:
-    """The density term uses channel 0 only, without the logarithm; weights are normalized to mean 1."""
+    """The density term uses one channel, without the logarithm; weights are normalized to mean 1."""
     loss = build_loss(name, **options)
     expected = sum(weight * cell for weight, cell in zip(weights, CELLWISE[name], strict=True)) / 3 + density
     assert float(loss(OUTPUTS, TARGETS)) == pytest.approx(expected, rel=1e-6)
@@ -70,9 +72,17 @@ def test_the_spectral_term_compares_amplitudes_regardless_of_phase_in_training_m
     ("name", "options", "message"),
     [
         ("l1", {"targets": "classes"}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
-        ("cross_entropy", {"targets": "classes", "lambda_rho": 0.5}, "has no lambda_rho or .*; remove them"),
+        (
+            "cross_entropy",
+            {"targets": "classes", "lambda_rho": 0.5},
+            "has no lambda_rho; remove lambda_rho, channel_weights or loss_options",
+        ),
         ("cross_entropy", {}, f"loss cross_entropy cannot be used with volumes; use {' or '.join(OF_FIELDS)}$"),
-        ("l1", {"lambda_rho": 0.5}, "^lambda_rho needs transform.density_log_scale; set it, or set lambda_rho to 0"),
+        (
+            "l1",
+            {"lambda_rho": 0.5},
+            "^lambda_rho needs the logarithm of a gas density as a target; set lambda_rho to 0",
+        ),
     ],
 )
 def test_a_loss_refuses_samples_and_options_of_others(name: str, options: dict[str, Any], message: str) -> None:

@@ -3,11 +3,13 @@
 config test with network.width 1, 16 samples per epoch, start_lr 0.1, shape constant, and retired keys; after one epoch.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
+import torch
 from empty_pictures import draw_nothing
 from trainings import YAML, directory, last
 
@@ -16,9 +18,13 @@ import export
 import predict
 import train
 from analysis.evaluation import report, results
+from analysis.inference.trained_network import TrainedNetwork
+from utils import config as configs
 from utils.config import retired
+from utils.config.channels import TRANSFORM, known_channels
 from utils.config.retired import RETIRED, RetiredKey
 from utils.errors import UserError
+from utils.run.checkpoint import WEIGHTS
 
 STORED = Path(__file__).with_name("checkpoints")
 COMMITS = ["1b3d3556", "33ad6d92"]
@@ -98,3 +104,36 @@ def test_retired_keys_of_a_checkpoint_become_present_ones_or_are_refused(monkeyp
         "run was trained with doubled True (twice the layers): there are no such layers; "
         "use the version that trained it"
     )
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_the_channels_of_checkpoints_of_earlier_versions_have_the_same_physical_values(commit: str) -> None:
+    """Bit for bit those of the transform that they state."""
+    stored = torch.load(STORED / commit / WEIGHTS, weights_only=True)["config"]["transform"]
+    trained = TrainedNetwork.load(STORED / commit, torch.device("cpu"))
+    density, velocity, center, scale = (stored[name] for name in TRANSFORM)
+    ten, values = math.log(10.0), torch.linspace(-1.5, 1.5, 301)
+    physical = [(density * values).exp(), *[velocity * values] * 3, (values * (scale * ten) + center * ten).exp()]
+    for channels, expected in zip(trained.channels, (physical[:4], physical), strict=True):
+        for channel, wanted in zip(channels, expected, strict=True):
+            assert torch.equal(channel.to_physical(values), wanted), channel
+    assert trained.config.vectors == ([[1, 2, 3]], [[1, 2, 3]])
+
+
+@pytest.mark.parametrize("vectors", [[[1, 2, 3]], [[2, 3, 1]], [[3, 2, 1]], [], None, [[1, 2, 3], [4, 0, 5]]], ids=str)
+@pytest.mark.parametrize("transform", [{}, {"velocity_scale_km_s": 500.0, "temperature_log10_scale": None}], ids=str)
+def test_stored_transforms_and_vectors_become_channels(vectors: Any, transform: dict[str, float | None]) -> None:
+    """Other vectors than the published ones had no names; they still are vectors of the same channels."""
+    count = 6 if vectors and len(vectors) > 1 else 5
+    stored = {"inputs": [] if vectors is None else vectors[:1], "targets": vectors}
+    config = {"N_in_channels": 4, "N_out_channels": count, "seed": 3, "transform": {**TRANSFORM, **transform}}
+    updated = retired.update({**config, "vector_channels": stored}, "run")
+    assert updated.keys() == {"N_in_channels", "N_out_channels", "seed", "channels"}
+    config = configs.validate(updated, "run")
+    changed = {**TRANSFORM, **transform}
+    expected = [known_channels("inputs", 4, changed, stored["inputs"])]
+    expected.append(known_channels("targets", count, changed, vectors))
+    assert [config.channels.inputs, config.channels.targets] == expected
+    assert config.vectors == (stored["inputs"], [[1, 2, 3]] if vectors is None else sorted(vectors, reverse=True))
+    is_known = vectors in (None, [[1, 2, 3]])
+    assert [channel.unit for channel in expected[1]].count("km/s") == (3 if is_known else 0)

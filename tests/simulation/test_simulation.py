@@ -25,10 +25,10 @@ from analysis.slabs import Slabs
 from simulation import channels, evolution, fourier, gravity, linear_theory, particle_mesh, simulate
 from simulation.cooling import PrimordialGas
 from simulation.simulate import SimulationOptions
-from utils.config.sections import TransformConfig
+from utils.config.channels import known_channels
 from utils.progress import Progress
 from utils.volumes import import_volume
-from utils.volumes.channels import input_channels, target_channels
+from utils.volumes.hdf5 import DATASETS, open_volume
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]
@@ -244,8 +244,8 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(tmp_pa
             assert file[name].id.get_offset() is not None, "contiguous: can be mapped into memory"
             np.testing.assert_array_equal(file[name][:], values)
         assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
-        result = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
-    assert result == [4, 8.0, "planck18", channels.TRANSFORM["velocity_scale_km_s"]]
+        assert [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology")] == [4, 8.0, "planck18"]
+    assert open_volume(path).channels == channels.CHANNELS
 
 
 def test_a_pair_has_the_linear_power_in_each_mode_and_initial_fields_that_sum_to_zero(tmp_path: Path) -> None:
@@ -272,8 +272,9 @@ def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(t
     snapshot, volume = tmp_path / "snapshot.h5", tmp_path / "box.h5"
     assert simulate.main(command(snapshot, "--seed", "4", "--format", "nyx")) == 0
     import_volume.main(["--input", str(snapshot), "--output", str(volume)])
-    options, transform = SimulationOptions(grid=8, n_steps=1, seed=4), TransformConfig()
-    described = {"Nbody": input_channels(4, transform), "Hydro": target_channels(5, transform)}
+    options = SimulationOptions(grid=8, n_steps=1, seed=4)
+    described = dict(zip(DATASETS, open_volume(volume).channels, strict=True))
+    assert [*described.values()] == [known_channels("inputs", 4), known_channels("targets", 5)]
     with h5py.File(volume) as file:
         for (name, kinds), expected in zip(described.items(), simulate.simulate_fields(options), strict=True):
             result = [channel.to_physical(values) for channel, values in zip(kinds, file[name], strict=True)]

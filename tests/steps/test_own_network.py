@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 import torch
 from small_steps import world_on
 from torch import nn
-from trainings import YAML
+from trainings import YAML, last, metrics
 
 import networks
 import train
@@ -97,8 +99,16 @@ class Descent(torch.optim.SGD):
     def __init__(self, params, lr, speed):
         super().__init__(params, speed * lr)
 
-def function():
-    pass
+class Largest(nn.Module):
+    def __init__(self, power=1):
+        super().__init__()
+        self.power = power
+
+    def forward(self, outputs, targets):
+        return (outputs - targets).abs().amax() ** self.power
+
+def function(outputs, targets):
+    return (targets - targets.flip(1)).square().mean()
 """
 
 
@@ -129,7 +139,7 @@ def network(name: str, keys: dict[str, Any] | None = None, **options: Any) -> nn
         ("nowhere_net.Net", {}, "no module nowhere_net in TMP; correct the name"),
         ("broken_net.Net", {}, "cannot import broken_net: SyntaxError: "),
         ("exits_net.Net", {}, "cannot import exits_net: SystemExit: 3 (TMP/exits_net.py, line 1)"),
-        ("../own_net.Net", {}, "'../own_net.Net' is not the name of a class; write it as my_module.MyClass"),
+        ("../own_net.Net", {}, "'../own_net.Net' is not the name of a class; write it as my_module.name"),
         ("own_net.Layers", {"kind": "frozen"}, "own_net.Layers has no parameter to train; make layers attributes"),
         ("own_net.Layers", {"kind": "complex"}, "parameter phase is complex, which optimizers do not support; store"),
         ("unet", {"dept": 2}, "network unet has no option dept; remove it"),
@@ -245,13 +255,41 @@ def test_a_loss_and_an_optimizer_of_a_user(data_flags: list[str], capsys) -> Non
     assert float(build.loss(config)(torch.ones(1, 5), torch.zeros(1, 5))) == 2.5
 
 
+def test_functions_and_modules_of_a_user_are_metrics(data_flags: list[str], tmp_path: Path) -> None:
+    """Their means over the validation samples are logged; the density is calibrated along with them."""
+    flags = ["loss=own_net.Loss", "loss_options.lambda_rho=1.5", "metrics=[own_net.function, own_net.Largest]"]
+    trained("network.name=unet", *flags, *(flag.removeprefix("--set=") for flag in data_flags))
+    run = tmp_path / "runs" / "test" / "1ranks" / "00"
+    found = [record for record in metrics(run) if "Loss/valid" in record][-1]
+    (path,) = (flag.partition("=")[2].partition("=")[2] for flag in data_flags if "val_path" in flag)
+    with h5py.File(path) as file:
+        variance = np.square(file["Hydro"][:] - file["Hydro"][:][::-1]).mean()
+    assert found["Own net.function/valid"] == pytest.approx(variance, rel=0.2), "of some crops, not of all cells"
+    assert 0 < found["Loss/valid"] / 3.5 < found["Own net.largest/valid"]
+    assert last(run).state.density_factor > 0
+
+
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
         ({"loss": "own_net.CellLoss"}, "loss own_net.CellLoss returns no scalar that depends on the network's outputs"),
         ({"loss": "own_net.TrainedLoss"}, "loss own_net.TrainedLoss has parameters, which no optimizer trains; move"),
         ({"loss": "own_net.Loss", "channel_weights": [1, 2, 2, 2, 1]}, "has no option weights; known: lambda_rho"),
-        ({"loss": "own_net.Conditioned"}, "loss own_net.Conditioned needs its option in_channels; give it a default"),
+        (
+            {"loss": "own_net.Loss", "loss_options": {"lambda_rh": 1}},
+            "has no option lambda_rh; did you mean lambda_rho?",
+        ),
+        (
+            {"loss": "huber", "loss_options": {"delta": 0.2}},
+            "loss huber has no delta; remove lambda_rho, channel_weigh",
+        ),
+        ({"metrics": ["own_net.functio"]}, "metrics own_net.functio: functio does not exist; did you mean function?"),
+        ({"metrics": ["own_net.Net"]}, "metrics own_net.Net: cannot be built: TypeError: "),
+        ({"metrics": ["own_net.SOURCE"]}, "SOURCE does not exist"),
+        (
+            {"loss": "own_net.Conditioned"},
+            "loss own_net.Conditioned needs its option in_channels; set loss_options.in_channels",
+        ),
         ({"optimizer.name": "own_net.Descent"}, "optimizer own_net.Descent needs its option speed; set optimizer.opt"),
         ({"optimizer.name": "own_net.Loss"}, "optimizer.name own_net.Loss: Loss is no class derived from Optimizer; "),
         ({"optimizer.name": "adamm"}, "lamb, soap; did you mean adam?; a class of your own is named my_module.MyOpt"),

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from networks.losses import mean_densities
 from utils.data.loaders import Batch
+from utils.data.task import MEAN_DENSITIES
 from utils.distributed.world import World
 from utils.training.metrics import LossRecorder, StepRecord, StepTimer, Validation, WeightedMean
 from utils.training.noise_scale import SMOOTHING, NoiseScale
@@ -51,15 +52,17 @@ def test_the_calibration_of_a_density_that_is_five_percent_low_is_its_inverse() 
     """Each volume counts equally, and cells at the faces not at all; without density or finite outputs it is None."""
     targets = torch.rand(3, 5, 6, 6, 6)
     outputs = targets.clone()
-    outputs[:, 0] += math.log(0.95) / 14
-    outputs[:, 0, 0] = INF
-    values = {name: [0.1, 0.5, *(float(mean(outputs, targets)) for mean in mean_densities(14.0))] for name in "ab"}
-    validation = Validation.of(values, ["accuracy"], 1.0)
+    outputs[:, 2] += math.log(0.95) / 14
+    outputs[:, 2, 0] = INF
+    densities = mean_densities(2, 14.0)
+    values = {name: [0.1, 0.5, *(float(mean(outputs, targets)) for mean in densities.values())] for name in "ab"}
+    validation = Validation.of(values, ["accuracy", *densities], 1.0)
     assert validation.metrics == {"accuracy": 0.5}
     assert validation.density_factor == pytest.approx(1 / 0.95, rel=1e-5)
     # Fixed: of targets in other units it was infinite, and predictions were multiplied by it.
-    for unusable in ([], [1.0, INF], [1.0, NAN], [1.0, 0.0], [INF, 1.0], [5e7, 1.0], [INF, INF]):
-        assert Validation.of({"a": [0.1, *unusable]}, [], 1.0).density_factor is None
+    for unusable in ([1.0, INF], [1.0, NAN], [1.0, 0.0], [INF, 1.0], [5e7, 1.0], [INF, INF]):
+        assert Validation.of({"a": [0.1, *unusable]}, MEAN_DENSITIES, 1.0).density_factor is None
+    assert Validation.of({"a": [0.1]}, [], 1.0).density_factor is None
 
 
 def times_of_rank(world: World) -> tuple[float, int, str]:

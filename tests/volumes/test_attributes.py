@@ -1,7 +1,8 @@
-"""The transform of a run is that of its files, unless the config sets it; files that contradict it are refused."""
+"""The channels of a run are those that its files state; files that contradict each other are refused."""
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +14,152 @@ from nyx_files import DARK_MATTER, physical_fields, write_nyx
 from trainings import YAML
 from volume_files import write_volume
 
-from simulation import channels as simulated
 from utils import config as configs
-from utils.config.sections import TransformConfig
+from utils.config.channels import TRANSFORM, Channel, known_channels
 from utils.errors import UserError
 from utils.log import warn_once
 from utils.steps import build
-from utils.volumes.attributes import common_simulation, file_transform
-from utils.volumes.hdf5 import FieldReader
+from utils.volumes.attributes import channel_attributes, common_simulation, file_channels, resolve_channels
+from utils.volumes.hdf5 import FieldReader, open_volume
 from utils.volumes.opened import Volumes
 
-DEFAULT = TransformConfig()
 OTHER = {"velocity_scale_km_s": 500.0, "temperature_log10_center": 4.0}
-SIMULATED = simulated.ATTRIBUTES
+SIMULATED = {"density_log_scale": 14.0, "velocity_scale_km_s": 1000.0}
+PUBLISHED = known_channels("targets", 5)
+CHANNELS = [
+    Channel("wind z", "m/s", 0.3, component="wind z"),
+    Channel("pressure", "K/cm3", 2.25, -1.5, is_log=True),
+    Channel("ionization", "1", 0.7, 0.1),
+    Channel("a, b / c", None, 3.0),
+    Channel("wind x", "m/s", 0.3, component="wind x"),
+    Channel("the middle", "m/s", 0.3, component="wind y"),
+]
 
 
-def from_files(*files: dict[str, Any], **keys: float | None) -> TransformConfig:
-    config = TransformConfig.model_validate(keys)
-    return file_transform(config, {f"{name}.h5": attributes for name, attributes in zip("ab", files, strict=False)})
+def of(**transform: float | None) -> list[Channel]:
+    """The published targets with other values of the transform."""
+    return known_channels("targets", 5, {**TRANSFORM, **transform})
 
 
-def test_attributes_win_over_the_defaults_and_must_agree_with_the_keys_that_the_config_sets() -> None:
-    """Even with one that is set to its default. None, for unknown channels, agrees with every file."""
-    assert from_files(SIMULATED, SIMULATED).model_dump() == {name: SIMULATED[name] for name in DEFAULT.model_dump()}
-    assert from_files(OTHER).model_dump() == {**DEFAULT.model_dump(), **OTHER}, "each key on its own"
-    assert from_files(OTHER, {"redshift": 2.0}) == from_files({}, OTHER) == from_files(OTHER)
-    assert from_files() == from_files({"redshift": 2.0}) == DEFAULT
-    assert from_files({}, density_log_scale=10.0) == TransformConfig(density_log_scale=10.0)
-    rounded = {**OTHER, "velocity_scale_km_s": 500.0001}
-    assert from_files(OTHER, velocity_scale_km_s=500.0001) == TransformConfig(**rounded)
-    unknown = from_files(OTHER, velocity_scale_km_s=None)
-    assert (unknown.velocity_scale_km_s, unknown.temperature_log10_center) == (None, 4.0)
+def from_files(*files: dict[str, Any], given: Sequence[Channel] = ()) -> list[Channel]:
+    """The targets of files with these attributes, and no names of channels."""
+    stated = {f"{name}.h5": file_channels("targets", 5, part, None) for name, part in zip("ab", files, strict=False)}
+    return resolve_channels("targets", 5, given, stated)
+
+
+def named_file(path: Path, inputs: Sequence[Channel] = (), targets: Sequence[Channel] = (), **changes: Any) -> str:
+    """A volume that names these channels, if any; changes of the attributes of its targets, None: removed."""
+    write_volume(path, channels=(len(inputs) or 4, len(targets) or 5))
+    with h5py.File(path, "r+") as file:
+        for name, channels in (("Nbody", inputs), ("Hydro", targets)):
+            file[name].attrs.update(channel_attributes(channels) if channels else {})
+        for name, value in changes.items():
+            del file["Hydro"].attrs[name]
+            if value is not None:
+                file["Hydro"].attrs[name] = value
+    return str(path)
+
+
+def warnings_of(caplog: Any) -> list[str]:
+    """The warnings since the last call; each is logged again."""
+    warn_once.cache_clear()
+    texts = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return texts
+
+
+def test_a_file_states_all_that_its_channels_are(tmp_path: Path) -> None:
+    volume = open_volume(named_file(tmp_path / "a.h5", CHANNELS, CHANNELS[::-1]))
+    assert volume.channels == (CHANNELS, CHANNELS[::-1])
+    assert open_volume(write_volume(tmp_path / "b.h5")).channels == (None, None)
+    # Of a program in C, and of one that writes only what it knows.
+    texts = {"channels": np.array([channel.name.encode() for channel in CHANNELS]), "is_log": [0, 1, 0, 0, 0, 0]}
+    texts |= {"unit": np.array([b"m/s", b"K/cm3", b"1", b"", b"m/s", b"m/s"]), "transform": None}
+    assert open_volume(named_file(tmp_path / "c.h5", CHANNELS, CHANNELS, **texts)).channels[1] == CHANNELS
+    few = dict.fromkeys(("unit", "component", "center", "is_log"))
+    expected = [Channel(channel.name, scale=channel.scale) for channel in CHANNELS]
+    assert open_volume(named_file(tmp_path / "d.h5", CHANNELS, CHANNELS, **few)).channels[1] == expected
 
 
 @pytest.mark.parametrize(
-    ("files", "keys", "says"),
+    ("changes", "says"),
     [
-        ([OTHER], {"velocity_scale_km_s": 900.0}, r"a\.h5 .* velocity_scale_km_s 500, the config has 900; "),
-        ([OTHER, SIMULATED], {}, r"b\.h5 were computed with velocity_scale_km_s 1000, those of a\.h5 with 500; "),
-        ([{"velocity_scale_km_s": "fast"}], {}, r"attributes of a\.h5: velocity_scale_km_s .*fast"),
+        ({"scale": [1.0] * 4}, "Hydro has 5 channels, but 4 values in attribute scale; correct it"),
+        ({"center": [1.0] * 6}, "Hydro has 5 channels, but 6 values in attribute center; correct it"),
+        ({"scale": h5py.Empty("f8")}, "Hydro has 5 channels, but 0 values in attribute scale; correct it"),
+        ({"scale": [1.0, 0.0, 1.0, 1.0, 1.0]}, "attributes of .*a.h5: Hydro: .*scale must be greater than 0, got 0.0"),
+        ({"scale": [math.nan] * 5}, "attributes of .*a.h5: Hydro: .*scale must be a finite number, got nan"),
+        ({"channels": ["a", "b", "c", "a", "d"]}, "two channels have the name a; rename one"),
+        ({"component": ["", "v x", "", "v z", ""]}, "the vector v has no component y; add it, or make all scalars"),
+        ({"component": ["", "v x", "v y", "v z", "v z"]}, "two channels are the component v z; correct one"),
+        ({"component": ["", "v1", "v2", "v3", ""]}, "component must match .*, got 'v1'"),
     ],
 )
-def test_files_that_contradict_the_config_or_each_other_are_refused(files: Any, keys: Any, says: str) -> None:
+def test_damaged_attributes_of_channels_are_one_line(tmp_path: Path, changes: Any, says: str) -> None:
+    path = named_file(tmp_path / "a.h5", targets=PUBLISHED, **changes)
+    with pytest.raises(UserError, match=says) as refused:
+        open_volume(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_transforms_of_files_win_over_the_config_with_one_warning(caplog: Any) -> None:
+    """Values may be rounded. Without a statement the config's channels hold, else the published ones."""
+    assert from_files() == from_files({"redshift": 2.0}) == PUBLISHED
+    assert from_files(OTHER) == from_files(OTHER, {"redshift": 2.0}) == from_files({}, OTHER) == of(**OTHER)
+    assert from_files({}, given=of(density_log_scale=10.0)) == of(density_log_scale=10.0)
+    warnings_of(caplog)
+    assert from_files(SIMULATED, SIMULATED, given=PUBLISHED) == of(**SIMULATED)
+    (warning,) = warnings_of(caplog)
+    difference = "gas velocity x value / (1000 km/s) instead of value / (900 km/s)"
+    assert warning == f"a.h5 has other channels than the config, and overrides it: {difference}"
+    rounded = of(velocity_scale_km_s=500.001, temperature_log10_center=4.0)
+    assert from_files(OTHER, given=rounded) == of(**OTHER)
+    assert from_files(OTHER, given=of(velocity_scale_km_s=None, temperature_log10_center=4.0)) == of(**OTHER)
+    assert warnings_of(caplog) == [], "an unknown transform contradicts none"
+
+
+def test_files_with_other_transforms_are_refused() -> None:
+    says = (
+        r"^b\.h5 and a\.h5 have different channels: gas velocity x value / \(1000 km/s\) instead of .* / \(500 km/s\)"
+    )
     with pytest.raises(UserError, match=says):
-        from_files(*files, **keys)
+        from_files(OTHER, SIMULATED, given=PUBLISHED)
+    near = {"velocity_scale_km_s": 500.0001}
+    assert from_files(OTHER, OTHER | near) == of(**OTHER)
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        ([*CHANNELS[1::-1], *CHANNELS[2:]], "instead of NAMES"),
+        ([*CHANNELS[:3], *CHANNELS[4:]], "without a, b / c"),
+        ([*CHANNELS, Channel("more")], "instead of NAMES"),
+    ],
+    ids=["swapped", "missing", "one more"],
+)
+def test_files_with_other_channels_are_refused_with_the_names(tmp_path: Path, targets: Any, says: str) -> None:
+    first, second = tmp_path / "a.h5", tmp_path / "b.h5"
+    named_file(first, targets=CHANNELS)
+    named_file(second, targets=targets)
+    with pytest.raises(UserError) as refused:
+        Volumes.open(configs.validate({"train_path": str(first), "val_path": str(second)}, "c"), "hdf5")
+    both = [", ".join(channel.name for channel in channels) for channels in (targets, CHANNELS)]
+    difference = f"{both[0]} {says.replace('NAMES', both[1])}"
+    assert str(refused.value) == f"{second} and {first} have different channels: {difference}; give files with the same"
+
+
+def test_a_run_has_the_channels_that_its_files_name(tmp_path: Path, caplog: Any) -> None:
+    """In place of other ones in the config, with one warning: numbers of channels, vectors and units."""
+    path = named_file(tmp_path / "a.h5", CHANNELS, CHANNELS[:4:-1] + CHANNELS[:5])
+    other = {"inputs": [{"name": "mass"}, *({"name": f"v {axis}", "component": f"v {axis}"} for axis in "xyz")]}
+    for named in ({}, {"channels": other}, {"N_in_channels": 4, "N_out_channels": 5}):
+        config = Volumes.open(configs.validate({"train_path": path, "val_path": path, **named}, "c"), "hdf5").config
+        assert config.channels.inputs == [*config.volume_channels[0]] == CHANNELS
+        assert (config.N_in_channels, config.N_out_channels) == (6, 6)
+        assert config.vectors == ([[4, 5, 0]], [[5, 0, 1]])
+        names = ", ".join(channel.name for channel in CHANNELS)
+        says = f"{path} has other channels than the config, and overrides it: {names} without mass, v x, v y, v z"
+        assert warnings_of(caplog) == ([says] if "channels" in named else [])
 
 
 def test_a_training_on_several_simulations_has_what_they_share() -> None:
@@ -65,19 +168,19 @@ def test_a_training_on_several_simulations_has_what_they_share() -> None:
     assert common_simulation([first, second]) == {"cosmology": "planck18", "cosmology_H0": 67.7}
 
 
-def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_both_values(caplog: Any) -> None:
+def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_it(caplog: Any) -> None:
     """Fixed: a checkpoint of other transforms predicted such a file silently."""
-    for files, keys, path in (([{}], OTHER, "a.h5"), ([OTHER, {}], {}, "b.h5")):
-        caplog.clear()
-        warn_once.cache_clear()
-        from_files(*files, **keys)
-        (warning,) = (record.getMessage() for record in caplog.records)
-        assert warning.startswith(f"{path} does not state its transforms")
-        assert "velocity_scale_km_s 500 (published data: 900), temperature_log10_center 4 (" in warning
-    caplog.clear()
-    from_files({}, OTHER | DEFAULT.model_dump())
-    from_files({}, density_log_scale=None)
-    assert not caplog.records
+    text = "does not state its channels; those of config, checkpoint or other files hold"
+    for files, given, path in (([{}], of(**OTHER), "a.h5"), ([OTHER, {}], [], "b.h5")):
+        warnings_of(caplog)
+        from_files(*files, given=given)
+        (warning,) = warnings_of(caplog)
+        assert warning.startswith(f"{path} {text}: gas velocity x value / (500 km/s); gas velocity y ")
+        assert "temperature (log10(value / K) - 4) / 3.4" in warning
+        assert "density" not in warning
+    from_files({}, TRANSFORM)
+    from_files({}, given=of(density_log_scale=None))
+    assert warnings_of(caplog) == []
 
 
 @pytest.mark.parametrize(
@@ -101,6 +204,8 @@ def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_both_values(c
         ("cosmology_H0", "67.7", 67.7),
         ("density_log_scale", [14.0, 14.0], 14.0),
         ("density_log_scale", h5py.Empty("f8"), "expected a number"),
+        ("velocity_scale_km_s", "fast", "expected a number above 0"),
+        ("velocity_scale_km_s", 0.0, "expected a number above 0"),
     ],
 )
 def test_attributes_of_other_types_are_read_or_refused(tmp_path: Path, name: str, value: Any, expected: Any) -> None:
@@ -130,12 +235,14 @@ def test_lengths_of_sides_are_compared_with_the_cells_along_each_axis(tmp_path: 
 
 
 def test_the_density_term_of_the_loss_has_the_density_log_scale_of_the_files(tmp_path: Path) -> None:
-    """Fixed: it had 14, that of the published data set."""
-    path = str(write_volume(tmp_path / "a.h5", density_log_scale=10.0))
-    config = configs.load(YAML, "test", {"train_path": path, "val_path": path, "lambda_rho": 0.5})
-    fields = torch.full((1, 5, 2, 2, 2), 0.1)
-    loss = build.loss(Volumes.open(config, "hdf5").config)(fields, 0 * fields)
-    assert float(loss) == pytest.approx(0.1 + 0.5 * math.expm1(1.0))
+    """Fixed: it had 14, that of the published data set. The density may be any of the channels."""
+    reversed_file = named_file(tmp_path / "b.h5", targets=of(density_log_scale=10.0)[::-1])
+    for path, place in ((str(write_volume(tmp_path / "a.h5", density_log_scale=10.0)), 0), (reversed_file, 4)):
+        config = configs.load(YAML, "test", {"train_path": path, "val_path": path, "lambda_rho": 0.5})
+        fields = torch.zeros(1, 5, 2, 2, 2)
+        fields[:, place] = 0.1
+        loss = build.loss(Volumes.open(config, "hdf5").config)(fields, 0 * fields)
+        assert float(loss) == pytest.approx(0.02 + 0.5 * math.expm1(1.0))
 
 
 def test_a_training_has_the_transform_of_its_files(tmp_path: Path) -> None:
@@ -143,7 +250,8 @@ def test_a_training_has_the_transform_of_its_files(tmp_path: Path) -> None:
     files = {key: str(write_volume(tmp_path / f"{key}.h5", **OTHER)) for key in ("train_path", "val_path")}
     config = configs.load(YAML, "test", files)
     transformed = Volumes.open(config, "hdf5").config
-    assert transformed == config.model_copy(update={"transform": TransformConfig(**OTHER)})
+    assert transformed.volume_channels[1] == (*of(**OTHER),)
+    assert transformed == config.model_copy(update={"channels": transformed.channels})
     (tmp_path / "config.yaml").write_text(configs.to_yaml(transformed, "test"))
     repeated = configs.load(str(tmp_path / "config.yaml"), "test")
     assert configs.run_changes(Volumes.open(repeated, "hdf5").config, transformed) == []

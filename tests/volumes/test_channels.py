@@ -1,5 +1,6 @@
 """Conversion between channel values and physical values agrees with that of the published data."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.config.sections import TransformConfig
-from utils.volumes.channels import VELOCITY, common_channels, input_channels, target_channels
+from utils.config.channels import TRANSFORM, Channel, copied_channels, known_channels
 from utils.volumes.hdf5 import open_volume
 from utils.volumes.values import check_all
 
-DEFAULT = TransformConfig()
-DARK, GAS = input_channels(4, DEFAULT), target_channels(5, DEFAULT)
-UNKNOWN = TransformConfig(density_log_scale=None, velocity_scale_km_s=None, temperature_log10_scale=None)
+DARK, GAS = known_channels("inputs", 4), known_channels("targets", 5)
+UNKNOWN = {**TRANSFORM, "density_log_scale": None, "velocity_scale_km_s": None, "temperature_log10_scale": None}
 
 
 def test_the_defaults_are_the_transforms_of_the_published_data() -> None:
@@ -24,26 +23,51 @@ def test_the_defaults_are_the_transforms_of_the_published_data() -> None:
     for channel, values in zip((*DARK, *GAS), (*physical[:4], *physical), strict=True):
         np.testing.assert_allclose(channel.to_physical(x), values, rtol=1e-13)
         np.testing.assert_allclose(channel.from_physical(values.copy()), x, rtol=1e-13, atol=1e-14)
-    log10 = (np.log10(physical[4]) - DEFAULT.temperature_log10_center) / DEFAULT.temperature_log10_scale
+    log10 = (np.log10(physical[4]) - TRANSFORM["temperature_log10_center"]) / TRANSFORM["temperature_log10_scale"]
     np.testing.assert_allclose(log10, x, rtol=1e-13, atol=1e-14)
 
 
+def test_the_formula_is_that_of_from_physical() -> None:
+    """It is what readers of a file see, in the notation of numpy but for ln."""
+    values = np.array([3.0, 40.0, 5e3])
+    names = {"log10": np.log10, "ln": np.log, "value": values, "K": 1}
+    for transform in ({"scale": 7.0}, {"scale": 250.0, "center": 1e3}):
+        for is_log in (False, True):
+            channel = Channel("a", "K", is_log=is_log, **transform)
+            formula = re.sub(r"(\d) K", r"\1", channel.formula())
+            np.testing.assert_allclose(eval(formula, names), channel.from_physical(values.copy()), rtol=1e-8)
+
+
 def test_channels_without_a_known_transform_have_names_only() -> None:
-    """Of other numbers, without the vectors of a velocity or with those of another one, or with scales None."""
-    for channels in (input_channels(3, DEFAULT), input_channels(1, DEFAULT), target_channels(5, DEFAULT, [[2, 3, 4]])):
+    """Of other numbers, with the vectors of another dataset or without those of a velocity, or with scales None."""
+    unknown = [known_channels("inputs", 3), known_channels("targets", 6), known_channels("inputs", 4, vectors=[])]
+    unknown.append(known_channels("targets", 5, vectors=[[2, 3, 4]]))
+    for channels in unknown:
         assert [channel.name for channel in channels] == [f"channel {number}" for number in range(len(channels))]
-    for channel in (*input_channels(3, DEFAULT), *input_channels(4, UNKNOWN), *target_channels(5, UNKNOWN)):
+    assert [channel.component for channel in unknown[-1]] == [None, None, *(f"vector 0 {axis}" for axis in "xyz")]
+    named = *known_channels("inputs", 4, UNKNOWN), *known_channels("targets", 5, UNKNOWN)
+    assert [channel.name for channel in named] == [channel.name for channel in (*DARK, *GAS)]
+    for channel in (*itertools.chain(*unknown), *named):
         assert (channel.unit, channel.formula()) == (None, "unknown")
-    partly = target_channels(5, TransformConfig(density_log_scale=None))
+    partly = known_channels("targets", 5, {**TRANSFORM, "density_log_scale": None})
     assert [channel.unit is None for channel in partly] == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize(("inputs", "targets", "common"), [(4, 5, 4), (1, 5, 1), (4, 2, 1), (3, 5, 3)])
-def test_inputs_are_compared_with_the_targets_of_the_same_quantity(inputs: int, targets: int, common: int) -> None:
-    """A fixed bug: the baseline that copies the inputs took a velocity for a temperature if targets had no velocity."""
-    vectors = [VELOCITY if count >= 3 else () for count in (inputs, targets)]
-    dark = input_channels(inputs, DEFAULT, vectors[0])
-    assert common_channels(dark, target_channels(targets, DEFAULT, vectors[1])) == common
+@pytest.mark.parametrize(
+    ("inputs", "targets", "copied"),
+    [
+        (DARK, GAS, {0: 0, 1: 1, 2: 2, 3: 3}),
+        (DARK[:1], GAS, {0: 0}),
+        (DARK, [GAS[0], GAS[4]], {0: 0}),
+        (known_channels("inputs", 3), GAS, {0: 0, 1: 1, 2: 2}),
+        (DARK[::-1], GAS, {0: 3, 1: 2, 2: 1, 3: 0}),
+        (DARK, [GAS[4], GAS[0], Channel("metallicity")], {1: 0}),
+    ],
+    ids=str,
+)
+def test_inputs_are_compared_with_the_targets_of_the_same_quantity(inputs: Any, targets: Any, copied: Any) -> None:
+    """Fixed: the baseline that copies the inputs took a velocity for a temperature if targets had no velocity."""
+    assert copied_channels(inputs, targets) == copied
 
 
 def test_the_documentation_writes_files_whose_channels_are_those_of_the_defaults(tmp_path: Path) -> None:

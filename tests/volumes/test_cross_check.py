@@ -16,11 +16,8 @@ import evaluate
 import predict
 import train
 from benchmarks import cross_check as study
-from utils.config.sections import TransformConfig
 from utils.distributed.world import World
 from utils.volumes import cross_check, import_volume
-from utils.volumes.attributes import file_transform
-from utils.volumes.channels import input_channels, target_channels
 from utils.volumes.cross_check import BOUNDS, DENSITIES, FACES, GROWTH, MEANS, SLOPE
 from utils.volumes.hdf5 import Volume, open_volume
 
@@ -129,13 +126,12 @@ def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path,
     """Of a box whose velocities are in √a units: importer, preflight, training, prediction, evaluation."""
     too_fast = study.moved(box, lambda _: (1 + box.attributes["redshift"]) ** 0.5)
     path, flags = tmp_path / "box.h5", ["--device=cpu", f"--checkpoint={trained_run}", f"--input={tmp_path / 'box.h5'}"]
-    factor = box.attributes["velocity_scale_km_s"] / SIMULATED["velocity_scale_km_s"]
+    channels = [*itertools.chain(*study.channels_of(box))]
+    factor = channels[1].scale / SIMULATED["velocity_scale_km_s"]
     with h5py.File(path, "w") as file:
         file["Nbody"], file["Hydro"] = study.moved(too_fast, lambda _: factor).fields
         simulation = {key: box.attributes[key] for key in ("redshift", "cosmology_Om0", "box_size_mpc_h")}
         file.attrs.update({**SIMULATED, **simulation})
-    transform = file_transform(TransformConfig(), {box.path: box.attributes})
-    channels = [*input_channels(4, transform), *target_channels(5, transform)]
     names = [DARK_MATTER, *(f"dark_matter_{name}" for name in GAS[1:4]), *GAS]
     values = itertools.chain(*too_fast.fields)
     fields = {name: part.to_physical(field) for name, part, field in zip(names, channels, values, strict=True)}

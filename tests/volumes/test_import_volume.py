@@ -20,19 +20,19 @@ import train
 from analysis.evaluation.volume import config_of_files
 from utils import cli
 from utils import config as configs
-from utils.config.sections import TransformConfig
+from utils.config.channels import known_channels
 from utils.steps import build
 from utils.volumes import hdf5, import_volume
-from utils.volumes.channels import volume_channels
 from utils.volumes.convert_to_npy import convert
 from utils.volumes.hdf5 import open_volume
 from utils.volumes.import_volume import main
-from utils.volumes.opened import npy_keys
+from utils.volumes.opened import Volumes, npy_keys
 
 SHAPE = (12, 6, 8)
 FIELDS = physical_fields(SHAPE)
 DARK, DARK_VELOCITY = "dark_matter_density", [f"dark_matter_velocity_{axis}" for axis in "xyz"]
 DENSER = 1.2  # the dark matter of Nyx's files, whose mean need not be 1
+PRESSURE = np.exp(3 * np.random.default_rng(1).normal(size=SHAPE)).astype("f4")
 ABOUT = ["--box_size_mpc_h=6", "--hubble=0.675", "--omega_m=0.31", "--omega_l=0.69", "--omega_b=0.0487", "--redshift=3"]
 COSMOLOGY = {"cosmology_H0": 67.5, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69, "cosmology_Ob0": 0.0487}
 
@@ -98,7 +98,8 @@ def test_every_layout_gives_the_published_channels_and_attributes_that_state_eve
     np.testing.assert_allclose(volume.targets, targets, atol=3e-7)
     simulation = {"box_size_mpc_h": 6.0, "redshift": 3.0, "density_floor_of_mean": np.exp(-14), **COSMOLOGY}
     origin = {"input": str(source), "made_by": "utils.volumes.import_volume", "periodic": name != "arrays"}
-    assert contents(box)[1] == pytest.approx({**simulation, **origin, **TransformConfig().model_dump()})
+    assert contents(box)[1] == pytest.approx({**simulation, **origin})
+    assert volume.channels == (known_channels("inputs", 1), known_channels("targets", 5))
 
 
 def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(
@@ -149,9 +150,11 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
     options = cli.parse(command[2:])
     config = configs.load(options.yaml_config, options.config)
     assert (config.train_path, config.val_path, config.box_size) == (str(box), str(box), [[[*SHAPE]], [[*SHAPE]]])
-    assert (config.N_in_channels, config.N_out_channels) == (len(inputs), len(targets))
-    assert volume_channels(config_of_files(str(box), str(box))) == volume_channels(config), "evaluate.py --prediction"
-    stored, channels = contents(box)[0], volume_channels(config)
+    opened = Volumes.open(config, "hdf5").config
+    assert (opened.N_in_channels, opened.N_out_channels) == (len(inputs), len(targets))
+    known = config_of_files(str(box), str(box)).volume_channels
+    assert known == opened.volume_channels == tuple(map(tuple, open_volume(box).channels)), "evaluate.py --prediction"
+    stored, channels = contents(box)[0], opened.volume_channels
     for dataset, names, known in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
         physical = [channel.to_physical(values) for channel, values in zip(known, stored[dataset], strict=True)]
         np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
@@ -186,7 +189,7 @@ def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
     folder = tmp_path / "my $HOME"
     folder.mkdir()
     volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
-    lines = import_volume.write_config(folder / "512.yaml", volumes, (4, 5), machine)
+    lines = import_volume.write_config(folder / "512.yaml", volumes, machine)
     recipe = "global batch 64, learning rate 0.0008" if crop == 64 else "global batch 8, learning rate 0.008"
     assert lines[0] == f"wrote {folder / '512.yaml'}, a config that extends {parent} ({recipe}), because {reason}"
     assert f"# {parent} has {recipe}, which belong together" in (folder / "512.yaml").read_text()
@@ -296,6 +299,22 @@ TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
         (nyx(velocity=np.ones((*SHAPE, 3))), [], "has velocity and velocity_x; leave one of them"),
         (nyx(velocity=np.ones(SHAPE)), [], "native_fields/velocity is (12, 6, 8), expected (X, Y, Z, 3)"),
         (files("npy"), ["--index=1"], "is (12, 6, 8); choose a box of (N, X, Y, Z)"),
+        (nyx(), ["--field=pressure=P"], "in/snapshot.h5 has no field P; correct --field"),
+        (files("npy"), ["--velocity_units=km/s", "--input_field=pressure=P"], "in has no field P; correct --field"),
+        (nyx(P=PRESSURE), ["--field=pressure"], "argument --field: pressure is not NAME=VALUE"),
+        (nyx(P=PRESSURE), ["--field=pressure=P", "--unit=K/cm3"], "argument --unit: K/cm3 is not NAME=VALUE"),
+        (nyx(P=PRESSURE), ["--field=v=P,P"], "--field v=P,P: give one field, or the components along x, y and z"),
+        (nyx(P=0 * PRESSURE + 3), ["--field=pressure=P"], "native_fields/P is 300000 everywhere; give another file"),
+        (
+            nyx("native_fields/P", (3, 4, 5), np.nan, P=PRESSURE),
+            ["--field=pressure=P"],
+            "native_fields/P[3, 4, 5] is n",
+        ),
+        (
+            nyx("native_fields/P", (3, 4, 5), 0, P=PRESSURE),
+            ["--input={good}", "--validation={source}", "--field=pressure=P"],
+            "in/snapshot.h5: native_fields/P has values of 0 or less, which have no logarithm; raise them in the file",
+        ),
         (files("npy", dtype="c8"), [], "holds complex64, expected real numbers"),  # fixed: imaginary parts were dropped
     ],
 )
@@ -303,10 +322,68 @@ def test_contradictory_input_is_refused_and_nothing_is_left(
     box: Path, tmp_path: Path, capsys: Any, write: Any, flags: list[str], says: str
 ) -> None:
     (tmp_path / "in").mkdir()
-    source, good = write(tmp_path / "in"), write_nyx(tmp_path / "good.h5", FIELDS)
+    source, good = write(tmp_path / "in"), write_nyx(tmp_path / "good.h5", {**FIELDS, "P": PRESSURE})
     given = [flag.format(good=good, source=source) for flag in flags]
     assert says in refusal(main, [f"--input={source}", f"--output={box}", *given], capsys)
     assert not box.parent.exists() or os.listdir(box.parent) == []
+
+
+def other_fields(seed: int) -> dict[str, np.ndarray]:
+    """Positive values over many decades and over a few, values with zeros, and a vector."""
+    rng = np.random.default_rng(seed)
+    fields = {"P": 1e3 * seed * np.exp(3 * rng.normal(size=SHAPE)), "C": seed * rng.uniform(4, 6, SHAPE)}
+    fields |= {"Z": np.maximum(rng.normal(size=SHAPE), 0) * seed}
+    vector = zip("zxy", rng.normal(size=(3, *SHAPE)) * [[[[4]]], [[[1]]], [[[2]]]] + 1, strict=True)
+    return {
+        name: values.astype("f4") for name, values in (fields | {f"B{axis}": part for axis, part in vector}).items()
+    }
+
+
+@pytest.mark.parametrize("ending", ["npy", "f32", "h5"])
+def test_other_fields_become_channels_with_the_transform_of_the_training_box(
+    run: Any, box: Path, tmp_path: Path, ending: str
+) -> None:
+    """A logarithm for positive values over many decades; a vector has one scale. All values are recovered."""
+    sources, boxes = [], {"train": other_fields(1), "val": other_fields(2)}
+    for seed, (part, fields) in enumerate(boxes.items()):
+        known = physical_fields(SHAPE, seed)
+        if ending != "h5":
+            sources.append(files(ending, **known, **fields)(tmp_path / part))
+            continue
+        sources.append(write_nyx(tmp_path / f"{part}.h5", known))
+        with h5py.File(sources[-1], "r+") as file:
+            file["native_fields"].update(fields)
+            file["native_fields/C"].attrs["units"] = "1/cm"
+    flags = ["--field=pressure=P", "--unit=pressure=K/cm3", "--field=metals=Z", "--input_field=curvature=C"]
+    flags += ["--field=magnetic field=Bx,By,Bz", "--unit=magnetic field=uG", f"--validation={sources[1]}"]
+    about = ["--velocity_units=km/s", "--shape=12,6,8", *ABOUT] if ending != "h5" else []
+    command = shlex.split(run(sources[0], *flags, *about).splitlines()[-1])
+    volumes = {part: open_volume(box.with_name(f"box_{part}.h5")) for part in boxes}
+    assert volumes["train"].channels == volumes["val"].channels
+    inputs, targets = volumes["train"].channels
+    assert [*inputs[:1], *targets[:5]] == [*known_channels("inputs", 1), *known_channels("targets", 5)]
+    added = {"C": inputs[1], **dict(zip(("P", "Z", "Bx", "By", "Bz"), targets[5:], strict=True))}
+    units = "1/cm" if ending == "h5" else "unit of the file"
+    described = {name: (part.name, part.unit, part.component, part.is_log) for name, part in added.items()}
+    expected = {"C": ("curvature", units, None, False), "P": ("pressure", "K/cm3", None, True)}
+    expected |= {"Z": ("metals", "unit of the file", None, False)}
+    names = {axis: f"magnetic field {axis}" for axis in "xyz"}
+    assert described == expected | {f"B{axis}": (name, "uG", name, False) for axis, name in names.items()}
+    assert {(added[f"B{axis}"].center, added[f"B{axis}"].scale) for axis in "xyz"} == {(0.0, added["Bz"].scale)}
+    for part, volume in volumes.items():
+        stored = dict(zip(added, (volume.inputs[1], *volume.targets[5:]), strict=True))
+        for name, channel in added.items():
+            scale = 0 if channel.is_log else channel.scale
+            recovered = channel.to_physical(stored[name].astype("f8"))
+            np.testing.assert_allclose(recovered, boxes[part][name], rtol=3e-6, atol=1e-6 * scale)
+            if part == "train" and name[0] != "B":
+                assert abs(stored[name].mean(dtype="f8")) < 0.01
+            if part == "train" and name not in ("Bx", "By"):
+                assert np.sqrt(np.mean((stored[name] - stored[name].mean()) ** 2)) == pytest.approx(1 / 3, rel=0.04)
+    options = cli.parse(command[2:])
+    config = Volumes.open(configs.load(options.yaml_config, options.config), "hdf5").config
+    assert (config.N_in_channels, config.N_out_channels) == (2, 10)
+    assert config.vectors == ([], [[1, 2, 3], [7, 8, 9]])
 
 
 @pytest.mark.parametrize("unit", ["cm*s**-1", "cm s^-1", "cm / s", "cm s-1"])
@@ -441,7 +518,7 @@ def test_memory_does_not_grow_with_the_box(run: Any, box: Path, tmp_path: Path, 
 
 
 def test_import_and_train_are_two_commands_without_further_flags(box: Path, tmp_path: Path, capsys: Any) -> None:
-    """Nyx writes no dark-matter velocity: N_in_channels 1. Fields are those of a small simulation."""
+    """Nyx writes no dark-matter velocity: one input. Fields are those of a small simulation."""
     snapshots, fields = [], {}
     for grid, split in ((24, "train"), (16, "val")):
         fields = simulated_fields(grid, box_size=grid / 2, seed=grid, n_steps=3, redshift=3.0, threads=1)
@@ -453,7 +530,7 @@ def test_import_and_train_are_two_commands_without_further_flags(box: Path, tmp_
     train.main(command[2:])
     checkpoint, gas, valid = tmp_path / "box" / "1ranks" / "00", tmp_path / "gas.h5", box.with_name("box_val.h5")
     config = configs.load(str(checkpoint / "config.yaml"), "box")
-    assert (config.N_in_channels, config.box_size, config.vector_channels.inputs) == (1, [24, 16], [])
+    assert (config.N_in_channels, config.box_size, config.vectors[0]) == (1, [24, 16], [])
     assert (checkpoint / "evaluation").is_dir()
     predict.main([f"--checkpoint={checkpoint}", f"--input={valid}", f"--output={gas}", "--format=nyx", "--device=cpu"])
     with h5py.File(gas) as file:

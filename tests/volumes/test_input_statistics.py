@@ -113,7 +113,10 @@ def test_weights_of_other_data_and_volumes_that_state_other_simulations_are_name
     train.main([*flags, f"--set=train_path=[{early},{late}]", f"--set=val_path={valid}", "--preflight"])
     output = capsys.readouterr().out
     for part in (
-        f"{trained_run} was trained on channels with another transform: velocity_scale_km_s 500.0 -> 900.0\n",
+        *(
+            f"this run: {kind} velocity x is value / (900 km/s), that of {trained_run} value / (500 km/s); "
+            for kind in ("dark-matter", "gas")
+        ),
         *(f"preflight: {path}: the inputs are " for path in (early, late, valid)),
         "of crops from those of the training (",  # of the validation data
         f"{valid} differs from the training data: cosmology_H0 72.0 instead of 67.0;",

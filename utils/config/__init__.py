@@ -75,11 +75,11 @@ def validate_section(
 def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """A config, or its plain values, as a flat mapping from dotted keys, as --set takes them.
 
-    network.options is one value: the keys in it belong to the network.
+    network.options, and other options, is one value: the keys in it belong to the network.
     """
     flat: dict[str, Any] = {}
     for key, value in (config.model_dump() if isinstance(config, Config) else config).items():
-        if isinstance(value, dict) and key != "options":
+        if isinstance(value, dict) and not key.endswith("options"):
             flat |= {f"{key}.{name}": inner for name, inner in flatten(value).items()}
         else:
             flat[key] = value

@@ -4,10 +4,12 @@ A YAML file or a flag with such a key is refused, as with any other unknown key.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from utils.config import flatten
+from utils.config.channels import TRANSFORM, Side, known_channels
+from utils.config.schema import CHANNELS_KEYS
 from utils.errors import UserError
 
 
@@ -53,12 +55,23 @@ RETIRED = {
     "optimizer.tf32": RetiredKey("soap: matrix products in TF32; as the key tf32 now"),
     "profile.ranks": RetiredKey("root or all: the ranks that are profiled; root now"),
     "timeouts.collective": RetiredKey("seconds for one collective operation; 1800 now"),
+    **{f"transform.{name}": RetiredKey("a transform; channels now") for name in TRANSFORM},
+    **{f"vector_channels.{side}": RetiredKey("vectors; components in channels now") for side in CHANNELS_KEYS},
 }
+
+
+def _channels(side: Side, count: int, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The channels of a config with the sections `transform` and `vector_channels`."""
+    transform = {name: values.get(f"transform.{name}", value) for name, value in TRANSFORM.items()}
+    known = known_channels(side, count, transform, values.get(f"vector_channels.{side}"))
+    return [asdict(channel) for channel in known]
 
 
 def update(config: Mapping[str, Any], source: object) -> dict[str, Any]:
     """The config of a checkpoint with this version's keys; UserError if a value of `source` has no equivalent."""
     values, updated = flatten(config), dict[str, Any]()
+    for side, key in CHANNELS_KEYS.items() if any(key.startswith("transform.") for key in values) else ():
+        values[f"channels.{side}"] = _channels(side, values[key], values)
     for key, retired in RETIRED.items():
         if key in values:
             value = values.pop(key)

@@ -1,13 +1,15 @@
 """All keys of a config, with types, defaults and meaning, and the checks of their combinations."""
 
-import itertools
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from utils.config import sections
+from utils.config.channels import Channel, Side, known_channels, vectors_of
 from utils.config.sections import Count, Fraction, Name, PathText, PathTexts, Positive, PositiveFloat, Rate
 from utils.errors import UserError
+
+CHANNELS_KEYS: dict[Side, str] = {"inputs": "N_in_channels", "targets": "N_out_channels"}
 
 
 class NeutralKeys(sections.Section):
@@ -74,21 +76,24 @@ class Config(NeutralKeys):
     # of their shapes [x, y, z].
     box_size: list[sections.CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
     data_size: Positive = 64  # cells per side of a crop
-    N_out_channels: Positive = 5  # channels of the targets; a config without this key reads it from the files
+    N_out_channels: Positive = 5  # channels of the targets; files that name their channels, or `channels`, replace it
     bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
     disable_broadcast_buffers: bool = False  # DDP: do not broadcast buffers
     noddp: bool = False  # no gradient exchange, to measure the cost of communication
 
     # Values that the tutorial hard-coded, and options of this project.
 
-    N_in_channels: Positive = 4  # channels of the inputs; a config without this key reads it from the files
+    N_in_channels: Positive = 4  # channels of the inputs, likewise
     # Names of the datasets of inputs and targets in the HDF5 files.
     dataset_names: list[Name] = Field(default=["Nbody", "Hydro"], min_length=2, max_length=2)
     network: sections.NetworkConfig = sections.NetworkConfig()
     dataset: sections.DatasetConfig = sections.DatasetConfig()
     # a name of LOSSES in networks; for classes cross_entropy, for volumes any other; or my_module.MyLoss
     loss: str = "l1"
-    metrics: list[str] = Field(default=[])  # names of METRICS in networks, computed along with the validation loss
+    loss_options: dict[str, Any] = Field(default={})  # options of the loss's constructor
+    # Computed along with the validation loss: names of METRICS in networks, for classes, or my_module.f, a function or
+    # a Module (outputs, targets) -> scalar
+    metrics: list[str] = Field(default=[])
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the initial weights and of the sample plan
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
@@ -104,13 +109,24 @@ class Config(NeutralKeys):
     # Decay of the exponential moving average of the weights, which validation and checkpoints use; None: no average.
     ema_decay: Fraction | None = None
     channel_weights: list[PositiveFloat] | None = None  # of the target channels in the loss, normalized to mean 1
-    vector_channels: sections.VectorChannelsConfig = sections.VectorChannelsConfig()
-    transform: sections.TransformConfig = sections.TransformConfig()
+    channels: sections.ChannelsConfig = sections.ChannelsConfig()
     # Augmentation by rotations and reflections; grid: vector components unchanged; tutorial: likewise, 24 of the 48.
     symmetries: Literal["full", "grid", "tutorial", "none"] = "full"
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py
+
+    @property
+    def volume_channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+        """The channels of inputs and targets."""
+        inputs = self.channels.inputs or known_channels("inputs", self.N_in_channels)
+        return tuple(inputs), tuple(self.channels.targets or known_channels("targets", self.N_out_channels))
+
+    @property
+    def vectors(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The places of the x, y and z components of each vector of inputs and targets."""
+        inputs, targets = ([*vectors_of(channels).values()] for channels in self.volume_channels)
+        return inputs, targets
 
     def paths(self, key: str) -> list[str]:
         """The files that a key of files names; none if it is not set."""
@@ -164,7 +180,7 @@ class Config(NeutralKeys):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Config":
-        count, vectors, weights = len(self.paths("val_path")), self.vector_channels, self.channel_weights
+        count, weights = len(self.paths("val_path")), self.channel_weights
         if self.enable_benchy and self.enable_manual_profiling:
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
         if weights is not None and len(weights) != self.N_out_channels:
@@ -173,11 +189,14 @@ class Config(NeutralKeys):
             raise ValueError("data_loader_config classification and dataset.name must be set together, or neither")
         if self.Nsamples_val < count:
             raise ValueError(f"Nsamples_val {self.Nsamples_val} is less than the {count} volumes of val_path; raise it")
-        for name, triples, key in (("inputs", vectors.inputs, "N_in"), ("targets", vectors.targets, "N_out")):
-            last, channels = max(itertools.chain(*triples), default=0), getattr(self, f"{key}_channels")
-            if last >= channels:
-                raise ValueError(
-                    f"vector_channels.{name}: there is no channel {last}, since {key}_channels is {channels}; set it "
-                    f"to the vectors' channels, [] for none"
-                )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_channels(cls, given: Any) -> Any:
+        """Named channels state how many there are."""
+        named: Any = given.get("channels") if isinstance(given, dict) else None
+        for side, key in CHANNELS_KEYS.items() if isinstance(named, dict) else ():
+            if isinstance(listed := named.get(side), list) and listed:
+                given = {**given, key: len(listed)}
+        return given

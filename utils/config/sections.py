@@ -1,12 +1,13 @@
 """The sections of a config: their keys with types, defaults, limits and meaning."""
 
-import math
 import os
 import re
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, Field, Tag, model_validator
+
+from utils.config.channels import Channel, vectors_of
 
 # The limits are far above all useful values. They keep a digit too many from filling the memory.
 Positive = Annotated[int, Field(ge=1, le=10**9)]
@@ -16,7 +17,6 @@ Rate = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-Triple = Annotated[list[Count], Field(min_length=3, max_length=3)]
 
 EXPAND = {"expand": True}  # the context of a validation that expands paths
 FOR_A_FILE = "file"  # the mode of model_dump that writes paths so that reading them expands nothing
@@ -162,13 +162,20 @@ class DatasetConfig(Section):
     verify: bool = True  # check the files against the published checksums
 
 
-class TransformConfig(Section):
-    """Transforms from physical values to channels x, see docs/data.md; None: no physical units."""
+class ChannelsConfig(Section):
+    """Channels of volumes whose files do not name them, see docs/data.md; []: those of the published data."""
 
-    density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
-    velocity_scale_km_s: PositiveFloat | None = 900.0  # x = velocity / scale
-    temperature_log10_center: Finite = 12.0 / math.log(10.0)  # x = (log10(T / K) - center) / scale
-    temperature_log10_scale: PositiveFloat | None = 8.0 / math.log(10.0)  # see temperature_log10_center
+    inputs: list[Channel] = []  # name, unit, scale, center, is_log and component of each input channel
+    targets: list[Channel] = []  # likewise of each target channel
+
+    @model_validator(mode="after")
+    def _check(self) -> "ChannelsConfig":
+        for channels in (self.inputs, self.targets):
+            names = [channel.name for channel in channels]
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"two channels have the name {repeated}; rename one")
+            vectors_of(channels)
+        return self
 
 
 class EvaluationConfig(Section):
@@ -178,13 +185,6 @@ class EvaluationConfig(Section):
     # evaluate the flux of the Lyman-alpha forest, if the file states redshift, cosmology and box size
     flux: bool = True
     sightlines: Count = 65536  # number of sight-lines along each of x, y and z, at most; 0: all
-
-
-class VectorChannelsConfig(Section):
-    """Triples of channels that are the x, y and z components of a vector; all other channels are scalars."""
-
-    inputs: list[Triple] = [[1, 2, 3]]  # triples of input channels that are x, y and z of a vector
-    targets: list[Triple] = [[1, 2, 3]]  # triples of target channels
 
 
 class ProfileConfig(Section):

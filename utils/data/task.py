@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import torch
 
 from utils.config import Config
+from utils.config.channels import GAS, density_place
 from utils.data.datasets import get_dataset
-from utils.volumes.channels import DENSITY_UNIT, volume_channels
 
 VOLUMES, CLASSES = "volumes", "classes"  # names of tasks, and of the targets of losses
+MEAN_DENSITIES = "mean density of the targets", "mean density of the outputs"  # metrics of volumes with a gas density
 
 
 class Task(NamedTuple):
@@ -19,7 +20,7 @@ class Task(NamedTuple):
     network_options: dict[str, Any]  # for networks whose constructors have them
     tensors: list[tuple[tuple[int, ...], torch.dtype]]  # inputs, targets and, if there are any, conditions
     output: tuple[int, ...]  # the shape of the network's output
-    density_scale: float | None = None  # of the targets' first channel, if it is a density in units of its mean
+    density: tuple[int, float] | None = None  # channel and scale of the gas density of the targets
 
 
 def task_of(config: Config) -> Task:
@@ -32,5 +33,7 @@ def task_of(config: Config) -> Task:
     options = {"crop": crop, "in_channels": inputs, "out_channels": targets, "width": width, "scales": config.scales}
     shapes = [(inputs, *(crop,) * 3), (targets, *(crop,) * 3), (len(config.network.conditions),)]
     tensors = [(shape, torch.float32) for shape in shapes if shape[0]]  # there may be no conditions
-    density, *_ = volume_channels(config)[1]
-    return Task(VOLUMES, True, options, tensors, shapes[1], density.scale if density.unit == DENSITY_UNIT else None)
+    channels = config.volume_channels[1]
+    place = density_place(channels, GAS)
+    density = None if place is None else (place, channels[place].scale)
+    return Task(VOLUMES, True, options, tensors, shapes[1], density)

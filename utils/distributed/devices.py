@@ -79,9 +79,11 @@ def random_numbers(device: torch.device, seed: int = 0) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for seeds in (torch.manual_seed, random.seed, np.random.seed):
             seeds(seed)
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from utils import config as configs
+from utils.config.sections import ChannelsConfig
 from utils.distributed.devices import random_state
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -23,6 +24,7 @@ from utils.run.choice import Choice
 from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
 from utils.steps.eager import EagerStep
+from utils.volumes.attributes import channel_difference
 from utils.volumes.input_statistics import compare
 from utils.volumes.opened import Volumes
 
@@ -151,9 +153,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def _compare(source: str, weights: Mapping[str, Any], volumes: Volumes) -> None:
     """Compares the training data with those on which given weights were trained."""
-    before = weights.get("config", {}).get("transform", {})
-    if changes := _differences(before, volumes.config.transform.model_dump()):
-        log.warning(f"{source} was trained on channels with another transform: {', '.join(changes)}")
+    before = ChannelsConfig.model_validate(weights.get("config", {}).get("channels", {}))
+    now = volumes.config.channels
+    for channels in (now.inputs, before.inputs), (now.targets, before.targets):
+        if all(channels) and (difference := channel_difference(*channels)):
+            log.warning(f"{source} was trained on other channels: this run has {difference}")
     for volume in volumes.split("train") if volumes.has_files and weights.get("input_statistics") else ():
         compare(weights["input_statistics"], volume.path, volume.inputs, volumes.config, source)
 

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 from networks import LOSSES, METRICS, NETWORKS, build_loss, build_network, initialize
-from networks.losses import NetworkWithLoss, mean_densities
+from networks.losses import Metric, NetworkWithLoss, mean_densities
 from networks.norms import ghost_batch
 from networks.ops import plan
 from utils.config import Config
 from utils.data.loaders import DataSplits, open_loaders
 from utils.data.loaders.base import meta_batch
-from utils.data.task import CLASSES, task_of
+from utils.data.task import CLASSES, MEAN_DENSITIES, task_of
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
-from utils.lookup import build_user_class, lookup
+from utils.lookup import build_user_class, find_function, lookup
 from utils.optim.optimizers import build_optimizer, check_name, describe_optimizer
 from utils.optim.schedules import warn_of_long_warmup
 from utils.steps import kernels, own_network
@@ -103,11 +103,27 @@ def loss(config: Config) -> nn.Module:
     """The loss of a config returned by `Volumes.open`."""
     keys = {"lambda_rho": config.lambda_rho, "weights": config.channel_weights}
     options = {key: value for key, value in keys.items() if value}
-    scale = {"density_log_scale": config.transform.density_log_scale} if config.lambda_rho else {}
+    options |= config.loss_options
+    density = (task_of(config).density or ()) if config.lambda_rho else ()
+    scale = dict(zip(("density_channel", "density_log_scale"), density, strict=False))
     if "." in config.loss:
         return build_user_class("loss", config.loss, nn.Module, scale, options)
     lookup(LOSSES, "loss", config.loss, "; a class of your own is named my_module.MyLoss")
-    return build_loss(config.loss, task_of(config).name, **options, **scale)
+    return build_loss(config.loss, task_of(config).name, **{**scale, **options})
+
+
+def metrics(config: Config) -> dict[str, Metric]:
+    """The metrics of a config by name, and, of volumes with a gas density, its means, which the calibration needs."""
+    task, found = task_of(config), dict[str, Metric]()
+    for name in config.metrics:
+        if "." in name:
+            found[name] = find_function("metrics", name)
+        elif task.name == CLASSES:
+            found[name] = lookup(METRICS, "metrics", name, "; one of your own is named my_module.f")
+        else:
+            raise UserError(f"metrics: {name} is no metric of {task.name}; name one of your own, my_module.f")
+    densities = mean_densities(*task.density) if task.density else ()
+    return found | dict(zip(MEAN_DENSITIES, densities, strict=False))
 
 
 def network_with_loss(config: Config) -> NetworkWithLoss:
@@ -115,11 +131,7 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
     torch.manual_seed(config.seed)
     with value_errors_for_users():
         check_name(config.optimizer)
-        task, metrics = task_of(config), [lookup(METRICS, "metrics", name) for name in config.metrics]
-        if metrics and task.name != CLASSES:
-            raise UserError(f"metrics {', '.join(config.metrics)} cannot be used with {task.name}; set metrics=[]")
-        metrics += mean_densities(task.density_scale) if task.density_scale else ()
-        return NetworkWithLoss(network(config), loss(config), metrics)
+        return NetworkWithLoss(network(config), loss(config), metrics(config))
 
 
 def smallest_batch(config: Config) -> int:
@@ -134,6 +146,7 @@ def check_output(config: Config) -> None:
     """
     if "." in config.loss:
         own_network.check_loss(config, loss(config), torch.device("cpu"))
+    own_network.check_metrics(config, metrics(config), torch.device("cpu"))
     if own_network.is_checked(config):
         own_network.check_output(config, network(config), torch.device("cpu"))
         return
@@ -173,6 +186,7 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
         own_network.check_output(config, module, world.device)
     if "." in config.loss:
         own_network.check_loss(config, model.loss, world.device)
+    own_network.check_metrics(config, model.metrics, world.device)
     kernels.apply(model, kernels.setting(config, world.device))
     capturable, lr = step_class.capturable and world.device.type == "cuda", config.lr_schedule.start_lr
     with value_errors_for_users():

@@ -216,7 +216,7 @@ class EagerStep:
         with self._autocast():
             outputs = self.network(*batch.network_inputs)
             loss = self.loss(outputs, batch.targets)
-            metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self.metrics)
+            metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self.metrics.values())
             return torch.stack([loss, *metrics])
 
     def broadcast_buffers(self) -> None:

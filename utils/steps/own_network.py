@@ -55,6 +55,19 @@ def check_output(config: Config, network: nn.Module, device: torch.device) -> No
         raise UserError(f"network {name}: the output has no gradient; compute it without detach, no_grad or NumPy")
 
 
+def check_metrics(config: Config, metrics: Mapping[str, Any], device: torch.device) -> None:
+    """Moves metrics to the device and calls each once, on zeros; UserError unless it returns a scalar."""
+    outputs = torch.zeros(1, *task_of(config).output, device=device)
+    targets = torch.zeros_like(meta_batch(config, 1).targets, device=device)
+    for name in (name for name in config.metrics if "." in name):
+        with one_line(f"metric {name} fails on outputs {list(outputs.shape)}"), torch.no_grad():
+            if isinstance(metrics[name], nn.Module):
+                metrics[name].to(device).eval()
+            value = metrics[name](outputs, targets)
+        if not isinstance(value, torch.Tensor) or value.shape:
+            raise UserError(f"metric {name} returns no scalar tensor; correct it")
+
+
 def check_loss(config: Config, loss: nn.Module, device: torch.device) -> None:
     """Calls the loss once, on zeros; UserError unless it returns a scalar that depends on the outputs."""
     outputs = torch.zeros(1, *task_of(config).output, device=device, requires_grad=True)

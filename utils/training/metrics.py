@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from utils.data.task import MEAN_DENSITIES
 from utils.distributed.world import World
 from utils.run import tags
 
@@ -185,13 +186,14 @@ class Validation(NamedTuple):
 
     @classmethod
     def of(cls, results: Mapping[str, Sequence[float]], metrics: Sequence[str], seconds: float) -> "Validation":
-        """From each volume's loss, metrics and `mean_densities`, if any, by its name; each volume counts equally."""
+        """From each volume's loss and the values of `metrics`, by its name; each volume counts equally."""
         loss, *means = (statistics.fmean(values) for values in zip(*results.values(), strict=True))
         volumes = {name: values[0] for name, values in results.items()} if len(results) > 1 else {}
-        target, predicted = means[len(metrics) :] or (math.nan, math.nan)
+        named = dict(zip(metrics, means, strict=True))
+        target, predicted = (named.pop(name, math.nan) for name in MEAN_DENSITIES)
         factor = target / predicted if predicted > 0 else math.nan
         plausible = factor if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else None
-        return cls(loss, dict(zip(metrics, means, strict=False)), seconds, volumes, plausible)
+        return cls(loss, named, seconds, volumes, plausible)
 
     def scalars(self) -> dict[str, float]:
         volumes = {tags.VOLUME_LOSS + name: loss for name, loss in self.volumes.items()}

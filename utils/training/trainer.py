@@ -187,7 +187,7 @@ class Trainer:
                 self._pulse.meet()
                 progress.advance()
         results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
-        validation = Validation.of(results, self.config.metrics, clock.seconds())
+        validation = Validation.of(results, [*self.step.metrics], clock.seconds())
         self.state.metrics, self.state.density_factor = validation.metrics, validation.density_factor
         return validation
 

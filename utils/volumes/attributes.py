@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from utils.config import validate_section
-from utils.config.sections import NetworkConfig, TransformConfig
+from utils.config.channels import TRANSFORM, UNKNOWN, Channel, Channels, Side, known_channels
+from utils.config.sections import ChannelsConfig, NetworkConfig, PositiveFloat
 from utils.errors import UserError
 from utils.log import warn_once
 
@@ -42,14 +44,16 @@ Simulation = dict[str, float | str]
 # Keys of a Simulation by the name of the condition.
 CONDITIONS = {name: key for name, (key, _) in UNIVERSE.items()}
 CONDITIONS |= {"cell": CELL, "sigma8": "cosmology_sigma8", "n_s": "cosmology_ns"}
-TYPES: dict[str, type] = {"periodic": bool, FLOOR: float}  # of attributes of a file
-TYPES |= dict.fromkeys([*TransformConfig.model_fields, *CONDITIONS.values()], float)
+TYPES: dict[str, Any] = {"periodic": bool, FLOOR: float, "temperature_log10_center": float}  # of attributes of a file
+TYPES |= dict.fromkeys(CONDITIONS.values(), float)
+TYPES |= dict.fromkeys((key for key in TRANSFORM if key.endswith(("_scale", "_km_s"))), PositiveFloat)
+OPTIONAL = "unit", "component"  # attributes of a channel that are empty texts if it has none
 CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc"}  # the others have none
 
 log = logging.getLogger(__name__)
 
 
-def plain_attributes(owner: h5py.HLObject, types: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any]:
+def plain_attributes(owner: h5py.HLObject, types: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """The attributes as Python values, an array as a list; UserError if one of `types` has no value of its type."""
     attributes = {name: _plain(value) for name, value in owner.attrs.items()}
     for name in filter(attributes.__contains__, types):
@@ -60,18 +64,22 @@ def plain_attributes(owner: h5py.HLObject, types: Mapping[str, type] = MappingPr
 
 def _plain(value: Any) -> Any:
     """A number, a text or a list of them; some programs write arrays of one element, and texts as bytes."""
-    values = [] if isinstance(value, h5py.Empty) else np.ravel(value).tolist()
-    values = [item.decode(errors="replace") if isinstance(item, bytes) else item for item in values]
+    values = _listed(value)
     return values[0] if len(values) == 1 else values
 
 
-def _typed(kind: type, value: Any, name: str) -> Any:
+def _listed(value: Any) -> list[Any]:
+    values = [] if isinstance(value, h5py.Empty) else np.ravel(value).tolist()
+    return [item.decode(errors="replace") if isinstance(item, bytes) else item for item in values]
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
     """The number or truth value of an attribute, also from a text or from equal values, such as those of three axes."""
     try:
         (single,) = {*value} if isinstance(value, list) else {value}
         return TypeAdapter(kind).validate_python(single)
     except (TypeError, ValueError):
-        expected = "true or false" if kind is bool else "a number"
+        expected = {bool: "true or false", float: "a number"}.get(kind, "a number above 0")
         raise UserError(f"{name} is {value!r}, expected {expected}; correct or remove it") from None
 
 
@@ -121,47 +129,75 @@ def cubic_cell(path: str, lengths: Sequence[Any], shape: Sequence[int]) -> float
     return float(cells[0])
 
 
-def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:
-    """The transform of the channels in `files`, which maps paths to attributes.
+def channel_attributes(channels: Channels) -> dict[str, list[Any]]:
+    """The attributes of a dataset that state its channels, one value per channel; the formulas are for readers."""
+    values = {field.name: [getattr(channel, field.name) for channel in channels] for field in fields(Channel)}
+    texts = {name: ["" if text is None else text for text in values.pop(name)] for name in OPTIONAL}
+    return {"channels": values.pop("name"), **texts, **values, "transform": [part.formula() for part in channels]}
 
-    Each key comes from the config if it is set there, else from a file's attribute, else from the defaults. Raises
-    UserError if a file contradicts the config or another file; None, which only a config can set, contradicts nothing.
-    A file that does not state a value other than the default is a warning.
+
+def stated_channels(dataset: h5py.Dataset) -> list[Channel] | None:
+    """The channels of a dataset with `channel_attributes`; None if it has none. UserError if they make no sense."""
+    if "scale" not in dataset.attrs or "channels" not in dataset.attrs:
+        return None
+    stated = {name: dataset.attrs.get(name) for name in ("channels", *(field.name for field in fields(Channel)))}
+    columns = {name: _listed(values) for name, values in stated.items() if values is not None}
+    place, count = f"{dataset.file.filename}: {dataset.name[1:]}", dataset.shape[0]
+    for name, values in columns.items():
+        if len(values) != count:
+            raise UserError(f"{place} has {count} channels, but {len(values)} values in attribute {name}; correct it")
+    columns["name"] = columns.pop("channels")
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    named = [{key: value for key, value in row.items() if key not in OPTIONAL or value} for row in rows]
+    return validate_section(ChannelsConfig, {"inputs": named}, f"attributes of {place}").inputs
+
+
+def file_channels(side: Side, count: int, attributes: Attributes, stated: Channels | None) -> Channels | None:
+    """The channels that a file states: of its dataset, or, without names, the transforms in the file's attributes."""
+    given = {key: attributes[key] for key in TRANSFORM if key in attributes}
+    return known_channels(side, count, {**TRANSFORM, **given}) if given and stated is None else stated
+
+
+def resolve_channels(side: Side, count: int, given: Channels, files: Mapping[str, Channels | None]) -> Channels:
+    """The channels of files, by path: those that they state, else `given` by the config, else published ones.
+
+    UserError if two files contradict each other; a file that contradicts the config is a warning.
     """
-    known: dict[str, tuple[float | None, str | None]]  # value, and the file that states it; None: the config
-    known = {key: (getattr(config, key), None) for key in config.model_fields_set}
-    for path, attributes in files.items():
-        others: dict[str, tuple[float, float]] = {}
-        stated = {key: attributes[key] for key in TransformConfig.model_fields if key in attributes}
-        validate_section(TransformConfig, stated, f"attributes of {path}")
-        for key, number in stated.items():
-            expected, source = known.setdefault(key, (number, path))
-            if expected is None or math.isclose(number, expected, rel_tol=TRANSFORM_TOLERANCE):
-                continue
-            fault = f"the channels of {path} were computed with "
-            if source is not None:
-                fault += f"{key} {number:.8g}, those of {source} with {expected:.8g}"
-                raise UserError(f"{fault}; rescale the channels of one file")
-            others[key] = number, expected
-        if others:
-            stated_values = ", ".join(f"{key} {number:.8g}" for key, (number, _) in others.items())
-            expected_values = ", ".join(f"{expected:.8g}" for _, expected in others.values())
-            flags = " ".join(f"--{key} {expected:.8g}" for key, (_, expected) in others.items())
-            raise UserError(
-                f"{fault}{stated_values}, the config has {expected_values}; import the file again with {flags}, or "
-                f"remove {', '.join(f'transform.{key}' for key in others)} from the config of a run on such files"
-            )
-    transform = TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
-    for path, attributes in files.items():
-        assumed = [
-            f"{key} {value:.8g} (published data: {TransformConfig.model_fields[key].default:.8g})"
-            for key, value in transform.model_dump(exclude_defaults=True, exclude_none=True).items()
-            if key not in attributes
-        ]
-        if assumed:
-            text = "does not state its transforms; those of the config, the checkpoint or another file are assumed"
-            warn_once(f"{path} {text}: {', '.join(assumed)}")
-    return transform
+    stated = {path: channels for path, channels in files.items() if channels}
+    source, known = next(iter(stated.items()), ("", given or known_channels(side, count)))
+    for path, channels in stated.items():
+        if difference := channel_difference(channels, known):
+            raise UserError(f"{path} and {source} have different channels: {difference}; give files with the same")
+    if stated and given and (difference := channel_difference(known, given)):
+        warn_once(f"{source} has other channels than the config, and overrides it: {difference}")
+    warn_of_assumed(side, files, known)
+    return known
+
+
+def warn_of_assumed(side: Side, files: Mapping[str, Channels | None], known: Channels) -> None:
+    """A warning for each file that does not state its channels, if `known` are not the published ones."""
+    published = known_channels(side, len(known))
+    changed = [part for part, usual in zip(known, published, strict=True) if part != usual and part.unit]
+    formulas = "; ".join(dict.fromkeys(f"{part.name} {part.formula()}" for part in changed))
+    for path in (path for path, channels in files.items() if formulas and not channels):
+        warn_once(f"{path} does not state its channels; those of config, checkpoint or other files hold: {formulas}")
+
+
+def channel_difference(found: Channels, expected: Channels) -> str:
+    """How names, order or transforms differ; empty if they do not. Unknown ones contradict nothing."""
+    names, wanted = ([channel.name for channel in channels] for channels in (found, expected))
+    if len(names) == len(wanted) and any(name.startswith(UNKNOWN) for name in (*names, *wanted)):
+        return ""
+    if names != wanted:
+        missing = ", ".join(name for name in wanted if name not in names)
+        return f"{', '.join(names)} {f'without {missing}' if missing else 'instead of ' + ', '.join(wanted)}"
+    for one, other in zip(found, expected, strict=True):
+        pairs = (one.scale, other.scale), (one.center, other.center)
+        close = all(math.isclose(*pair, rel_tol=TRANSFORM_TOLERANCE, abs_tol=TRANSFORM_TOLERANCE) for pair in pairs)
+        same = (one.unit, one.is_log, one.component) == (other.unit, other.is_log, other.component)
+        if one.unit and other.unit and not (close and same):
+            return f"{one.name} {one.formula()} instead of {other.formula()}"
+    return ""
 
 
 def cell_size(attributes: Attributes, side: int, path: str) -> float | None:

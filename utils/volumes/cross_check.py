@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from utils.config.channels import DARK_MATTER, GAS, Channel, density_place, velocity_places
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import GIB
 from utils.log import once_per_job
 from utils.progress import Progress
 from utils.volumes.attributes import CELL
-from utils.volumes.channels import DARK_MATTER, GAS, Channel
 from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, cells_text, slab_planes
 from utils.volumes.storage import reading
 
@@ -69,10 +69,11 @@ class CrossCheck:
 class _Species:
     """Dark matter or gas: sums over cells, which slabs and ranks add."""
 
-    def __init__(self, stored: Any, channels: Sequence[Channel], places: Sequence[np.ndarray]) -> None:
-        """`channels`: of the density and, if it is known, the velocity; `places`: first and end cells of the blocks."""
-        self.stored, self.channels, self.places, self.has_velocity = stored, channels, places, len(channels) > 1
-        self.thin = channels[0].from_physical(np.float64(THIN))
+    def __init__(self, stored: Any, channels: Mapping[int, Channel], places: Sequence[np.ndarray]) -> None:
+        """`channels`, by number: density and, if it is known, velocity; `places`: first and end cells of the blocks."""
+        self.stored, self.numbers, self.channels, self.places = stored, [*channels], [*channels.values()], places
+        self.has_velocity = len(channels) > 1
+        self.thin = self.channels[0].from_physical(np.float64(THIN))
         self.blocks = np.zeros([len(channels), *(part.shape[1] for part in places)])  # physical values
         self.steps = [np.zeros([2, side]) for side in stored.shape[1:]]  # to the next plane: density, velocity
         self.gradients = np.zeros([3, 5, 5])  # products of 1, density and steps of the velocity along each axis
@@ -81,8 +82,8 @@ class _Species:
 
     @np.errstate(over="ignore")
     def add(self, planes: slice) -> None:
-        count, (x, y, z), after = len(self.channels), self.places, planes.stop % self.stored.shape[1]
-        values, behind = self.stored[:count, planes], self.stored[:count, after : after + 1]
+        (x, y, z), after = self.places, planes.stop % self.stored.shape[1]
+        values, behind = (self._read(part) for part in (planes, slice(after, after + 1)))
         rows = np.searchsorted(x[0], np.arange(planes.start, planes.stop), "right") - 1
         for channel, block, part in zip(self.channels, self.blocks, values, strict=True):
             columns = np.add.reduceat(channel.to_physical(part), z[0], 2, np.float64)
@@ -105,6 +106,11 @@ class _Species:
         if self.has_velocity:
             square = np.square(values[1:]).sum(axis=0)
             self.speeds += _products(values[0][square > 0], np.log(square[square > 0]))
+
+    def _read(self, planes: slice) -> np.ndarray:
+        if self.numbers == [*range(len(self.numbers))]:
+            return np.asarray(self.stored[: len(self.numbers), planes])  # a view
+        return np.stack([self.stored[number, planes] for number in self.numbers])
 
     def finish(self, world: World) -> None:
         """Adds the sums of all ranks; blocks become means, of the density relative ones; `waves` is [channels, 18]."""
@@ -133,9 +139,8 @@ def cross_check(
     """
     shape, used = volume.shape, []
     for stored, known, prefix in zip(fields, channels, (DARK_MATTER, GAS), strict=False):
-        named = [channel for channel in known if channel.name.startswith(prefix) and channel.unit]
-        if named and named[0].is_log:  # the density
-            used.append((stored, named))
+        if (density := density_place(known, prefix)) is not None:
+            used.append((stored, {place: known[place] for place in (density, *velocity_places(known, prefix))}))
     plane = 4 * shape[1] * shape[2] * sum(len(named) for _, named in used)  # bytes
     chunk = next((stored.chunks[-3:] for stored, _ in used if getattr(stored, "chunks", None)), None)
     is_large = plane * shape[0] > limit

@@ -9,9 +9,11 @@ from typing import Any
 import h5py
 import numpy as np
 
+from utils.config.channels import Channels, Side
 from utils.errors import UserError
 from utils.log import warn_once
 from utils.progress import Progress
+from utils.volumes import attributes as stated
 from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
 from utils.volumes.storage import IMPORTER, check_storage, contents, open_file, reading
@@ -36,6 +38,7 @@ class Volume:
     simulation: Simulation = field(default_factory=dict)  # redshift, cosmology, cell size, as far as the file has them
     periodic: bool = True  # false for a part of a box, as the file states
     attributes: Attributes = field(default_factory=dict)  # of the file
+    channels: tuple[Channels | None, Channels | None] = None, None  # of inputs and targets, if the file states them
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -111,12 +114,17 @@ class FieldReader:
             self.shape: tuple[int, int, int] = dataset.shape[1:]
             self.attributes = attributes_of(file, self.shape)
             check_storage(dataset)
+            self._stated = stated.stated_channels(dataset)
             self.file = str(dataset.file.filename)  # another one than `path` if the dataset is an external link
             self.values = float32_field(dataset)
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
         self.periodic: bool = self.attributes.get("periodic", True)
+
+    def channels(self, side: Side) -> Channels | None:
+        """The channels that the file states, if the dataset holds inputs or targets."""
+        return stated.file_channels(side, self.values.shape[0], self.attributes, self._stated)
 
     def box(self, x: slice, y: slice, z: slice, channels: slice = slice(None)) -> np.ndarray:
         """Values [C, x, y, z]; raises UserError if they cannot be read or are not all finite."""
@@ -136,6 +144,29 @@ class FieldReader:
         self.values = None
 
 
+def open_field(path: str, name: str, side: Side, expected: Channels, whose: str) -> FieldReader:
+    """Opens a dataset; UserError if the channels that its file states are not those that are expected."""
+    channels = FieldReader(path, name, None).channels(side)
+    if channels and (difference := stated.channel_difference(channels, expected)):
+        raise UserError(f"{path}: {name} has other channels than {whose}: {difference}; give files with the same")
+    stated.warn_of_assumed(side, {path: channels}, expected)
+    return FieldReader(path, name, len(expected))
+
+
+class ArrayReader(FieldReader):
+    """Channel values [C, X, Y, Z] in memory, read like those of a file with these attributes."""
+
+    def __init__(self, values: np.ndarray, channels: int, attributes: Attributes) -> None:
+        if values.ndim != 4 or len(values) != channels:
+            raise UserError(f"the array is {values.shape}, expected ({channels}, X, Y, Z)")
+        self.path = self.name = self.file = "the array"
+        self.values, self.attributes, self._stated = as_float32(values), dict(attributes), None
+        self.shape = values.shape[1], values.shape[2], values.shape[3]
+        self.cell = cell_size(self.attributes, max(self.shape), self.path)
+        self.simulation = simulation_of(self.attributes, self.cell)
+        self.periodic = bool(attributes.get("periodic", True))
+
+
 def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -> Volume:
     """Opens a volume with any numbers of channels; raises UserError if the file has no such datasets."""
     file = open_file(str(path))
@@ -144,8 +175,9 @@ def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -
     if inputs.shape != targets.shape:
         raise UserError(f"{path}: {names[0]} has {inputs.shape} cells, {names[1]} {targets.shape}; make them equal")
     files = tuple(dict.fromkeys((inputs.file, targets.file)))
-    fields = inputs.values, targets.values
-    return Volume(str(path), *fields, files, inputs.cell, names, inputs.simulation, inputs.periodic, inputs.attributes)
+    channels = inputs.channels("inputs"), targets.channels("targets")
+    first = inputs.values, targets.values, files, inputs.cell, names, inputs.simulation, inputs.periodic
+    return Volume(str(path), *first, inputs.attributes, channels)
 
 
 class ConvertedField:

@@ -12,7 +12,6 @@ from utils.config import load
 from utils.config.yaml_files import EXTENDS, SHIPPED, dump
 from utils.errors import os_errors_for_users
 from utils.files import atomic_write
-from utils.volumes.channels import vectors_of
 from utils.volumes.hdf5 import DATASETS
 from utils.volumes.opened import PATH_KEYS, box_entry, largest_crop, npy_keys
 
@@ -25,16 +24,14 @@ HEADER = """\
 """
 
 
-def write_config(
-    path: Path, volumes: Mapping[Path, Sequence[int]], counts: Sequence[int], machine: str | None = None
-) -> list[str]:
+def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], machine: str | None = None) -> list[str]:
     """Writes a config for volumes of these shapes, training first, unless one exists; returns lines for the user."""
     command = f"python train.py --yaml_config {shlex.quote(str(path))}"
     if path.exists():
         return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
     smallest = min(map(min, volumes.values()))
     parent, reason = _parent(smallest, machine)
-    keys, crop = {EXTENDS: parent, **_keys(volumes, counts)}, min(CROPS[parent], largest_crop(smallest)[0])
+    keys, crop = {EXTENDS: parent, **_keys(volumes)}, min(CROPS[parent], largest_crop(smallest)[0])
     if crop < CROPS[parent]:
         keys |= {"data_size": crop, "network": {"scales": largest_crop(smallest)[1]}}
     config = load(str(SHIPPED / "UNet.yaml"), parent)
@@ -48,17 +45,13 @@ def write_config(
     return [*lines, "to train:", command]
 
 
-def _keys(volumes: Mapping[Path, Sequence[int]], counts: Sequence[int]) -> dict[str, Any]:
+def _keys(volumes: Mapping[Path, Sequence[int]]) -> dict[str, Any]:
     """The keys that depend on the volumes alone."""
     first, last = next(iter(volumes)), list(volumes)[-1]
-    inputs, targets = counts
     return {
         **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
         **dict.fromkeys(npy_keys(*PATH_KEYS.values())),
         "box_size": [box_entry([volumes[file]]) for file in (first, last)],
-        "N_in_channels": inputs,
-        "N_out_channels": targets,
-        "vector_channels": {"inputs": vectors_of(inputs), "targets": vectors_of(targets)},
         "dataset_names": list(DATASETS),
         "symmetries": "full",
         "expdir": "./runs",

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,30 @@ import h5py
 import numpy as np
 
 from utils.cli import Parser, hdf5_output, positive
-from utils.config import validate_section
-from utils.config.sections import TransformConfig
+from utils.config.channels import PLAUSIBLE, QUANTITIES, SIDES, TRANSFORM, known_channels
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
-from utils.log import configure_logging, warn_once
+from utils.log import configure_logging
 from utils.progress import Progress
-from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, implausible, write_attributes
-from utils.volumes.channels import INPUTS, PLAUSIBLE, TARGETS, Channel, input_channels, target_channels, vectors_of
+from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, channel_attributes, implausible, write_attributes
 from utils.volumes.cross_check import check_file
 from utils.volumes.hdf5 import DATASETS, cells_text, open_volume, stored_slabs
 from utils.volumes.import_config import write_config
+from utils.volumes.import_fields import FieldChannel, check_values, own_channels
 from utils.volumes.opened import SPLITS
-from utils.volumes.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, UNITS, GridField, Shape, Snapshot, open_snapshot
+from utils.volumes.snapshots import (
+    DARK_MATTER_DENSITY,
+    GAS_DENSITY,
+    OTHER,
+    UNITS,
+    GridField,
+    Shape,
+    Snapshot,
+    open_snapshot,
+)
 from utils.volumes.values import MEDIANS, check_distinct
 
 SMALLEST_CROP = 2
-MISSING = (-9999.0, -99999.0, -999.0)  # numbers that stand for no value
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
 IN_A_PART = (0.01, 1000.0)  # plausible mean densities of a part of a box, such as a void or a cluster
@@ -51,8 +58,6 @@ Options = argparse.Namespace  # the command line; the attributes have the names 
 
 log = logging.getLogger(__name__)
 
-# A field, the channel computed from it, and the factor from the field's unit to the channel's.
-FieldChannel = tuple[GridField, Channel, float]
 Datasets = Mapping[str, Sequence[FieldChannel]]
 
 
@@ -71,6 +76,14 @@ class Source:
     def channel_names(self) -> dict[str, list[str]]:
         return {name: [channel.name for _, channel, _ in channels] for name, channels in self.datasets.items()}
 
+    def with_channels(self, datasets: Datasets) -> "Source":
+        """The source with the channels, and so the transforms, of another one."""
+        changed = {}
+        for name, rows in self.datasets.items():
+            pairs = zip(rows, datasets[name], strict=True)
+            changed[name] = [(field, channel, factor) for (field, _, factor), (_, channel, _) in pairs]
+        return replace(self, datasets=changed)
+
 
 def import_volume(options: Options) -> list[str]:
     """Writes the files; returns lines for the user. Raises UserError, and leaves nothing, for contradictory input."""
@@ -85,6 +98,7 @@ def import_volume(options: Options) -> list[str]:
     if first != last:
         fields = " and ".join(", ".join(itertools.chain(*names.values())) for names in (first, last))
         raise UserError(f"training and validation need the same fields, but have {fields}; give others")
+    sources = [source.with_channels(sources[0].datasets) for source in sources]
     volumes = {path: (len(part), *source.shape[1:]) for source in sources for path, part in source.parts.items()}
     cells = sum(map(math.prod, volumes.values()))
     counts = [len(channels) for channels in sources[0].datasets.values()]
@@ -102,7 +116,7 @@ def import_volume(options: Options) -> list[str]:
             log.warning(line)
     elif options.split is None:
         lines.append("warning: validation uses the training volume; import another one with --validation, or a --split")
-    return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, counts, options.machine)]
+    return [*lines, *write_config(options.output.with_suffix(".yaml"), volumes, options.machine)]
 
 
 def list_inputs(options: Options) -> list[Options]:
@@ -117,20 +131,19 @@ def list_inputs(options: Options) -> list[Options]:
 
 def plan_source(options: Options) -> Source:
     path = Path(options.input)
-    snapshot = open_snapshot(path, options.shape, options.index)
+    others = [name for _, named in (*options.input_field, *options.field) for name in named.split(",")]
+    snapshot = open_snapshot(path, options.shape, options.index, others)
     is_part = options.not_periodic or not snapshot.periodic
     parts, simulation = plan_parts(snapshot.shape[0], options), describe(snapshot, options)
     means, cell = stated_means(snapshot, options, is_part), simulation.pop(CELL, None)
     datasets = plan_channels(snapshot, options, means)
-    names = [channel.name for channels in datasets.values() for _, channel, _ in channels]
     attributes = {
         "made_by": "utils.volumes.import_volume",
         "input": str(path.resolve()),
         "periodic": options.split is None and not is_part,
         **simulation,
-        **{key: value for key, value in options.transform if any(key.split("_")[0] in name for name in names)},
         # Smaller densities are raised to this one, whose channel is -1.
-        FLOOR: math.exp(-options.transform.density_log_scale),
+        FLOOR: math.exp(-options.transform["density_log_scale"]),
     }
     return Source(snapshot.shape, datasets, parts, attributes, cell, is_part)
 
@@ -149,19 +162,28 @@ def stated_means(snapshot: Snapshot, options: Options, is_part: bool) -> dict[st
 
 
 def plan_channels(snapshot: Snapshot, options: Options, means: Mapping[str, float | None]) -> Datasets:
-    dark = tuple(name for name in snapshot.fields if name.startswith("dark_matter"))
-    gas = tuple(name for name in snapshot.fields if name not in dark)
-    quantities = [tuple(dict.fromkeys(snapshot.fields[name].quantity for name in names)) for names in (dark, gas)]
-    if quantities != [INPUTS.get(len(dark)), TARGETS.get(len(gas), ())]:
-        raise UserError(
-            f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {DARK_MATTER_DENSITY}, with gas also "
-            f"{GAS_DENSITY}, and all components of a velocity or none"
-        )
+    dark = [name for name in snapshot.fields if name.startswith("dark_matter")]
+    gas = [name for name in snapshot.fields if name not in dark and snapshot.fields[name].quantity != OTHER]
     datasets: dict[str, list[FieldChannel]] = {}
-    for dataset, names, make in zip(DATASETS, (dark, gas), (input_channels, target_channels), strict=True):
-        for name, channel in zip(names, make(len(names), options.transform, vectors_of(len(names))), strict=True):
-            field = snapshot.fields[name]
-            datasets.setdefault(dataset, []).append((field, channel, _factor(field, options, means.get(name))))
+    for dataset, side, names, others in zip(
+        DATASETS, SIDES, (dark, gas), (options.input_field, options.field), strict=True
+    ):
+        quantities = tuple(dict.fromkeys(snapshot.fields[name].quantity for name in names))
+        if quantities != QUANTITIES[side].get(len(names), ()) or not (names or others or dataset == DATASETS[1]):
+            raise UserError(
+                f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {DARK_MATTER_DENSITY}, with gas "
+                f"also {GAS_DENSITY}, and all components of a velocity or none"
+            )
+        channels = known_channels(side, len(names), options.transform)
+        rows = ((name, snapshot.fields[name], channel) for name, channel in zip(names, channels, strict=True))
+        planned = [(field, channel, _factor(field, options, means.get(name))) for name, field, channel in rows]
+        planned += [row for name, fields in others for row in own_channels(snapshot, name, fields, dict(options.unit))]
+        if planned:
+            datasets[dataset] = planned
+        if len({channel.name for _, channel, _ in planned}) < len(planned):
+            raise UserError(f"two {side} have one name; rename the one of --field or --input_field")
+    if unused := dict(options.unit).keys() - dict(options.field + options.input_field):
+        raise UserError(f"--unit {', '.join(unused)}: there is no such --field or --input_field")
     return datasets
 
 
@@ -185,7 +207,7 @@ def _mean(field: GridField) -> float:
     total = 0.0
     with Progress(f"mean of {field.name}", field.stored.shape[0], "planes") as progress:
         for slab, values in stored_slabs(field.stored, field.name):
-            _check_values(field, slab, values)
+            check_values(field, slab, values)
             total += float(values.sum(dtype=np.float64))
             progress.advance(len(values))
     if not total:
@@ -252,8 +274,7 @@ def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> N
             file.attrs["input_planes"] = [planes.start, planes.stop]
         for name, channels in source.datasets.items():
             dataset = file.create_dataset(name, (len(channels), len(planes), *source.shape[1:]), "<f4")
-            dataset.attrs["channels"] = source.channel_names[name]
-            dataset.attrs["transform"] = [channel.formula() for _, channel, _ in channels]
+            dataset.attrs.update(channel_attributes([channel for _, channel, _ in channels]))
     total = sum(map(len, source.datasets.values())) * source.shape[0]
     with Progress(f"importing {source.attributes['input']}", total, "planes") as progress:
         for name, channels in source.datasets.items():
@@ -270,12 +291,14 @@ def _write_channel(
     (field, channel, factor), sums, low, high = source, np.zeros(3), math.inf, -math.inf
     for slab, read in stored_slabs(field.stored, field.name):
         values = np.array(read)  # changed below
-        _check_values(field, slab, values)
+        check_values(field, slab, values)
         low, high = min(low, values.min()), max(high, values.max())
         sums[:2] += values.sum(dtype=np.float64), np.dot(values.reshape(-1), values.reshape(-1))
         values *= np.float32(factor)
         if field.quantity == "density":
             np.maximum(values, floor, out=values)
+        if channel.is_log and not values.min() > 0:
+            raise UserError(f"{field.name} has values of 0 or less, which have no logarithm; raise them in the file")
         values = channel.from_physical(values)
         sums[2] += values.sum(dtype=np.float64)
         for dataset, planes in parts:
@@ -289,23 +312,11 @@ def _write_channel(
     return sums / math.prod(field.stored.shape)
 
 
-def _check_values(field: GridField, slab: slice, values: np.ndarray) -> None:
-    """Raises UserError, with the place, for values that the quantity cannot have."""
-    possible = {"density": values >= 0, "velocity": True, "temperature": values > 0}[field.quantity]
-    wrong = np.argwhere(~(np.isfinite(values) & possible))
-    if field.quantity == "velocity" and np.isin(values, MISSING).any():
-        warn_once(f"{field.name} has cells of {MISSING}; if they mean no value, fill them or cut them out")
-    if len(wrong):
-        x, y, z = wrong[0].tolist()
-        value = f"{field.name}[{slab.start + x}, {y}, {z}] is {values[x, y, z]:g}"
-        is_contrast = field.quantity == "density" and -1.001 < values.min() < -0.1 and abs(values.mean()) < 0.5
-        remedy = "if it holds contrasts ρ/ρ̄ - 1, add 1" if is_contrast else "correct the file (no logarithms)"
-        raise UserError(f"{value}, which is impossible for a {field.quantity}; {remedy}")
-
-
 def _check_units(source: FieldChannel, means: np.ndarray, is_part: bool) -> None:
     """UserError for an implausible mean (velocities: root mean square); `means`: of field, its square, its channel."""
     field, channel, factor = source
+    if field.quantity == OTHER:
+        return
     name, value = ("root mean square", math.sqrt(means[1])) if field.quantity == "velocity" else ("mean", means[0])
     low, high = IN_A_PART if is_part and field.quantity == "density" else PLAUSIBLE[str(channel.unit)]
     typical, remedy = factor * value, REMEDIES[field.quantity]
@@ -338,19 +349,32 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--validation_index", type=int, metavar="INDEX", help=text)
     text = f"share of the planes along x for validation; {both}"
     parser.add_argument("--split", type=float, metavar="FRACTION", help=text)
-    for name, info in TransformConfig.model_fields.items():
+    for name, default in TRANSFORM.items():
         text = "of the channels, see docs/data.md (%(default).6g)"
-        parser.add_argument(f"--{name}", type=float, default=info.default, help=text)
+        parser.add_argument(f"--{name}", type=float, default=default, help=text)
+    for side, text in (("field", "target"), ("input_field", "input")):
+        text = f"another {text}: the name of its channel and of its field in --input; X,Y,Z for a vector's components"
+        parser.add_argument(f"--{side}", type=_pair, action="append", default=[], metavar="NAME=FIELD", help=text)
+    text = "unit of the channel of another field (as the file states)"
+    parser.add_argument("--unit", type=_pair, action="append", default=[], metavar="NAME=UNIT", help=text)
     text = "machine of the config (gpu if this one has a GPU, sbatch or qsub)"
     parser.add_argument("--for", dest="machine", choices=("gpu", "cpu"), help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     options = parser.parse_args(argv)
     if options.split is not None and (options.validation or options.validation_index is not None):
         raise UserError("--split takes the validation box from --input; remove it or --validation")
-    transform = {name: getattr(options, name) for name in TransformConfig.model_fields}
-    options.transform = validate_section(TransformConfig, transform, "command line")
+    options.transform = {name: getattr(options, name) for name in TRANSFORM}
+    if wrong := [name for name, value in options.transform.items() if value <= 0 and not name.endswith("center")]:
+        raise UserError(f"--{wrong[0]} is {options.transform[wrong[0]]:g}; give a number above 0")
     options.output = Path(options.output)
     return options
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    return name, value
 
 
 def _shape(text: str) -> Shape:

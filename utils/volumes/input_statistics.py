@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import avg_pool3d
 
 from utils.config import Config
-from utils.volumes.channels import volume_channels
 from utils.volumes.hdf5 import Volume
 from utils.volumes.storage import reading
 
@@ -61,7 +60,7 @@ def measure(path: str, field: Any, side: int, count: int, config: Config) -> dic
             cells = (slice(None), *(slice(place, place + side) for place in places))
             crop = np.array(field[cells], np.float64)
         if np.isfinite(crop).all():  # others are reported where they are used
-            found.append(crop_statistics(torch.from_numpy(crop), config.vector_channels.inputs))
+            found.append(crop_statistics(torch.from_numpy(crop), config.vectors[0]))
     return {name: torch.stack([crop[name] for crop in found]).numpy() for name in (found[0] if found else ())}
 
 
@@ -72,9 +71,9 @@ def training_statistics(volumes: Sequence[Volume], config: Config) -> dict[str, 
     components of a vector share theirs, because the cube's symmetries exchange them.
     """
     side = max(2, min(config.data_size, LARGEST_CROP, *(min(volume.shape) // 4 for volume in volumes)))
-    count, vectors = max(LEAST_CROPS, CROPS // len(volumes)), config.vector_channels.inputs
+    count, vectors = max(LEAST_CROPS, CROPS // len(volumes)), config.vectors[0]
     samples = [found for volume in volumes if (found := measure(volume.path, volume.inputs, side, count, config))]
-    names = [channel.name for channel in volume_channels(config)[0]]
+    names = [channel.name for channel in config.volume_channels[0]]
     channels: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for number, channel in enumerate(names):
         pooled = next((vector for vector in vectors if number in vector), [number])
@@ -92,7 +91,7 @@ def distance(trained: Mapping[str, Any], path: str, field: Any, config: Config) 
     LIMIT is doubled for a field of few crops, whose mean is uncertain. `trained` is the entry of a checkpoint.
     """
     found, distances = measure(path, field, min(trained["crop"], *field.shape[1:]), CROPS, config), [(0.0, "nothing")]
-    for number, channel in enumerate(volume_channels(config)[0]):
+    for number, channel in enumerate(config.volume_channels[0]):
         for name, (low, high, scatter) in trained["channels"].get(channel.name, {}).items():
             mean = float(found[name][:, number].mean()) if name in found else low
             unit = max(scatter, 1e-3 * max(abs(low), abs(high)), TINY)  # crops of a smooth channel hardly scatter

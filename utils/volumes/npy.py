@@ -39,8 +39,10 @@ def open_npy_volume(
             samples = sample(path, fields[number]), sample(volume.path, volume.fields[number])
             if not np.array_equal(*samples, equal_nan=True):
                 raise UserError(f"{path} does not match {volume.path}: other values; {remedy}")
-    attributes = volume.attributes if volume else {}
-    return Volume(" and ".join(files), fields[0], fields[1], tuple(files), attributes=attributes)
+    name = " and ".join(files)
+    if volume is None:
+        return Volume(name, fields[0], fields[1], tuple(files))
+    return Volume(name, fields[0], fields[1], tuple(files), attributes=volume.attributes, channels=volume.channels)
 
 
 def _open(path: str, grid: tuple[int, ...] | None, channels: int | None, remedy: str) -> np.ndarray:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from utils.config import Config, validate_section
+from utils.config.schema import CHANNELS_KEYS
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file, remove_abandoned, sample_digest
 from utils.log import warn_once
 from utils.volumes import attributes
-from utils.volumes.channels import vectors_of, volume_channels
 from utils.volumes.cross_check import START_BYTES, cross_check
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.input_statistics import compare, training_statistics
@@ -30,7 +30,6 @@ SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the 
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
 PUBLISHED = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}  # names of the published data set
 OTHER_NAMES = PUBLISHED | {published: name for name, published in PUBLISHED.items()}
-CHANNELS_KEYS = {"N_in_channels": "inputs", "N_out_channels": "targets"}  # fields of a Volume
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Volumes:
 
     @classmethod
     def open(cls, config: Config, reads: str | None) -> "Volumes":
-        """Completes the config: transform, shapes of volumes that are not one cube, ranges of conditions.
+        """Completes the config: channels, shapes of volumes that are not one cube, ranges of conditions.
 
         Numbers of channels and box_size are read from the files, too, unless it names them. Raises UserError if the
         files contradict the config or each other. Files that cannot be opened are left to a loader that needs them.
@@ -100,8 +99,6 @@ class Volumes:
                 )
             return volumes
         volumes = volumes.changed(**_in_data_dir(config))
-        stated = {volume.path: volume.attributes for split in SPLITS for volume in volumes._available(split)}
-        volumes = volumes.changed(transform=attributes.file_transform(config.transform, stated))
         volumes = dataclasses.replace(volumes, config=volumes._with_channels())
         box_size = [volumes._box(split, "box_size" in config.model_fields_set) for split in SPLITS]
         volumes = volumes.changed(box_size=box_size)
@@ -144,10 +141,11 @@ class Volumes:
 
     def split(self, split: str, npy: bool | None = None) -> list[Volume]:
         """One split's volumes; UserError for contradictions. `npy` None: the `.npy` files if HDF5 files are missing."""
-        volumes, counts = self._open_split(split, npy), [getattr(self.config, key) for key in CHANNELS_KEYS]
+        keys = [*CHANNELS_KEYS.values()]
+        volumes, counts = self._open_split(split, npy), [getattr(self.config, key) for key in keys]
         box, shape, crop = self.config.box_size[SPLITS[split]], volumes[0].shape, self.config.data_size
         for volume in volumes:
-            for name, values, count, key in zip(volume.names, volume.fields, counts, CHANNELS_KEYS, strict=True):
+            for name, values, count, key in zip(volume.names, volume.fields, counts, keys, strict=True):
                 if values.shape[0] != count:
                     raise UserError(
                         f"{volume.path}: {name} is {values.shape}, expected ({count}, X, Y, Z); give files with the "
@@ -233,16 +231,19 @@ class Volumes:
         return []
 
     def _with_channels(self) -> Config:
-        """The config with numbers of channels that it does not name, and vectors, as in the first training file."""
-        volumes, config = self._available("train"), self.config
-        unnamed = {key: name for key, name in CHANNELS_KEYS.items() if key not in config.model_fields_set}
-        if not volumes or not unnamed:
+        """The config with the channels that the files state; if they do not, with those that it, or the data, has."""
+        volumes, config, channels = [*self._available("train"), *self._available("valid")], self.config, {}
+        if not volumes:
             return config
-        counts = {key: int(getattr(volumes[0], name).shape[0]) for key, name in unnamed.items()}
-        vectors = config.vector_channels.model_dump()
-        if "vector_channels" not in config.model_fields_set:
-            vectors |= {name: vectors_of(counts[key]) for key, name in unnamed.items()}
-        keys = {**config.model_dump(), **counts, "vector_channels": vectors}
+        for number, (side, key) in enumerate(CHANNELS_KEYS.items()):
+            given = getattr(config.channels, side)
+            count = getattr(config, key)
+            if key not in config.model_fields_set:
+                count = int(volumes[0].fields[number].shape[0])
+            files = {volume.path: volume.channels[number] for volume in volumes}
+            found = attributes.resolve_channels(side, count, given, files)
+            channels[side] = [dataclasses.asdict(channel) for channel in found]
+        keys = {**config.model_dump(), "channels": channels}
         return validate_section(Config, keys, f"with the channels of {volumes[0].path}")
 
     def _box(self, split: str, named: bool) -> int | list[list[int]]:
@@ -265,7 +266,7 @@ class Volumes:
             volumes = {volume.path: volume for volume in all_volumes(splits)}
             limit = math.inf if self.complete else START_BYTES / len(volumes)
             for volume in volumes.values():
-                cross_check(volume, volume.fields, volume_channels(self.config), world, limit).log()
+                cross_check(volume, volume.fields, self.config.volume_channels, world, limit).log()
 
     def input_statistics(self) -> dict[str, Any] | None:
         """`training_statistics` of the files, measured once per process; None if they cannot be opened."""
@@ -281,7 +282,7 @@ class Volumes:
             for fault in attributes.implausible(volume.simulation):
                 warn_once(f"{volume.path}: {fault}; correct its attributes")
             if not config.allow_physical_values:
-                warn_of_units(volume, volume_channels(config))
+                warn_of_units(volume, config.volume_channels)
             if network.conditions:
                 conditions = attributes.conditions_of(network, volume.path, volume.simulation)
                 attributes.warn_of_untrained_conditions(network, volume.path, conditions)
@@ -321,7 +322,7 @@ class Volumes:
                 access = "mapped" if volume.mapped else slow
                 size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
                 log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
-        channels = volume_channels(self.config)[1]
+        channels = self.config.volume_channels[1]
         log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in channels)))
 
 

@@ -40,12 +40,13 @@ log = logging.getLogger(__name__)
 
 FORMATS = ("volume", "nyx")  # layouts that predict.py and the simulation write
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of Nyx's datasets that state none
+OTHER = "field"  # the quantity of a field that is not in FIELDS
 PER_SECOND = re.compile(r" */ *s$|[ .*]+s(\*\*|\^)?-1$")  # astropy's and yt's "km / s", "cm*s**-1", "km s^-1"
 
 
 def quantity_of(name: str) -> str:
-    """The key of UNITS for the field `name`."""
-    return next(quantity for quantity in UNITS if quantity in name)
+    """The key of UNITS for the field `name` of FIELDS or VECTORS; OTHER for any other name."""
+    return next(quantity for quantity in UNITS if quantity in name) if name in (*FIELDS, *VECTORS) else OTHER
 
 
 class Component:
@@ -66,7 +67,7 @@ class GridField:
     """A field [X, Y, Z], as a dataset of HDF5 or as a mapped array."""
 
     name: str  # file and dataset, for errors
-    quantity: str  # a key of UNITS
+    quantity: str  # a key of UNITS, or OTHER
     stored: Any
     unit: str | None = None
     is_stated: bool = False  # by the file
@@ -97,14 +98,17 @@ class Snapshot:
         return x, y, z
 
 
-def open_snapshot(path: Path, shape: Shape | None, index: int | None) -> Snapshot:
-    """The fields of a file or directory; raises UserError if they contradict each other, `shape` or `index`."""
+def open_snapshot(path: Path, shape: Shape | None, index: int | None, others: Sequence[str] = ()) -> Snapshot:
+    """The fields of a file or directory; raises UserError if they contradict each other, `shape` or `index`.
+
+    `others` are the names of scalar fields that are not in FIELDS; they come last.
+    """
     if not path.is_dir():
-        return _open_nyx(path)
+        return _open_nyx(path, others)
     ending = "npy" if any(path.glob("*.npy")) else "f32"
     if not any(path.glob(f"*.{ending}")):
         raise UserError(f"{path} has neither .f32 nor .npy files; give another --input")
-    fields, files = {}, _files(path, ending)
+    fields, files = {}, _files(path, ending, others)
     for unused in {*path.glob(f"*.{ending}")} - {*files.values()}:
         if hint := did_you_mean(unused.stem.lower(), (*FIELDS, *VECTORS)):
             log.warning(f"{unused} is not used{hint}")
@@ -112,11 +116,11 @@ def open_snapshot(path: Path, shape: Shape | None, index: int | None) -> Snapsho
         axes = (3,) if name in VECTORS else ()
         values = _read_npy(file, index, axes) if ending == "npy" else _read_raw(file, shape, axes)
         fields[name] = GridField(str(file), quantity_of(name), values)
-    return Snapshot(str(path), _components(path, fields))
+    return Snapshot(str(path), _components(path, fields, others))
 
 
-def _components(path: Path, grids: Mapping[str, GridField]) -> dict[str, GridField]:
-    """The fields in the order of FIELDS, with the components of vectors; raises UserError if the input has both."""
+def _components(path: Path, grids: Mapping[str, GridField], others: Sequence[str]) -> dict[str, GridField]:
+    """The fields in the order of FIELDS, then `others`, and components of vectors; UserError if the input has both."""
     fields = {name: grid for name, grid in grids.items() if name not in VECTORS}
     for vector in filter(grids.__contains__, VECTORS):
         for axis, name in enumerate(VECTORS[vector]):
@@ -124,7 +128,9 @@ def _components(path: Path, grids: Mapping[str, GridField]) -> dict[str, GridFie
                 raise UserError(f"{path} has {vector} and {name}; leave one of them in it")
             grid = grids[vector]
             fields[name] = replace(grid, name=f"{grid.name}[..., {axis}]", stored=Component(grid.stored, axis))
-    return {name: fields[name] for name in FIELDS if name in fields}
+    if missing := [name for name in others if name not in fields]:
+        raise UserError(f"{path} has no field {', '.join(missing)}; correct --field or --input_field")
+    return {name: fields[name] for name in (*FIELDS, *others) if name in fields}
 
 
 def _read_raw(file: Path, shape: Shape | None, axes: tuple[int, ...]) -> np.ndarray:
@@ -147,10 +153,10 @@ def _read_npy(file: Path, index: int | None, axes: tuple[int, ...]) -> np.ndarra
     return values if index is None else values[index]
 
 
-def _files(path: Path, ending: str) -> dict[str, Path]:
+def _files(path: Path, ending: str, others: Sequence[str]) -> dict[str, Path]:
     """The file `NAME.ending`, or CAMELS's `Grids_…`, of each field; raises UserError if several match."""
     files, suites = {}, set()
-    for name in (*FIELDS, *VECTORS):
+    for name in (*FIELDS, *VECTORS, *others):
         patterns = [f"{name}.{ending}", *([CAMELS[name]] if ending == "npy" and name in CAMELS else [])]
         matches = [file for pattern in patterns for file in path.glob(pattern)]
         if len(matches) > 1:
@@ -164,14 +170,14 @@ def _files(path: Path, ending: str) -> dict[str, Path]:
     return files
 
 
-def _open_nyx(path: Path) -> Snapshot:
+def _open_nyx(path: Path, others: Sequence[str]) -> Snapshot:
     file = open_file(str(path))
     with reading(str(path)):
         if NATIVE not in file:
             raise _other_layout(path, file)
         group = file[NATIVE]
-        grids = {name: _nyx_field(path, name, group[name]) for name in (*FIELDS, *VECTORS) if name in group}
-        fields, simulation = _components(path, grids), universe_of(file)
+        grids = {name: _nyx_field(path, name, group[name]) for name in (*FIELDS, *VECTORS, *others) if name in group}
+        fields, simulation = _components(path, grids, others), universe_of(file)
         if fields and (lengths := domain_of(file)):
             simulation[CELL] = cubic_cell(str(path), lengths, Snapshot(str(path), fields).shape)
         periodic = plain_attributes(file, TYPES).get("periodic", True)  # predict.py writes it
@@ -201,7 +207,7 @@ def _nyx_field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
         raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z{', 3' if axes else ''}); give another file")
     check_storage(dataset)
     stated = plain_attributes(dataset).get("units")
-    unit = DEFAULT_UNITS[quantity] if stated is None else PER_SECOND.sub("/s", str(stated).strip("() "))
+    unit = DEFAULT_UNITS.get(quantity) if stated is None else PER_SECOND.sub("/s", str(stated).strip("() "))
     return GridField(name, quantity, dataset, unit, stated is not None)
 
 
@@ -213,12 +219,13 @@ def nyx_attributes(names: Sequence[str], shape: Shape, cell: float, simulation: 
         "domain": {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)},
         "universe": {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()},
         "derived_fields": {},  # where such tools write their results
-        **{f"{NATIVE}/{name}": {"units": np.bytes_(units[quantity_of(name)])} for name in names},
+        **{f"{NATIVE}/{name}": {"units": np.bytes_(units.get(quantity_of(name), ""))} for name in names},
     }
 
 
 def nyx_datasets(fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Fields in the units of channels.py as datasets of Nyx's layout: names in the file, and values in its units."""
     quantities = {name: quantity_of(name) for name in fields}
-    factors = {name: np.float32(UNITS[key][DEFAULT_UNITS[key]]) for name, key in quantities.items()}
+    units = UNITS | {OTHER: {"": 1.0}}
+    factors = {name: np.float32(units[key][DEFAULT_UNITS.get(key, "")]) for name, key in quantities.items()}
     return {f"{NATIVE}/{name}": values / factors[name] for name, values in fields.items()}

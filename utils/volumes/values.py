@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from utils.config.channels import DENSITY_UNIT, PLAUSIBLE, TEMPERATURE_UNIT, Channel
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.volumes.channels import DENSITY_UNIT, PLAUSIBLE, TEMPERATURE_UNIT, Channel
 from utils.volumes.hdf5 import Volume, nonfinite_place
 from utils.volumes.storage import IMPORTER, reading
 
@@ -83,7 +83,7 @@ def warn_of_units(volume: Volume, channels: Sequence[Sequence[Channel]]) -> None
     """Warns of values that are implausible by the transforms of the inputs and the targets."""
     for name, field, known in zip(volume.names, volume.fields, channels, strict=True):
         for number, (channel, values) in enumerate(zip(known, sample(volume.path, field), strict=True)):
-            if channel.unit is None:
+            if channel.unit not in MEDIANS:
                 continue
             with np.errstate(over="ignore"):
                 typical = np.median(np.abs(channel.to_physical(values.astype(np.float64))))

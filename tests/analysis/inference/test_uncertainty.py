@@ -18,15 +18,15 @@ from volume_files import write_volume
 import evaluate
 import predict
 from analysis.evaluation import results
-from analysis.evaluation.results import DENSITIES
-from analysis.evaluation.statistics import coverage
+from analysis.evaluation.coverage import DENSITIES, Coverage
+from analysis.evaluation.fields import Compared
 from analysis.inference.uncertainty import FILE, fit
 from analysis.slabs import SlabFields, Slabs
-from utils.config.sections import TransformConfig
+from utils.config.channels import known_channels
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.run.checkpoint import read_weights
-from utils.volumes.channels import target_channels
+from utils.volumes.attributes import stated_channels
 
 
 def test_the_fit_finds_how_errors_grow_with_the_spread() -> None:
@@ -42,13 +42,14 @@ def test_the_fit_finds_how_errors_grow_with_the_spread() -> None:
 def test_coverage_of_known_errors() -> None:
     """Errors of the stated size are covered to 68 and 95 %; three times that size, in dense cells, to 26 and 49 %."""
     generator = np.random.default_rng(0)
-    channels, slabs = target_channels(5, TransformConfig()), Slabs((48, 48, 48), ALONE)
+    channels, slabs = known_channels("targets", 5), Slabs((48, 48, 48), ALONE)
     sigma = np.exp(generator.normal(-5, 1, (5, *slabs.shape))).astype(np.float32)
     predicted = generator.normal(0, 0.1, sigma.shape).astype(np.float32)
     dense = predicted[0] > 0  # above the mean density
     target = predicted + np.where(dense, 3, 1) * sigma * generator.normal(size=sigma.shape)
     reads = [slabs.stored(torch.from_numpy(values).float()) for values in (sigma, predicted, target)]
-    shares = coverage(channels, reads[0], SlabFields(reads[1], reads[1], reads[2]), slabs)
+    compared = Compared(channels, channels, None, SlabFields(reads[1], reads[1], reads[2]), slabs, reads[0])
+    shares = Coverage.compute(compared).shares
     counts = np.bincount(np.digitize(14 * predicted[0].flatten(), np.log(DENSITIES)), minlength=len(DENSITIES) + 1)
     for number, count in enumerate(counts):
         expected = (0.2611, 0.4865) if DENSITIES[number - 1] >= 1 and number else (0.6827, 0.95)
@@ -63,9 +64,11 @@ def files(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_volume(folder / "val.h5", seed=5)
     write_volume(folder / "box.h5", seed=7)
     config = content["config"] | {"val_path": str(folder / "val.h5")}
+    density, *others = config["channels"]["targets"]
+    other = config["channels"] | {"targets": [density | {"scale": 10.0}, *others]}
     for name, factor in (("a", 1.0), ("b", 1.1), ("other", 1.0)):
         network = {key: factor * tensor for key, tensor in content["network"].items()}
-        stated = {"config": config | ({"transform": {"density_log_scale": 10.0}} if name == "other" else {})}
+        stated = {"config": config | ({"channels": other} if name == "other" else {})}
         (folder / name).mkdir()
         torch.save(content | stated | {"network": network}, folder / name / "weights.pt")
     return folder
@@ -102,7 +105,7 @@ def test_the_file_holds_calibrated_deviations_with_the_same_bits_on_any_ranks_an
         for name, values in alone.items():
             np.testing.assert_array_equal(file[name][...], values)
         stated = {key: file["Hydro_std"].attrs[key] for key in ("factors", "floors", "volume")}
-        channels = target_channels(5, TransformConfig(velocity_scale_km_s=file.attrs["velocity_scale_km_s"]))
+        channels = stated_channels(file["Hydro"])
         assert list(file["Hydro_physical_std"].attrs["units"]) == ["ln of the value", *["km/s"] * 3, "ln of the value"]
     assert stated["volume"] == str(files / "val.h5")
     for channel, physical, values in zip(channels, alone["Hydro_physical_std"], alone["Hydro_std"], strict=True):
@@ -211,6 +214,7 @@ def test_evaluate_draws_the_coverage_of_a_file_with_deviations(
             assert summary["coverage"].pop("densities, then all") == [*DENSITIES]
             shares = [part["68 %"][-1] for part in summary["coverage"].values()]
             np.testing.assert_allclose(shares, inside.mean((1, 2, 3)), rtol=1e-4)
-            (temperature,) = results.load(tmp_path / "report" / "evaluation.npz").coverage[:, -1:, -1].T
+            evaluated = results.load(tmp_path / "report" / "evaluation.npz")
+            (temperature,) = evaluated.statistics["coverage"].shares[:, -1:, -1].T
             rows = [line.split()[-2:] for line in messages(capsys.readouterr().err) if line.startswith("temperature ")]
             assert [f"{share:.1%}" for share in temperature] in rows

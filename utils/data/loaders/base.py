@@ -75,7 +75,7 @@ class CropLoader(Loader):
         self.volumes = volume_names(config, plan.split)[: plan.parts]
         crop, counts = (plan.crop,) * 3, (config.N_in_channels, config.N_out_channels)
         self.shapes = [(size, channels, *crop) for channels in counts]
-        self.vectors = config.vector_channels.inputs, config.vector_channels.targets
+        self.vectors = config.vectors
 
     def __len__(self) -> int:
         return len(self.batches)
