@@ -7,14 +7,13 @@ import numpy as np
 from reference_samples import ALONE
 from volume_files import smooth_field
 
+from analysis.evaluation.comparison import volume_statistics
 from analysis.evaluation.results import Results
-from analysis.evaluation.statistics import volume_statistics
 from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.setup import FluxOptions, FluxSetup
 from analysis.slabs import SlabFields, Slabs
 from utils.config import Config
-from utils.config.sections import TransformConfig
-from utils.volumes.channels import input_channels, target_channels
+from utils.config.channels import SIDES, Channel, known_channels
 from utils.volumes.hdf5 import Volume
 
 # What a file states of its simulation.
@@ -38,12 +37,19 @@ def sample_results(
 ) -> Results:
     """Results for smooth random fields plus white noise: good on large scales, bad on small ones.
 
-    Units are unknown unless the numbers of channels are (4, 5); `cell` is in Mpc/h.
+    `channels` are those of inputs and targets, or their numbers; units are unknown unless they are (4, 5). `cell` is
+    in Mpc/h.
     """
+    if isinstance(channels[0], int):
+        known = channels == (4, 5)
+        channels = [
+            known_channels(side, count) if known else [Channel(f"channel {place}") for place in range(count)]
+            for side, count in zip(SIDES, channels, strict=True)
+        ]
+    sources, targets = channels
     rng, slabs = np.random.default_rng(0), Slabs((box, box, box), ALONE)
-    inputs, target = (0.4 * smooth_field(count, box, rng) for count in channels)
+    inputs, target = (0.4 * smooth_field(len(names), box, rng) for names in channels)
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
-    sources, targets = input_channels(channels[0], TransformConfig()), target_channels(channels[1], TransformConfig())
     fields = slab_fields(slabs, *(field.astype(np.float32) for field in (inputs, predicted, target)))
     results = volume_statistics(sources, targets, cell, fields, slabs, metadata)
     if not flux:

@@ -7,21 +7,23 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from analysis.evaluation.base import converted
 from utils.config import Config
+from utils.config.channels import GAS, UNKNOWN, Channels, copied_channels, known_channels
 from utils.data.loaders import Batch, Loader
 from utils.data.task import CLASSES, task_of
 from utils.distributed.world import World
-from utils.volumes.channels import common_channels, volume_channels
 
 HISTOGRAM_BINS = 8192
 HISTOGRAM_RANGE = (-1.5, 1.5)
+PUBLISHED = known_channels("inputs", 4), known_channels("targets", 5)
 
 
 def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: World) -> dict[str, float]:
     """The validation losses of the config's baselines by name. Every rank calls it."""
     if task_of(config).name == CLASSES:
         return class_frequency_loss(loader, world)
-    return volume_losses(loader, loss, world, common_channels(*volume_channels(config)))
+    return volume_losses(loader, loss, world, config.volume_channels)
 
 
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
@@ -33,24 +35,39 @@ def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     return {"guessing by class frequency": loss}
 
 
-def volume_losses(loader: Loader, loss: nn.Module, world: World, copied: int | None = None) -> dict[str, float]:
+def volume_losses(
+    loader: Loader, loss: nn.Module, world: World, channels: tuple[Channels, Channels] = PUBLISHED
+) -> dict[str, float]:
     """The validation loss of two predictors that ignore the structure of the input.
 
     One predicts a constant for each target channel, the best one under this loss (to half a histogram bin). The other
-    copies the input's density and velocities, its first `copied` channels (None: all), and predicts the constant for
-    the others.
+    copies what inputs and targets share, and predicts the constant for the rest; there is none if they share nothing.
     """
     loss.eval()
+    (sources, targets), copied = channels, copied_channels(*channels)
     constants = _best_constants(loss, _histograms(loader, world))
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, samples
-    for inputs, targets, *_ in _batches(loader, world):
-        constant = constants.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
-        shared = min(inputs.shape[1], targets.shape[1]) if copied is None else copied
-        copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
-        sums += torch.stack([loss(constant, targets), loss(copy, targets), sums.new_ones(())]) * len(targets)
+    for inputs, truth, *_ in _batches(loader, world):
+        constant = constants.to(truth).view(1, -1, 1, 1, 1).expand_as(truth)
+        copy = constant.clone()
+        for own, place in copied.items():
+            copy[:, own] = converted(inputs[:, place], sources[place], targets[own])
+        sums += torch.stack([loss(constant, truth), loss(copy, truth), sums.new_ones(())]) * len(truth)
     constant_sum, copy_sum, count = world.sum(sums).tolist()
-    copied_name = "copying the density" if copied == 1 else "copying density and velocities"
-    return {"best constant per channel": constant_sum / count, copied_name: copy_sum / count}
+    losses = {"best constant per channel": constant_sum / count}
+    return losses | ({_copying(sources, [targets[own] for own in copied]): copy_sum / count} if copied else {})
+
+
+def _copying(inputs: Channels, copied: Channels) -> str:
+    """The name of the predictor that copies these targets from inputs, such as "copying density and velocities"."""
+    if any(channel.name.startswith(UNKNOWN) for channel in (*inputs, *copied)):
+        return "copying the input"
+    parts = [channel.component.rsplit(" ", 1)[0] if channel.component else channel.name for channel in copied]
+    names = [part.removeprefix(GAS) for part in dict.fromkeys(parts)]
+    if len(names) == 1:
+        return f"copying the {names[0]}"
+    names = ["velocities" if name == "velocity" else name for name in names]
+    return f"copying {', '.join(names[:-1])} and {names[-1]}"
 
 
 def _batches(loader: Loader, world: World) -> Iterator[Batch]:

@@ -1,10 +1,9 @@
-"""Statistics of complete fields: spectra, bispectrum, the statistics of the divergence, and the ratio of masses.
+"""Statistics of complete fields: spectra, the statistics of the divergence, and the ratio of masses.
 
 A rank stores its planes of one field of prediction and target at a time. Sums are in float64.
 """
 
 import math
-from collections.abc import Sequence
 from decimal import ROUND_CEILING, Context
 from typing import Any, NamedTuple
 
@@ -12,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.evaluation.results import LOG_DENSITY, Bispectrum, Distribution, Spectrum
+from analysis.evaluation.base import LOG_DENSITY, Compared
+from analysis.evaluation.results import DIVERGENCE, SPECTRA, Distribution, Spectrum, spectrum_names
 from analysis.evaluation.spectra import KShells
-from analysis.modes import Bispectra
-from analysis.slabs import ReadPlanes, SlabFields, Slabs
-from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+from analysis.slabs import ReadPlanes
+from utils.config.channels import GAS, VELOCITY_UNIT, Channels, velocity_places
 
-DIVERGENCE = "divergence"
 DIVERGENCE_BINS = 160
 DIVERGENCE_SIGMAS = 8.0  # standard deviations of the target on either side
-SPECTRA = ("density", LOG_DENSITY, "velocity", DIVERGENCE, "log temperature")  # in this order, then all others
 
 
 class Field(NamedTuple):
@@ -36,35 +33,33 @@ class Fields:
     """Compares complete fields of prediction and target; the attributes are None or NaN without such a field.
 
     Spectra are computed for density, ln(density), ln(temperature), velocity (sum over its components) and velocity
-    divergence, and for any other channel's physical value, or channel value if its unit is unknown.
+    divergence of the gas. Each other vector has one, and each other channel, of its natural logarithm or its value.
 
     The divergence uses central differences, (v(x + 1) − v(x − 1)) / 2 cells per axis, which do not ring at shocks; they
     damp waves of a few cells' length in prediction and target alike. Its histogram extends to eight standard
     deviations of the target.
     """
 
-    def __init__(self, channels: Sequence[Channel], cell: float | None, slabs: Slabs) -> None:
-        """`needed` are the fields to add. `cell` in Mpc/h, None if unknown."""
-        self._channels, self._cell, self._slabs, self._world = channels, cell, slabs, slabs.world
-        self.needed = _fields(channels)
-        self._shells = KShells(slabs, cell or 1.0)
-        present = [field.spectrum for field in self.needed]
-        size, device = (3, self._shells.number), slabs.world.device
-        names = sorted({*present}, key=[*SPECTRA, *present].index)
-        self._sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name in names}  # of this rank
+    def __init__(self, compared: Compared) -> None:
+        """`needed` are the fields to add."""
+        self._compared, self._cell, self._slabs = compared, compared.cell, compared.slabs
+        self._channels, self._world = compared.targets, compared.slabs.world
+        self.needed = _fields(compared.targets)
+        self._shells = KShells(self._slabs, self._cell or 1.0)
+        size, order = (3, self._shells.number), [*SPECTRA, *spectrum_names(compared.targets)]
+        names = sorted({field.spectrum for field in self.needed}, key=order.index)
+        self._sums = {name: torch.zeros(size, dtype=torch.float64, device=self._world.device) for name in names}
         self.divergence: Distribution | None = None
         self.divergence_r2 = self.mass_ratio = math.nan
-        self.bispectrum: Bispectrum | None = None
 
-    def add(self, field: Field, fields: SlabFields) -> None:
-        store = self._stored_divergence if field.spectrum == DIVERGENCE else self._stored
-        stored = [store(read, field) for read in (fields.predicted, fields.target)]
+    def add(self, field: Field) -> None:
+        reads = self._compared.fields[1:]
         if field.spectrum == DIVERGENCE:
+            stored = [self._stored_divergence(read, field) for read in reads]
             self._compare_divergence(*stored)
-        elif field.spectrum == LOG_DENSITY:
-            triangles = Bispectra(self._slabs, self._cell or 1.0)
-            self.bispectrum = Bispectrum(triangles.k, *(triangles.measure(values)[0] for values in stored))
-        elif field.is_exponential:
+        else:
+            stored = [self._compared.stored(read, field.channels[0], field.is_exponential) for read in reads]
+        if field.is_exponential:
             masses = torch.stack([values.sum(dtype=torch.float64) for values in stored])
             self.mass_ratio = float(torch.divide(*self._world.sum(masses)))
         self._world.pulse.advance()  # the transforms of a large volume take long
@@ -72,16 +67,6 @@ class Fields:
 
     def results(self) -> dict[str, Spectrum]:
         return {name: self._shells.spectrum(self._world.sum(sums)) for name, sums in self._sums.items()}
-
-    def _stored(self, read: ReadPlanes, field: Field) -> Tensor:
-        """The own planes [n, Y, Z] of a channel's physical values, or of their natural logarithms."""
-        (number,), out = field.channels, self._slabs.empty()
-        channel = self._channels[number]
-        with self._world.raise_together():
-            for piece in self._slabs.pieces():
-                values = read(slice(number, number + 1), piece)[0] * channel.scale + channel.center
-                out[self._slabs.local(piece)] = values.exp_() if field.is_exponential else values
-        return out
 
     def _stored_divergence(self, read: ReadPlanes, field: Field) -> Tensor:
         """The divergence of a vector in the own planes [n, Y, Z].
@@ -136,17 +121,14 @@ class Fields:
         self.divergence = Distribution(edges, predictions, truths, f"{VELOCITY_UNIT} per {unit}", is_log=False)
 
 
-def _fields(channels: Sequence[Channel]) -> list[Field]:
-    """All fields to transform."""
-    velocity = tuple(number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT)  # all or none
-    fields = [Field(DIVERGENCE, velocity)] if velocity else []
-    for number, channel in enumerate(channels):
-        if channel.unit == DENSITY_UNIT:
-            fields += [Field(LOG_DENSITY, (number,)), Field("density", (number,), is_exponential=True)]
-        elif channel.unit == TEMPERATURE_UNIT:
-            fields.append(Field("log temperature", (number,)))
-        else:
-            fields.append(Field("velocity" if number in velocity else channel.name, (number,)))
+def _fields(channels: Channels) -> list[Field]:
+    """All fields to transform; the components of a vector in the order x, y, z, in which their powers are added."""
+    names, velocity = spectrum_names(channels), velocity_places(channels, GAS)
+    fields = [Field(DIVERGENCE, tuple(velocity))] if velocity else []
+    for number in sorted(range(len(channels)), key=lambda place: channels[place].component or channels[place].name):
+        fields.append(Field(names[number], (number,)))
+        if names[number] == LOG_DENSITY:
+            fields.append(Field("density", (number,), is_exponential=True))
     return fields
 
 

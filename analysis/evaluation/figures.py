@@ -1,4 +1,4 @@
-"""Figures of one evaluation: slices, spectra, distributions, phase diagram, and Lyman-alpha flux."""
+"""Figures of one evaluation: slices, spectra, distributions, and Lyman-alpha flux; the others belong to STATISTICS."""
 
 import io
 import itertools
@@ -8,32 +8,29 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.image import AxesImage, imsave
-from matplotlib.ticker import LogLocator, NullFormatter
 
-from analysis.evaluation.results import DENSITIES, Distribution, Results
+from analysis.evaluation import panels
+from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
-from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux
-from utils.volumes.channels import DARK_MATTER, DENSITY_UNIT, GAS, TEMPERATURE_UNIT, Channel
+from analysis.lyman_alpha.results import TARGET, Flux
+from utils.config.channels import DARK_MATTER, GAS, Channel, copied_channels
 
-# A palette that the color-blind can distinguish (Okabe & Ito 2008).
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
-COLORS = {TARGET: "black", PREDICTION: PALETTE[1], TRANSFER: PALETTE[2], f"{FGPA}, {FITTED}": PALETTE[5]}
-COLOR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
-RESIDUAL_COLORS = "PuOr_r"
-LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}
-NEAR_ONE, LARGEST_RATIO = (0.5, 1.5), 1e3  # of an axis of ratios: its linear part, and the end of its logarithmic one
-DECADE = 0.25  # length of a factor of ten in the logarithmic part, in units of the linear one
+COLOR_MAPS = {"density": "magma", "temperature": "inferno"}  # by a word of the channel's name
+SIGNED_COLORS, RESIDUAL_COLORS = "RdBu_r", "PuOr_r"  # of vectors, and of differences
 DOTS_PER_INCH = 110
 BARS = 3, 5  # columns of the color bars among the panels of slices
 
 
 def draw(name: str, results: Results) -> Figure:
     """The picture of this name; the results must have data for it."""
-    figure = PICTURES[name](results)
+    if name in results.statistics:
+        figure = new_figure(8, 4.3)
+        results.statistics[name].draw(figure, results)
+    else:
+        figure = PICTURES[name](results)
     figure.suptitle(results.title)
     return figure
 
@@ -58,53 +55,23 @@ def spectra(results: Results) -> Figure:
     figure = new_figure(8, 8)
     above, below = figure.subplots(2, sharex=True, height_ratios=(4, 3))
     for axes in (above, below):
-        axes.set_prop_cycle(color=PALETTE)
+        axes.set_prop_cycle(color=panels.PALETTE)
         axes.axhline(1, color="0.3", linewidth=0.8, zorder=0.5)
         axes.grid(alpha=0.25)
     for name, spectrum in results.spectra.items():
-        above.plot(spectrum.k, spectrum.ratio, label=name)
+        above.plot(spectrum.k, spectrum.ratio, label=panels.plain(name))
         below.plot(spectrum.k, spectrum.correlation)
     below.axhline(0.9, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
-    _scale_ratios(above)
+    panels.scale_ratios(above)
     above.set_ylabel(r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$")
     below.set_ylabel("correlation r with the target")
-    _scale_wavenumbers(below, spectrum.k, results.wavenumber_unit)
+    panels.scale_wavenumbers(below, spectrum.k, results.wavenumber_unit)
     figure.align_ylabels()
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
-def _scale_ratios(*panels: Axes) -> None:
-    """The vertical axis of panels, on which no ratio leaves them: linear near 1, logarithmic beyond."""
-    (low, high), ends = NEAR_ONE, (1 / LARGEST_RATIO, LARGEST_RATIO)
-
-    def place(ratio: np.ndarray) -> np.ndarray:
-        inner, outer = np.clip(ratio, low, high), np.clip(ratio, *ends)
-        return inner + DECADE * np.log10(outer / inner)
-
-    def ratio(place: np.ndarray) -> np.ndarray:
-        inner = np.clip(place, low, high)
-        return inner * 10 ** ((place - inner) / DECADE)
-
-    shown = np.clip([axes.dataLim.intervaly for axes in panels], *ends)
-    for axes in panels:
-        axes.set_yscale("function", functions=(place, ratio))
-        axes.set_yticks([0.001, 0.01, 0.1, 0.5, 0.75, 1, 1.25, 1.5, 10, 100, 1000])
-        axes.set_ylim(min(shown.min(), low), max(shown.max(), high))
-        axes.yaxis.set_major_formatter("{x:g}")
-        for edge in NEAR_ONE:
-            axes.axhline(edge, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
-
-
-def _scale_wavenumbers(axes: Axes, k: np.ndarray, unit: str) -> None:
-    """A logarithmic axis over all k, also if a diverged network leaves nothing to plot; labels 1, 2, 5 per decade."""
-    axes.set(xscale="log", xlabel=f"wavenumber k ({unit})", xlim=(np.nanmin(k) / 1.1, np.nanmax(k) * 1.1))
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-# --- distributions and phase diagram ---------------------------------------------------------------------------------
+# --- distributions ---------------------------------------------------------------------------------------------------
 
 
 def distributions(results: Results) -> Figure:
@@ -115,55 +82,28 @@ def distributions(results: Results) -> Figure:
     figure = new_figure(3.2 * columns, 2.6 * rows + 0.3)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, (name, distribution) in zip(grid.flat, results.distributions.items(), strict=False):
-        _draw_distribution(axes, distribution)
-        axes.set_title(name)
+        _draw_distribution(axes, name, distribution)
+        axes.set_title(panels.plain(name))
     for axes in grid.flat[count:]:
         axes.set_axis_off()
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def _draw_distribution(axes: Axes, distribution: Distribution) -> None:
+def _draw_distribution(axes: Axes, name: str, distribution: Distribution) -> None:
     edges = distribution.edges
     target, predicted = (
         counts / (counts.sum() * np.diff(edges)) for counts in (distribution.target, distribution.predicted)
     )
     axes.stairs(target, edges, fill=True, color="0.8", label="target")
     axes.stairs(target, edges, color="black", linewidth=0.8)
-    axes.stairs(predicted, edges, color=PALETTE[1], linewidth=1.5, label="prediction")
+    axes.stairs(predicted, edges, color=panels.PALETTE[1], linewidth=1.5, label="prediction")
     both = np.concatenate([target, predicted])
-    axes.set(yscale="log", ylim=(both[both > 0].min() / 2, both.max() * 2), xlim=_occupied(target + predicted, edges))
-    axes.set(xlabel=_value_label(distribution.unit, distribution.is_log), ylabel="probability density")
+    axes.set(
+        yscale="log", ylim=(both[both > 0].min() / 2, both.max() * 2), xlim=panels.occupied(target + predicted, edges)
+    )
+    axes.set(xlabel=panels.value_label(name, distribution.unit, distribution.is_log), ylabel="probability density")
     axes.grid(alpha=0.25)
-
-
-def phase_diagram(results: Results) -> Figure:
-    """Temperature against density: target and prediction on one color scale."""
-    counts = results.phase_diagram
-    assert counts is not None, "a phase diagram needs physical units"
-    figure = new_figure(8, 4.3)
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    edges = counts.density_edges, counts.temperature_edges
-    area = np.outer(*(np.diff(axis_edges) for axis_edges in edges))
-    target, predicted = (cells / (cells.sum() * area) for cells in (counts.target, counts.predicted))
-    both = np.concatenate([target, predicted])
-    norm = LogNorm(both[both > 0].min(), both.max())
-    for axes, density, title in zip(panels, (target, predicted), ("target", "prediction"), strict=True):
-        mesh = axes.pcolormesh(*edges, np.ma.masked_equal(density, 0).T, norm=norm, rasterized=True)
-        axes.set_title(title)
-    figure.colorbar(mesh, ax=list(panels), label="fraction of cells per dex²", location="bottom", shrink=0.6, aspect=25)
-    for axes in panels:
-        axes.set_xlabel(LOGARITHMS[DENSITY_UNIT])
-    panels[0].set_ylabel(LOGARITHMS[TEMPERATURE_UNIT])
-    xlim, ylim = (_occupied((target + predicted).sum(1 - axis), edges[axis]) for axis in (0, 1))
-    axes.set(xlim=xlim, ylim=ylim)
-    return figure
-
-
-def _occupied(values: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
-    """The outer edges of the bins whose value is not zero."""
-    bins = np.flatnonzero(values)
-    return edges[bins[0]], edges[bins[-1] + 1]
 
 
 # --- Lyman-alpha flux ------------------------------------------------------------------------------------------------
@@ -174,26 +114,26 @@ def flux(results: Results) -> Figure:
     flux_results = results.flux
     assert flux_results is not None, "the flux was not computed"
     figure = new_figure(10, 7.5)
-    panels = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
+    mosaic = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
     for name, field in flux_results.fields.items():
-        color = COLORS.get(name, PALETTE[0])
-        panels["power"].plot(flux_results.k, flux_results.k * field.power / math.pi, color=color, label=name)
-        panels["pdf"].stairs(field.pdf, flux_results.edges, baseline=None, color=color, linewidth=1.5)
-        panels["line"].plot(flux_results.velocity, field.sightline, color=color, linewidth=1.2)
+        color = panels.COLORS.get(name, panels.PALETTE[0])
+        mosaic["power"].plot(flux_results.k, flux_results.k * field.power / math.pi, color=color, label=name)
+        mosaic["pdf"].stairs(field.pdf, flux_results.edges, baseline=None, color=color, linewidth=1.5)
+        mosaic["line"].plot(flux_results.velocity, field.sightline, color=color, linewidth=1.2)
         if name != TARGET:
-            panels["ratio"].plot(flux_results.k, flux_results.ratios[name], color=color)
-    _draw_axes_of_target(panels["ratio"], flux_results)
-    for axes in panels.values():
+            mosaic["ratio"].plot(flux_results.k, flux_results.ratios[name], color=color)
+    _draw_axes_of_target(mosaic["ratio"], flux_results)
+    for axes in mosaic.values():
         axes.grid(alpha=0.25)
     for name in ("power", "ratio"):
-        _scale_wavenumbers(panels[name], flux_results.k, "s/km")
-    panels["power"].set(yscale="log", xlabel="", ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
-    panels["power"].tick_params(labelbottom=False)
-    panels["ratio"].set_ylabel("ratio to target")
-    _scale_ratios(panels["ratio"])
-    panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
-    panels["line"].set_xlim(0, flux_results.velocity[-1])
-    panels["line"].set(ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F")
+        panels.scale_wavenumbers(mosaic[name], flux_results.k, "s/km")
+    mosaic["power"].set(yscale="log", xlabel="", ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
+    mosaic["power"].tick_params(labelbottom=False)
+    mosaic["ratio"].set_ylabel("ratio to target")
+    panels.scale_ratios(mosaic["ratio"])
+    mosaic["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
+    mosaic["line"].set_xlim(0, flux_results.velocity[-1])
+    mosaic["line"].set(ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -214,45 +154,14 @@ def flux_3d(results: Results) -> Figure:
     assert flux_results is not None, "the flux was not computed"
     edges, k = flux_results.mu_edges, flux_results.p3d_k
     names = [f"$\\mu$ = {low:g} to {high:g}" for low, high in itertools.pairwise(edges)]
-    panels = {
+    curves = {
         field: dict(zip(names, zip(k, ratio, strict=True), strict=True))
         for field, ratio in flux_results.ratios_of("p3d").items()
     }
-    return _ratio_panels(panels, dict(zip(names, PALETTE, strict=False)), r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc")
-
-
-def bispectrum(results: Results) -> Figure:
-    """Bispectra relative to those of the target, of log density and, if they are known, of the flux."""
-    density, flux_results = results.bispectrum, results.flux
-    assert density is not None, "the unit of density is unknown"
-    panels = {f"log density, {SHAPES[0]}": {PREDICTION: (density.k, density.ratio)}}
-    if flux_results and flux_results.flux_bispectrum_k.size:
-        for number, shape in enumerate(SHAPES):
-            ratios = {name: ratio[number] for name, ratio in flux_results.ratios_of("flux_bispectrum").items()}
-            panels[f"flux, {shape}"] = {name: (flux_results.flux_bispectrum_k, ratio) for name, ratio in ratios.items()}
-    return _ratio_panels(panels, COLORS, "$B$", results.wavenumber_unit)
-
-
-def _ratio_panels(
-    panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]],
-    colors: Mapping[str, str],
-    quantity: str,
-    unit: str,
-) -> Figure:
-    """A panel per title: wavenumbers and ratios to the target by label; lines continue across bins without a mode."""
-    figure = new_figure(2 + 4 * len(panels), 4.3)
-    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, curves) in zip(row, panels.items(), strict=True):
-        axes.axhline(1, color="0.3", linewidth=0.8)
-        for name, (k, ratio) in curves.items():
-            shown = np.isfinite(k)
-            axes.plot(k[shown], ratio[shown], color=colors.get(name, PALETTE[0]), label=name, marker=".")
-        axes.set_title(title)
-        _scale_wavenumbers(axes, np.concatenate([k for k, _ in curves.values()]), unit)
-        axes.grid(alpha=0.25)
-    _scale_ratios(*row)
-    row[0].set_ylabel(f"{quantity} relative to the target")
-    figure.legend(*row[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure = new_figure(8, 4.3)
+    panels.draw_ratios(
+        figure, curves, dict(zip(names, panels.PALETTE, strict=False)), r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc"
+    )
     return figure
 
 
@@ -295,38 +204,41 @@ def draw_slices(
 
     `cell` is the side of a cell in Mpc/h; None: lengths are in cells.
     """
-    figure, grid = _slices_layout(len(targets))
-    sides = [side * (cell or 1.0) for side in planes["target"].shape[1:]]
-    extent = (0.0, sides[0], 0.0, sides[1])
+    (figure, grid), copied = _slices_layout(len(targets)), copied_channels(inputs, targets)
+    width, height = (side * (cell or 1.0) for side in planes["target"].shape[1:])
+    extent = (0.0, width, 0.0, height)
     for number, (row, channel) in enumerate(zip(grid, targets, strict=True)):
         target, predicted = (display_values(channel, planes[name][number]) for name in ("target", "predicted"))
-        panels = [(row[1], target), (row[2], predicted)]
-        if number < len(inputs) and inputs[number].unit == channel.unit:
-            panels.insert(0, (row[0], display_values(inputs[number], planes["input"][number])))
+        shown = [(row[1], target), (row[2], predicted)]
+        place = copied.get(number)
+        if place is not None and (inputs[place].unit, inputs[place].is_log) == (channel.unit, channel.is_log):
+            shown.insert(0, (row[0], display_values(inputs[place], planes["input"][place])))
         else:
             row[0].set(box_aspect=1)
             row[0].text(0.5, 0.5, "not in the input", ha="center", va="center", transform=row[0].transAxes)
         colors = next((colors for word, colors in COLOR_MAPS.items() if word in channel.name), "viridis")
         limits = float(target.min()), float(target.max())
-        if "velocity" in channel.name:
-            limits = -float(np.abs(target).max()), float(np.abs(target).max())
-        for axes, values in panels:
+        if channel.component or "velocity" in channel.name:
+            colors, limits = SIGNED_COLORS, (-float(np.abs(target).max()), float(np.abs(target).max()))
+        for axes, values in shown:
             image = _draw_plane(axes, values, extent, colors, limits)
-        figure.colorbar(image, cax=row[BARS[0]], extend="both", label=_value_label(channel.unit, channel.is_log))
+        figure.colorbar(
+            image, cax=row[BARS[0]], extend="both", label=panels.value_label(channel.name, channel.unit, channel.is_log)
+        )
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
         image = _draw_plane(row[4], residual, extent, RESIDUAL_COLORS, (-limit, limit))
-        figure.colorbar(image, cax=row[BARS[1]], extend="both", label=residual_unit(channel))
+        figure.colorbar(image, cax=row[BARS[1]], extend="both", label=panels.plain(residual_unit(channel)))
     unit = "cells" if cell is None else "Mpc/h"
-    source = "dark matter" if inputs[0].name.startswith(DARK_MATTER) else "input"
+    source = "dark matter" if all(channel.name.startswith(DARK_MATTER) for channel in inputs) else "input"
     names = source, "target", "prediction", "", "prediction − target"
     for axes, name in zip(grid[0], names, strict=False):
         axes.set_title(name)
     for axes, channel in zip(grid[:, 0], targets, strict=True):
-        axes.set_ylabel(f"{channel.name.removeprefix(GAS)}\nz ({unit})")
+        axes.set_ylabel(f"{panels.plain(channel.name.removeprefix(GAS))}\nz ({unit})")
     for axes in np.delete(grid[-1], BARS):
         axes.set_xlabel(f"y ({unit})")
     figure.suptitle(title)
@@ -340,13 +252,6 @@ def display_values(channel: Channel, values: np.ndarray) -> np.ndarray:
     return np.log10(physical) if channel.is_log else physical
 
 
-def _value_label(unit: str | None, is_log: bool) -> str:
-    """Label of an axis of physical values."""
-    if unit is None:
-        return "channel value"
-    return LOGARITHMS[unit] if is_log else unit
-
-
 def _draw_plane(
     axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float], colors: str, limits: tuple[float, float]
 ) -> AxesImage:
@@ -355,22 +260,5 @@ def _draw_plane(
     return axes.imshow(values.T, origin="lower", extent=extent, cmap=colors, vmin=limits[0], vmax=limits[1])
 
 
-def coverage(results: Results) -> Figure:
-    """Shares of errors within the standard deviations, by predicted density."""
-    assert results.coverage is not None
-    figure = new_figure(8, 4.3)
-    axes = figure.subplots()
-    places = np.append(DENSITIES, 3 * DENSITIES[-1])[-(results.coverage.shape[2] - 1) :] / math.sqrt(3)
-    for one, two, channel, color in zip(*results.coverage, results.channels, itertools.cycle(PALETTE), strict=False):
-        axes.plot(places, one[:-1], "o-", markersize=3, color=color, label=channel.name)
-        axes.plot(places, two[:-1], "o--", markersize=3, color=color)
-    for share, style, label in ((0.6827, "-", "within σ"), (0.95, "--", "within 1.96 σ")):
-        axes.plot([], [], style, color="0.3", label=label)
-        axes.axhline(share, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
-    axes.set(xscale="log", ylim=(0, 1), xlabel="predicted density / mean", ylabel="share of cells")
-    figure.legend(loc="outside right upper", frameon=False)
-    return figure
-
-
-DRAWN = slices, spectra, distributions, phase_diagram, flux, flux_3d, bispectrum, coverage
+DRAWN = slices, spectra, distributions, flux, flux_3d
 PICTURES: dict[str, Callable[[Results], Figure]] = {picture.__name__: picture for picture in DRAWN}

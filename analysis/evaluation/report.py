@@ -125,11 +125,9 @@ def _training_curves(evaluation: Results) -> dict[str, Future[bytes]]:
 
 
 def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of evaluation.json; bispectrum and flux have the names of evaluation.npz."""
-    bispectrum, flux, covered = evaluation.bispectrum, evaluation.flux, dict[str, Any]()
-    if evaluation.coverage is not None:
-        shares = zip(evaluation.channels, *map(_rounded, evaluation.coverage), strict=True)
-        covered = {channel.name: {"68 %": one, "95 %": two} for channel, one, two in shares}
+    """The content of evaluation.json; statistics and flux have the names of evaluation.npz."""
+    flux = evaluation.flux
+    statistics = {name: statistic.summary(evaluation) for name, statistic in evaluation.statistics.items()}
     return {
         "scalars": evaluation.scalars(),
         "spectra": {
@@ -141,8 +139,7 @@ def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, An
             }
             for name, spectrum in evaluation.spectra.items()
         },
-        **({"coverage": covered | {"densities, then all": results.DENSITIES}} if covered else {}),
-        **({"bispectrum": _rounded(asdict(bispectrum))} if bispectrum else {}),
+        **{name: _rounded(part) for name, part in statistics.items() if part},
         **({"flux": _rounded(asdict(flux))} if flux else {}),
         "metadata": {**evaluation.metadata, "cell": evaluation.cell},
         "provenance": dict(provenance),
@@ -168,6 +165,7 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
         summary=tables.summary_table(evaluation),
         validation_loss=[evaluation.metadata.get(key) for key in ("loss", "final_loss")],
         fields=tables.field_table(evaluation),
+        statistics=[(name, part, part.table(evaluation)) for name, part in evaluation.statistics.items()],
         flux=flux,
         flux_table=tables.flux_table(flux) if flux else None,
         pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},

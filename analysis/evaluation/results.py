@@ -2,24 +2,25 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
-from analysis.lyman_alpha.results import Flux, quotient
+from analysis.evaluation.base import LOG_DENSITY, EvaluatedVolume, Statistic, reference_shells
+from analysis.evaluation.statistics import STATISTICS
+from analysis.lyman_alpha.results import quotient
+from utils.config.channels import GAS, UNKNOWN, Channels, density_place, temperature_place, vectors_of, velocity_places
 from utils.files import atomic_write
 from utils.run import tags
 from utils.run.directory import RunDirectory
-from utils.volumes.channels import Channel
 
-LOG_DENSITY = "log density"
+DIVERGENCE = "divergence"
+SPECTRA = ("density", LOG_DENSITY, "velocity", DIVERGENCE, "log temperature")  # of the gas, in this order
 LEVELS = (0.9, 0.5)  # of r and T, whose wavenumbers are the effective resolution
-PICTURES = "slices", "spectra", "distributions", "phase_diagram", "flux", "flux_3d", "bispectrum", "coverage"
-COVERED = (1.0, 1.96)  # standard deviations, within which 68 and 95 % of Gaussian errors are
-DENSITIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # / mean, ends of the bins of the coverage
+PICTURES = "slices", "spectra", "distributions", *STATISTICS, "flux", "flux_3d"  # all that there may be
 ARRAY = "stored array"  # key of a JSON object that refers to an array
 
 
@@ -73,32 +74,16 @@ class Spectrum:
         }
 
 
-@dataclass(frozen=True)
-class Bispectrum:
-    """Equilateral bispectrum of prediction and target, arrays [shells]; in the unit of length to the power of six."""
-
-    k: np.ndarray
-    predicted: np.ndarray
-    target: np.ndarray
-
-    @property
-    def ratio(self) -> np.ndarray:
-        return quotient(self.predicted, self.target)
-
-    @property
-    def reference_ratios(self) -> dict[float, float]:
-        """The ratio at large, middle and small scales, by k."""
-        shells = reference_shells(self.k) if np.isfinite(self.k).any() else []
-        return {float(self.k[shell]): float(self.ratio[shell]) for shell in shells}
-
-
-def reference_shells(k: np.ndarray) -> list[int]:
-    """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k.
-
-    Fewer in a small volume, in which some of them are the same.
-    """
-    first, last = k[np.isfinite(k)][[0, -1]]
-    return sorted({int(np.nanargmin(np.abs(k - wanted))) for wanted in (min(2 * first, last), last / 4, last / 2)})
+def spectrum_names(channels: Channels) -> list[str]:
+    """The name of the spectrum of each channel: one of SPECTRA, that of its vector, or its own."""
+    own = [channel.name for channel in channels]
+    names = dict(enumerate(f"{UNKNOWN}{name}" if name in SPECTRA else name for name in own))
+    for vector, places in vectors_of(channels).items():
+        names |= dict.fromkeys(places, f"vector {vector}" if vector in (*SPECTRA, *own) else vector)
+    names |= dict.fromkeys(velocity_places(channels, GAS), "velocity")
+    for place, name in ((density_place(channels, GAS), LOG_DENSITY), (temperature_place(channels), "log temperature")):
+        names |= {} if place is None else {place: name}
+    return [*names.values()]
 
 
 @dataclass(frozen=True)
@@ -115,51 +100,28 @@ class Distribution:
     is_log: bool
 
 
-@dataclass(frozen=True)
-class PhaseDiagram:
-    """Counts [n, m] of cells by log10 of density (in units of the mean) and of temperature (K)."""
-
-    density_edges: np.ndarray
-    temperature_edges: np.ndarray
-    predicted: np.ndarray
-    target: np.ndarray
-
-
-@dataclass(frozen=True)
-class Results:
+@dataclass(frozen=True, kw_only=True)
+class Results(EvaluatedVolume):
     """All results of one evaluation; arrays [C, …] follow the order of `channels`, the target's channels."""
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # `load` takes numpy's arrays as they are
 
-    channels: tuple[Channel, ...]
-    input_channels: tuple[Channel, ...]
-    cell: float | None  # side of a cell in Mpc/h, if known
     l1: np.ndarray  # [C] mean |prediction − target| of the channel values
     copied_l1: np.ndarray  # [C] that of copying the input's channel; NaN for channels that the input does not have
     r2: np.ndarray  # [C] 1 − Σ(prediction − target)² / Σ(target − mean)² of the channel values
-    spectra: dict[str, Spectrum]  # by field: "density", "log density", "velocity", "divergence", "log temperature" …
+    spectra: dict[str, Spectrum]  # by field: SPECTRA, then those of other vectors and channels
     distributions: dict[str, Distribution]  # by channel name, and "velocity divergence"
-    phase_diagram: PhaseDiagram | None  # None if density or temperature have no physical units
     divergence_r2: float  # R² of the velocity divergence; NaN if there is no velocity
     mass_ratio: float  # mean gas density of the prediction relative to the target's; NaN if its unit is unknown
-    bispectrum: Bispectrum | None  # of the log density; None if its unit is unknown
     slices: dict[str, np.ndarray]  # the middle plane: "input" [C_in, Y, Z], "target" and "predicted" [C, Y, Z]
     metadata: Mapping[str, Any]  # epoch, step, checkpoint, input, …: plain values
-    flux: Flux | None = None  # None if it was not computed
-    # [2, C, bins + 1] shares of cells whose error is within COVERED standard deviations, in bins of predicted density
-    # (one bin if its unit is unknown) and, last, in all; None if the prediction has none
-    coverage: np.ndarray | None = None
-
-    @property
-    def wavenumber_unit(self) -> str:
-        return "rad/cell" if self.cell is None else "h/Mpc"
+    statistics: dict[str, Statistic]  # those of STATISTICS that the channels allow
 
     @property
     def pictures(self) -> list[str]:
-        """Those of PICTURES for which there are data."""
-        missing = {name for name in ("phase_diagram", "flux", "bispectrum", "coverage") if getattr(self, name) is None}
-        missing |= set() if self.flux and self.flux.p3d_k.size else {"flux_3d"}
-        return [name for name in PICTURES if name not in missing]
+        """Those for which there are data, by name."""
+        flux = ["flux", *(["flux_3d"] if self.flux.p3d_k.size else [])] if self.flux else []
+        return ["slices", "spectra", "distributions", *self.statistics, *flux]
 
     @property
     def run(self) -> RunDirectory | None:
@@ -196,8 +158,8 @@ class Results:
                 curve = f"{name} at k = {spectrum.k[shell]:.3g}"
                 scalars[tags.evaluation("r", curve)] = float(spectrum.correlation[shell])
                 scalars[tags.evaluation("P ratio", curve)] = float(spectrum.ratio[shell])
-        for k, ratio in self.bispectrum.reference_ratios.items() if self.bispectrum else ():
-            scalars[tags.evaluation("B ratio", f"log density at k = {k:.3g}")] = ratio
+        for statistic in self.statistics.values():
+            scalars |= statistic.scalars()
         return scalars | (self.flux.scalars() if self.flux else {})
 
 
@@ -214,7 +176,8 @@ def save(results: Results, path: Path) -> None:
         arrays[name] = value
         return {ARRAY: name}
 
-    text = json.dumps(store(asdict(results), ""))
+    values = asdict(results)
+    text = json.dumps(store(values | values.pop("statistics"), ""))
     path.parent.mkdir(exist_ok=True)
     with atomic_write([path]) as (partial,), open(partial, "wb") as file:
         np.savez_compressed(file, text=np.array(text), **arrays)  # type: ignore[arg-type]
@@ -225,4 +188,10 @@ def load(path: Path) -> Results:
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     values = json.loads(str(arrays["text"]), object_hook=lambda part: arrays[part[ARRAY]] if ARRAY in part else part)
-    return TypeAdapter(Results).validate_python(values)
+    statistics = {}
+    for name, kind in STATISTICS.items():
+        if (part := values.get(name)) is not None:
+            # Earlier files have the coverage as one array.
+            part = part if isinstance(part, dict) else {fields(kind)[0].name: part}  # type: ignore[arg-type]
+            statistics[name] = TypeAdapter(kind).validate_python(part)
+    return TypeAdapter(Results).validate_python(values | {"statistics": statistics})

@@ -6,29 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from analysis.evaluation.results import LOG_DENSITY, Results, Spectrum, reference_shells
+from analysis.evaluation.base import Table, number_text, reference_shells
+from analysis.evaluation.results import Results, Spectrum, spectrum_names
 from analysis.lyman_alpha.results import PREDICTION, Flux
-from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+from utils.config.channels import Channel
 
 GOOD_CORRELATION = 0.9
 POWER_TOLERANCE = 0.1
-# The spectra to which channels belong, by unit: of their logarithm, or of the whole velocity.
-FIELDS = {DENSITY_UNIT: LOG_DENSITY, TEMPERATURE_UNIT: "log temperature", VELOCITY_UNIT: "velocity"}
 LINEAR_DENSITY = "density, linear"
 BEST = " *"  # after the value of the best method of a row
-
-Table = list[list[str]]  # rows; the first one is the header
 
 
 def lines(evaluation: Results) -> list[str]:
     """All tables as lines of a log, and the conclusion."""
     tables = [channel_table(evaluation), field_table(evaluation)]
+    tables += [statistic.table(evaluation) for statistic in evaluation.statistics.values()]
     tables += [flux_table(evaluation.flux)] if evaluation.flux else []
-    if evaluation.coverage is not None:
-        shares = zip(evaluation.channels, *evaluation.coverage[..., -1], strict=True)
-        rows = [[channel.name, f"{one:.1%}", f"{two:.1%}"] for channel, one, two in shares]
-        tables.append([["share of errors within", "σ (right: 68%)", "1.96 σ (right: 95%)"], *rows])
-    return [*(line for table in tables for line in aligned(table)), conclusion(evaluation)]
+    return [*(line for table in filter(None, tables) for line in aligned(table)), conclusion(evaluation)]
 
 
 def notes(metadata: Mapping[str, Any]) -> list[str]:
@@ -77,7 +71,8 @@ def summary_table(evaluation: Results) -> Table:
 
     What holds for a logarithm does not hold for the density itself, whose power is that of its clumps.
     """
-    fields = {channel.name: FIELDS.get(str(channel.unit), channel.name) for channel in evaluation.channels}
+    names = (channel.name for channel in evaluation.channels)
+    fields = dict(zip(names, spectrum_names(evaluation.channels), strict=True))
     header, *rows = channel_table(evaluation)
     if "density" in evaluation.spectra:
         rows.append([LINEAR_DENSITY, "", "", "", ""])
@@ -124,34 +119,31 @@ def channel_table(evaluation: Results) -> Table:
     errors = evaluation.l1, evaluation.copied_l1, evaluation.r2
     for channel, l1, copied, r2 in zip(evaluation.channels, *errors, strict=True):
         error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
-        mean = f"{_number(error)} {residual_unit(channel)}" if channel.unit else "unknown"
-        rows.append([channel.name, f"{l1:.5f}", "" if np.isnan(copied) else f"{copied:.5f}", _number(r2, 4), mean])
+        mean = f"{number_text(error)} {residual_unit(channel)}" if channel.unit else "unknown"
+        rows.append([channel.name, f"{l1:.5f}", "" if np.isnan(copied) else f"{copied:.5f}", number_text(r2, 4), mean])
     rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
     if math.isfinite(evaluation.divergence_r2):
-        rows.append(["velocity divergence", "", "", _number(evaluation.divergence_r2, 4), ""])
+        rows.append(["velocity divergence", "", "", number_text(evaluation.divergence_r2, 4), ""])
     if math.isfinite(evaluation.mass_ratio):
         factor = evaluation.metadata.get("density_factor", 0)  # 0: unknown; a list: of several networks
         text = ", ".join(f"{value:.4f}" for value in np.atleast_1d(factor or 0))
         state = ", not calibrated" if factor is None else f", calibrated by {text}" if factor else ""
-        rows.append([f"mean gas density / target's{state}", "", "", "", _number(evaluation.mass_ratio, 4)])
+        rows.append([f"mean gas density / target's{state}", "", "", "", number_text(evaluation.mass_ratio, 4)])
     return rows
 
 
 def field_table(evaluation: Results) -> Table:
     """A column per field: correlation and power ratio at the reference wavenumbers, the k at which r falls below some
-    levels and T = √(power ratio) leaves their range, and the ratio of the equilateral bispectrum.
+    levels and T = √(power ratio) leaves their range.
     """
     first = next(iter(evaluation.spectra.values()))
     ks = [f"{k:.2g}" for k in first.k[reference_shells(first.k)]]
-    ratios = evaluation.bispectrum.reference_ratios if evaluation.bispectrum else {}
     header = [f"field (k in {evaluation.wavenumber_unit})", *(f"r at k = {k}" for k in ks)]
-    header += [*(f"power ratio at {k}" for k in ks), *(f"k at {level}" for level in first.resolutions)]
-    rows = [[*header, *(f"bispectrum ratio at {k:.2g}" for k in ratios)]]
+    rows = [[*header, *(f"power ratio at {k}" for k in ks), *(f"k at {level}" for level in first.resolutions)]]
     for name, spectrum in evaluation.spectra.items():
         shells = reference_shells(spectrum.k)
-        row = [name, *map(_number, (*spectrum.correlation[shells], *spectrum.ratio[shells]))]
-        row += ["not reached" if k is None else f"{k:.2g}" for k in spectrum.resolutions.values()]
-        rows.append(row + [_number(ratio) if name == LOG_DENSITY else "" for ratio in ratios.values()])
+        row = [name, *map(number_text, (*spectrum.correlation[shells], *spectrum.ratio[shells]))]
+        rows.append(row + ["not reached" if k is None else f"{k:.2g}" for k in spectrum.resolutions.values()])
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -159,13 +151,13 @@ def flux_table(flux: Flux) -> Table:
     """A column per field: mean flux before rescaling, and comparisons with the target; BEST marks the best method."""
     fields, measures = flux.fields.values(), {name: flux.measures(name) for name in flux.ratios}
     rows = [["flux (k in s/km)", *flux.fields]]
-    rows.append(["mean before rescaling", *(_number(field.unscaled_mean) for field in fields)])
-    rows.append(["factor of τ", *(_number(field.scale) for field in fields)])
+    rows.append(["mean before rescaling", *(number_text(field.unscaled_mean) for field in fields)])
+    rows.append(["factor of τ", *(number_text(field.scale) for field in fields)])
     for label in measures[PREDICTION]:
         ideal = 1 if "ratio" in label or label == "correlation" else 0
         errors = {name: abs(values[label] - ideal) for name, values in measures.items()}
         best = min(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-        texts = [_number(values[label]) + BEST * (name == best) for name, values in measures.items()]
+        texts = [number_text(values[label]) + BEST * (name == best) for name, values in measures.items()]
         shown = f"mean |P1D ratio − 1| to {flux.largest_k:.2g}" if label == "P1D error" else label
         rows.append([shown, "", *texts])
     return rows
@@ -195,7 +187,3 @@ def aligned(table: Table) -> list[str]:
     """The lines of a table for a log."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-
-
-def _number(value: float, digits: int = 3) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "non-finite"

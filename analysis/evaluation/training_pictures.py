@@ -9,6 +9,7 @@ import torch
 from analysis.evaluation import drawing, report, results
 from analysis.evaluation.results import Results
 from utils.config import Config
+from utils.config.channels import GAS, density_place
 from utils.data.loaders import Loader
 from utils.data.task import task_of
 from utils.files import atomic_write
@@ -17,7 +18,6 @@ from utils.run import tags
 from utils.run.open_run import Run
 from utils.run.state import FitResult
 from utils.steps.eager import EagerStep
-from utils.volumes.channels import volume_channels
 
 EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
 STRUCTURE, ERROR = "the most structure", "the largest error"
@@ -51,8 +51,9 @@ def draw_run(
         if task_of(config).is_3d:
             title = ", ".join(filter(None, (directory.title, tags.progress(records))))
             places = (directory.slices, tags.SLICES), (directory.error_slices, tags.SLICES_LARGEST_ERROR)
-            for (name, planes), place in zip(choose_planes(step, loader).items(), places, strict=True):
-                crop = *volume_channels(config), planes, None, f"{title}\nvalidation crop with {name}"
+            chosen = choose_planes(step, loader, density_place(config.volume_channels[1], GAS) or 0)
+            for (name, planes), place in zip(chosen.items(), places, strict=True):
+                crop = *config.volume_channels, planes, None, f"{title}\nvalidation crop with {name}"
                 pictures.append((*place, drawing.submit(drawing.picture, "crop", *crop)))
         for path, tag, picture in pictures:
             with atomic_write([path]) as (partial,):  # since the disk may be full
@@ -65,10 +66,10 @@ def draw_run(
             yield f"report: {page}"
 
 
-def choose_planes(step: EagerStep, loader: Loader) -> dict[str, dict[str, np.ndarray]]:
+def choose_planes(step: EagerStep, loader: Loader, density: int) -> dict[str, dict[str, np.ndarray]]:
     """The planes across x with the most structure and the largest error, of the first EXAMINED crops; ties: the first.
 
-    Structure is the standard deviation of the first target channel, the density of the gas; the error is the mean
+    Structure is the standard deviation of a target channel, the `density` of the gas; the error is the mean
     |prediction − target|, and a prediction that is not finite has the largest.
     """
     chosen: dict[str, dict[str, np.ndarray]] = {}  # planes as draw_slices takes them
@@ -81,7 +82,7 @@ def choose_planes(step: EagerStep, loader: Loader) -> dict[str, dict[str, np.nda
             parts = {"input": batch.inputs, "target": batch.targets, "predicted": predictions}
             fields = {key: part[crop].float() for key, part in parts.items()}  # [C, x, y, z]
             difference = (fields["predicted"] - fields["target"]).abs().mean((0, 2, 3))
-            deviation = fields["target"][0].std((1, 2))
+            deviation = fields["target"][density].std((1, 2))
             for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
                 score, place = (float(value) for value in scores.max(0))
                 if name not in best or score > best[name]:

@@ -3,28 +3,29 @@
 import logging
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from analysis.evaluation.results import LOG_DENSITY, Results
-from analysis.evaluation.statistics import coverage, volume_statistics
+from analysis.evaluation.base import LOG_DENSITY, converted
+from analysis.evaluation.comparison import volume_statistics
+from analysis.evaluation.phase_diagram import PhaseDiagram
+from analysis.evaluation.results import Results
 from analysis.inference.layouts import DEVIATION
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
-from analysis.slabs import SlabFields, Slabs
+from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.config import Config
+from utils.config.channels import DARK_MATTER, GAS, QUANTITIES, SIDES, Side, density_place
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
-from utils.volumes.attributes import differences_of, file_transform
-from utils.volumes.channels import INPUTS, TARGETS, vectors_of, volume_channels
-from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, checked_dataset
+from utils.volumes.attributes import differences_of, file_channels, resolve_channels
+from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, open_field
 from utils.volumes.storage import open_file, reading
 from utils.volumes.values import check_sample
 
@@ -43,19 +44,20 @@ def evaluate_fields(
     metadata: Mapping[str, Any],
     options: FluxOptions | None = None,
     known: KnownFlux | None = None,
+    deviation: ReadPlanes | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
     The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume. `options`
     None: those of a training run.
     """
-    inputs, targets = volume_channels(config)
+    inputs, targets = config.volume_channels
     options = options or FluxOptions(flux=config.evaluation.flux, sightlines=config.evaluation.sightlines)
     setup = FluxSetup.of(volume, config, options)
     if setup and options.fitted_on:
         setup = replace(setup, fit=fit_gas(options.fitted_on, config, slabs.world))
     slabs.world.pulse.enter("evaluation")
-    results = volume_statistics(inputs, targets, volume.cell, fields, slabs, metadata)
+    results = volume_statistics(inputs, targets, volume.cell, fields, slabs, metadata, deviation)
     return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
 
 
@@ -66,37 +68,38 @@ def read_cells(path: str, field: Any, *cells: slice) -> np.ndarray:
 
 
 def config_of_files(inputs: str, prediction: str) -> Config:
-    """The defaults, with the numbers of channels and the vectors of files that lack a velocity or a temperature."""
-    keys: dict[str, Any] = {"vector_channels": {}}
-    for path, name, known, count, vectors in (
-        (inputs, INPUT, INPUTS, "N_in_channels", "inputs"),
-        (prediction, OUTPUT, TARGETS, "N_out_channels", "targets"),
-    ):
-        with reading(path), open_file(path) as file:
-            channels = checked_dataset(file, path, name).shape[0]
-        if channels in known:
-            keys[count] = channels
-            keys["vector_channels"][vectors] = vectors_of(channels)
-    return Config.model_validate(keys)
+    """The defaults, with the channels that the files state, else those of published data with as many channels."""
+    predicted, channels = FieldReader(prediction, OUTPUT, None), dict[Side, list[dict[str, Any]]]()
+    readers: dict[Side, list[FieldReader]] = {"inputs": [FieldReader(inputs, INPUT, None)]}
+    readers["targets"] = [predicted, FieldReader(inputs, OUTPUT, None)]
+    for side, fields in readers.items():
+        stated, count = {field.path: field.channels(side) for field in fields}, fields[0].values.shape[0]
+        # Earlier predicted files state the transforms of both sides as attributes of the file.
+        given = file_channels(side, count, predicted.attributes, None) or []
+        known = resolve_channels(side, count, given, stated)
+        if any(stated.values()) or count in QUANTITIES[side]:
+            channels[side] = [asdict(channel) for channel in known]
+    return Config.model_validate({"channels": channels})
 
 
 class VolumeFields:
     """The open fields of one volume: inputs, true targets and, if it is stored in a file, the prediction."""
 
     def __init__(self, path: str, prediction: str | None, config: Config) -> None:
-        """Opens both files. UserError if their shapes or transforms differ.
+        """Opens both files. UserError if their shapes or channels differ.
 
         Samples of their values are checked as those of a training run. Nothing is known about the run that made a
         stored prediction, so that physical values are allowed there.
         """
-        transform, outputs = config.transform, config.N_out_channels
-        self.inputs = FieldReader(path, config.dataset_names[0], config.N_in_channels)
-        self.target = FieldReader(path, config.dataset_names[1], outputs)
-        self.prediction = FieldReader(prediction, OUTPUT, outputs) if prediction else None
+        self.config, self._whose = config, prediction or "the network"
+        self.inputs = self._open("inputs", path, config.dataset_names[0])
+        self.target = self._open("targets", path, config.dataset_names[1])
+        self.prediction = self._open("targets", prediction, OUTPUT) if prediction else None
         self.deviation = None
         if prediction:
             with reading(prediction), open_file(prediction) as file:
-                self.deviation = FieldReader(prediction, DEVIATION, outputs) if DEVIATION in file else None
+                has_deviation = DEVIATION in file
+            self.deviation = self._open("targets", prediction, DEVIATION) if has_deviation else None
         self._all = [self.inputs, self.target, *filter(None, (self.prediction, self.deviation))]
         shape = self.inputs.shape
         for output in self._all[1:]:
@@ -113,10 +116,11 @@ class VolumeFields:
             source = Path(str(self.prediction.attributes.get("input", path)))
             if source.name != Path(path).name or (source.exists() and not source.samefile(path)):
                 log.warning("%s was predicted from %s, not from %s", prediction, source, path)
-        transform = file_transform(transform, {field.path: field.attributes for field in self._all})
-        self.config = config.model_copy(update={"transform": transform})
         for field in self._all:
             check_sample(field.path, field.name, field.values, config.allow_physical_values or prediction is not None)
+
+    def _open(self, side: Side, path: str, name: str) -> FieldReader:
+        return open_field(path, name, side, self.config.volume_channels[SIDES.index(side)], self._whose)
 
     @property
     def periodic(self) -> bool:
@@ -138,11 +142,8 @@ class VolumeFields:
             ):
                 predicted = slabs.stored(predictor.predict_planes(slabs))
         fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
-        results = evaluate_fields(self.config, self.inputs, fields, slabs, metadata, options)
-        if self.deviation is None:
-            return results
-        deviation = slabs.reader(self.deviation.planes)
-        return replace(results, coverage=coverage(results.channels, deviation, fields, slabs))
+        deviation = slabs.reader(self.deviation.planes) if self.deviation else None
+        return evaluate_fields(self.config, self.inputs, fields, slabs, metadata, options, deviation=deviation)
 
     def close(self) -> None:
         for field in self._all:
@@ -157,6 +158,8 @@ def open_fitted(path: str, config: Config) -> VolumeFields:
         raise UserError(f"fitted_on: {error}") from None
     if source.inputs.cell is None:
         raise UserError(f"fitted_on: {path} does not state box_size_mpc_h")
+    if density_place(config.volume_channels[0], DARK_MATTER) is None:
+        raise UserError(f"fitted_on: the inputs lack {DARK_MATTER}density in physical units; do not give it")
     return source
 
 
@@ -167,14 +170,21 @@ def fit_gas(path: str, config: Config, world: World) -> GasFit:
     slabs = Slabs(source.inputs.shape, world)
     inputs, target = (slabs.reader(field.planes) for field in (source.inputs, source.target))
 
+    sources, targets = config.volume_channels
+    dark, gas = density_place(sources, DARK_MATTER), density_place(targets, GAS)
+    assert dark is not None  # see open_fitted
+    assert gas is not None  # see FluxSetup
+
     def copied(channels: slice, planes: slice) -> Tensor:
-        return torch.cat([inputs(slice(1), planes), target(slice(1, None), planes)])[channels]
+        values = target(slice(None), planes)
+        values[gas] = converted(inputs(slice(dark, dark + 1), planes)[0], sources[dark], targets[gas])
+        return values[channels]
 
     with closing(source):
         fields = SlabFields(inputs, copied, target)
-        results = volume_statistics(*volume_channels(config), source.inputs.cell, fields, slabs, {})
-    spectrum, diagram = results.spectra[LOG_DENSITY], results.phase_diagram
-    assert diagram is not None
+        results = volume_statistics(sources, targets, source.inputs.cell, fields, slabs, {})
+    spectrum, diagram = results.spectra[LOG_DENSITY], results.statistics["phase_diagram"]
+    assert isinstance(diagram, PhaseDiagram)
     edges = diagram.density_edges, diagram.temperature_edges
     density, kelvin = np.meshgrid(*((ends[1:] + ends[:-1]) / 2 for ends in edges), indexing="ij")
     used = (np.abs(density) < MODERATE) & (kelvin < HOT)

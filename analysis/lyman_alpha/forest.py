@@ -19,7 +19,7 @@ from torch import Tensor
 from analysis.lyman_alpha.flux import fgpa_relation, flux_power, optical_depth, power_law, power_sums, solve_scale
 from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
 from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux, FluxField
-from analysis.lyman_alpha.setup import FluxSetup, GasFit
+from analysis.lyman_alpha.setup import FluxSetup, GasFit, Placed
 from analysis.modes import Bispectra, Modes
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.distributed.devices import tf32_products
@@ -104,16 +104,15 @@ class FluxStatistics:
         )
 
     def _gas_depths(self, read: ReadPlanes) -> list[Tensor]:
-        setup = self._setup
+        setup, (density, *velocity, temperature) = self._setup, self._setup.gas
 
         def values(axis: int, number: int, planes: slice) -> Tensor:
-            channel = (0, 1 + axis, 4)[number]  # density, velocity, temperature
-            return read(slice(channel, channel + 1), planes)[0]
+            return _read((density, velocity[axis], temperature)[number], read, planes)
 
         def depth(axis: int, row: Tensor) -> Tensor:
-            channels = zip((setup.gas[0], setup.gas[1 + axis], setup.gas[4]), row, strict=True)
-            density, velocity, temperature = (channel.to_physical(part) for channel, part in channels)
-            return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
+            parts = zip((density, velocity[axis], temperature), row, strict=True)
+            rho, v, kelvin = (channel.to_physical(values) for (_, channel), values in parts)
+            return optical_depth(rho, v, kelvin, setup.universe, setup.cell)
 
         return self._depths(3, values, depth)
 
@@ -122,7 +121,7 @@ class FluxStatistics:
         setup, slabs, fit, dark = self._setup, self._slabs, self._setup.fit, self._slabs.empty()
         with self._world.raise_together():
             for piece in slabs.pieces():
-                dark[slabs.local(piece)] = setup.dark[0].to_physical(read(slice(0, 1), piece)[0])
+                dark[slabs.local(piece)] = setup.dark[0][1].to_physical(_read(setup.dark[0], read, piece))
         gas = fit and _transferred(dark, fit, setup.cell, slabs)
         if setup.smoothing:
             dark = smooth(dark, setup.smoothing / setup.cell, slabs)
@@ -134,17 +133,17 @@ class FluxStatistics:
 
     def _baseline_depths(self, dark: Tensor, relation: tuple[float, float], read: ReadPlanes) -> list[Tensor]:
         """Of gas with this density in the own planes, the temperature that follows, and the velocity of dark matter."""
-        (_, *velocity_channels), setup, slabs = self._setup.dark, self._setup, self._slabs
+        (_, *velocities), setup, slabs = self._setup.dark, self._setup, self._slabs
 
         def values(axis: int, number: int, planes: slice) -> Tensor:
-            return read(slice(1 + axis, 2 + axis), planes)[0] if number else dark[slabs.local(planes)]
+            return _read(velocities[axis], read, planes) if number else dark[slabs.local(planes)]
 
         def depth(axis: int, row: Tensor) -> Tensor:
             density = row[0]
-            velocity = velocity_channels[axis].to_physical(row[1]) if velocity_channels else torch.zeros_like(density)
+            velocity = velocities[axis][1].to_physical(row[1]) if velocities else torch.zeros_like(density)
             return optical_depth(density, velocity, power_law(density, *relation), setup.universe, setup.cell)
 
-        return self._depths(2 if velocity_channels else 1, values, depth)
+        return self._depths(2 if velocities else 1, values, depth)
 
     def _depths(
         self, count: int, values: Callable[[int, int, slice], Tensor], depth: Callable[[int, Tensor], Tensor]
@@ -272,6 +271,11 @@ class FluxStatistics:
             modes[axis, bins], sums[axis, bins] = 1, value
         counts = np.array([lines.count for lines in self._lines])
         return np.where(modes > 0, sums, math.nan), counts @ sums / (counts @ modes)
+
+
+def _read(part: Placed, read: ReadPlanes, planes: slice) -> Tensor:
+    """Channel values of some planes [n, Y, Z]."""
+    return read(slice(part[0], part[0] + 1), planes)[0]
 
 
 def _transferred(dark: Tensor, fit: GasFit, cell: float, slabs: Slabs) -> Tensor:

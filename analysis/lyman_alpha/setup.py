@@ -11,10 +11,10 @@ import numpy as np
 from analysis.lyman_alpha.flux import STATED, Universe, published_mean_flux
 from analysis.lyman_alpha.results import FGPA, REAL_FGPA
 from utils.config import Config, parse_value, validate_section
+from utils.config.channels import DARK_MATTER, GAS, Channel, Channels, density_place, temperature_place, velocity_places
 from utils.config.sections import Count, Fraction, Rate, Section
 from utils.errors import UserError
 from utils.volumes.attributes import implausible
-from utils.volumes.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
 from utils.volumes.hdf5 import FieldReader, Volume
 
 SMALLEST_SIDE = 4  # cells; shorter sight-lines have no modes below half of Nyquist's wavenumber
@@ -27,8 +27,7 @@ FLAGS = {  # of evaluate.py
     "fitted_on": "volume with gas, such as the training box, to which further baselines are fitted",
 }
 
-VELOCITY_UNITS = [VELOCITY_UNIT] * 3
-GAS_UNITS = [DENSITY_UNIT, *VELOCITY_UNITS, TEMPERATURE_UNIT]
+Placed = tuple[int, Channel]  # the place of a channel among those of a volume, and the channel
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +72,8 @@ class FluxSetup:
     cell: float
     universe: Universe
     mean_flux: float
-    dark: Sequence[Channel]  # density and velocity; density alone, or none, if the units of the others are unknown
-    gas: Sequence[Channel]  # density, velocity and temperature
+    dark: Sequence[Placed]  # density and velocity; density alone, or none, if the inputs lack the others
+    gas: Sequence[Placed]  # density, velocity and temperature
     options: FluxOptions
     fit: GasFit | None = None
 
@@ -90,13 +89,15 @@ class FluxSetup:
     @classmethod
     def _of(cls, volume: Volume | FieldReader, config: Config, options: FluxOptions) -> "FluxSetup":
         """Raises UserError if something is missing."""
-        (inputs, gas), cell = volume_channels(config), volume.cell
+        (inputs, targets), cell = config.volume_channels, volume.cell
         unstated = [name for name in STATED if name not in volume.simulation]
         if unstated or cell is None:
             missing = [*unstated, *(["box_size_mpc_h"] if cell is None else [])]
             raise UserError(f"{volume.path} does not state {', '.join(missing)}")
-        if [channel.unit for channel in gas] != GAS_UNITS:
-            raise UserError("the gas lacks density, velocity or temperature in physical units")
+        temperature, gas, dark = temperature_place(targets), _matter(targets, GAS), _matter(inputs, DARK_MATTER)
+        gas["temperature"] = [] if temperature is None else [(temperature, targets[temperature])]
+        if missing := [name for name, parts in gas.items() if not parts]:
+            raise UserError(f"the gas lacks {', '.join(missing)} in physical units")
         if min(volume.shape) < SMALLEST_SIDE:
             raise UserError(f"the volume has a side of fewer than {SMALLEST_SIDE} cells")
         universe, faults = Universe.of(volume.simulation), implausible(volume.simulation)
@@ -105,9 +106,10 @@ class FluxSetup:
         if faults:
             raise UserError(f"{volume.path}: {faults[0]}; correct its attributes")
         mean_flux = options.mean_flux or published_mean_flux(universe.redshift)
-        has_velocity = [channel.unit for channel in inputs[1:]] == VELOCITY_UNITS
-        dark = inputs[: 4 if has_velocity else 1] if inputs[0].unit == DENSITY_UNIT else ()
-        return cls(cell, universe, mean_flux, dark, gas, options)
+        if missing := [name for name, parts in dark.items() if not parts]:
+            log.info("Lyman-alpha flux: the dark matter lacks %s in physical units", ", ".join(missing))
+        known = [*dark["density"], *dark["velocity"]] if dark["density"] else []
+        return cls(cell, universe, mean_flux, known, [part for parts in gas.values() for part in parts], options)
 
     @property
     def smoothing(self) -> float:
@@ -118,3 +120,10 @@ class FluxSetup:
     @property
     def baseline(self) -> str:
         return FGPA if self.dark[1:] else REAL_FGPA
+
+
+def _matter(channels: Channels, prefix: str) -> dict[str, list[Placed]]:
+    """Density and velocity of GAS or DARK_MATTER; empty if they are missing or in other units."""
+    density, velocity = density_place(channels, prefix), velocity_places(channels, prefix)
+    places = {"density": [] if density is None else [density], "velocity": velocity}
+    return {name: [(place, channels[place]) for place in numbers] for name, numbers in places.items()}

@@ -1,5 +1,6 @@
 """Evaluation during training, which does not change the training, and baselines at its end."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from analysis.evaluation.baselines import volume_losses
 from analysis.evaluation.results import Results, load
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from networks import build_loss
+from utils.config.channels import Channel, Channels, known_channels
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.signals import StopSignals
@@ -133,7 +135,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     assert epochs_of(stopped) == [2, 3], "a run from scratch removes the evaluations of the run that it replaces"
 
 
-SAMPLES = 5
+SAMPLES, GAS = 5, known_channels("targets", 5)
 # Loss of each cell for differences d, and lambda_rho of the config.
 CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
     "l1": (np.abs, 0.0),
@@ -142,14 +144,14 @@ CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
 }
 
 
-def baselines(world: World, path: str, name: str, copied: int | None = None) -> dict[str, float]:
+def baselines(world: World, path: str, name: str, *channels: tuple[Channels, Channels]) -> dict[str, float]:
     plan = SamplePlan(SAMPLES, cubes(16), 8, split="valid")
     volume = open_volume(path)
     keys = {"local_batch_size": 2, "num_data_workers": 1}
     loader = loader_of(ThreadedCropLoader, [volume], plan, world.rank, world.size, **keys)
     # Channel weights have no effect on a validation.
     loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], density_log_scale=14.0, weights=range(1, 6))
-    return volume_losses(loader, loss, world, copied)
+    return volume_losses(loader, loss, world, *channels)
 
 
 @pytest.mark.parametrize("name", CELLWISE)
@@ -174,9 +176,41 @@ def test_baselines_agree_with_numpy_on_one_rank_and_on_two(name: str, tmp_path: 
     copy = [*(loss(channel, inputs[:, channel]) for channel in range(4)), constants[4]]
     assert alone["copying density and velocities"] == pytest.approx(np.mean(copy), rel=1e-4)
     if name == "l1":
-        assert "copying the density" in baselines(ALONE, path, name, copied=1)
+        one = constants.mean() + (copy[0] - constants[0]) / 5
+        density = known_channels("inputs", 4)[:1] + [Channel(f"other {place}") for place in range(3)]
+        assert baselines(ALONE, path, name, (density, GAS))["copying the density"] == pytest.approx(one, rel=1e-4)
         for rank in run_ranks(baselines, 2, path, name):
             assert rank == pytest.approx(alone, rel=1e-6)
+
+
+def test_copying_takes_what_inputs_and_targets_share_at_any_place(tmp_path: Path, volume_file) -> None:
+    """In the transform of the target; nothing is copied if they share nothing."""
+    path, dark = str(volume_file(tmp_path / "box.h5")), known_channels("inputs", 4)
+    field = [Channel(f"B {axis}", component=f"field {axis}") for axis in "xyz"]
+    names = []
+    for inputs, targets in (
+        (dark, GAS),
+        (dark[::-1], GAS[::-1]),
+        ([*dark[1:], field[0]], GAS),
+        ([dark[0], *field], [GAS[0], GAS[4], *field]),
+        (known_channels("inputs", 4, vectors=[]), GAS),
+        ([*field, Channel("y")], GAS),
+    ):
+        best, *copying = baselines(ALONE, path, "l1", (inputs, targets))
+        names.append(copying)
+    assert best == "best constant per channel"
+    both, swapped = "copying density and velocities", "copying velocities and density"
+    assert names == [
+        [both],
+        [swapped],
+        ["copying the velocity"],
+        ["copying density and field"],
+        ["copying the input"],
+        [],
+    ]
+    other = [dataclasses.replace(channel, scale=2 * channel.scale) for channel in dark]
+    losses = [baselines(ALONE, path, "l1", (inputs, GAS))[both] for inputs in (dark, other)]
+    assert losses[0] != pytest.approx(losses[1], rel=0.05)
 
 
 def test_the_result_table_names_what_the_trained_network_is_worse_than() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ def test_a_process_of_its_own_draws_and_a_rank_never_holds_its_lock() -> None:
     for picture in pictures.values():
         assert len(np.unique(np.asarray(Image.open(io.BytesIO(picture)).convert("L")))) > 10
     process, _ = drawing._drawing_process()
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "also if it draws results"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         process.send_signal(number)
     with pytest.raises(AttributeError):

@@ -23,13 +23,17 @@ from reference_samples import ALONE
 from sample_results import sample_results
 
 from analysis.evaluation import drawing, figures, report, tables
+from analysis.evaluation.base import reference_shells
+from analysis.evaluation.coverage import DENSITIES, Coverage
 from analysis.evaluation.loss_curves import loss_curves
-from analysis.evaluation.results import DENSITIES, PICTURES, Results, Spectrum, load, reference_shells, save
+from analysis.evaluation.results import PICTURES, Results, Spectrum, load, save
 from analysis.evaluation.training_pictures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
+from utils.config.channels import Channel, known_channels
 from utils.data.loaders import Batch
 from utils.errors import UserError
 
+GAS = known_channels("targets", 5)
 PNG = dict.fromkeys(PICTURES, b"PNG")
 
 
@@ -55,8 +59,9 @@ def evaluation() -> Results:
 
 @pytest.fixture(scope="module")
 def with_flux() -> Results:
-    coverage = np.random.default_rng(0).random((2, 5, len(DENSITIES) + 2))
-    return replace(sample_results(16, cell=0.5, flux=True), coverage=coverage)
+    results = sample_results(16, cell=0.5, flux=True)
+    coverage = Coverage(np.random.default_rng(0).random((2, 5, len(DENSITIES) + 2)))
+    return replace(results, statistics={**results.statistics, "coverage": coverage})
 
 
 def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Results) -> None:
@@ -66,10 +71,11 @@ def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Resu
     for outside in ("href", "url(", "@import", "http:", "https:", "<script", "<link", "<iframe", "<img src='"):
         assert outside not in page
     assert "<title>Evaluation: epoch 3</title>" in page
-    assert images_of(page) == [b"PNG"] * 6, "there is no flux"
+    assert images_of(page) == [b"PNG"] * 5, "there is no flux, and there are no deviations"
     rows, summary = rows_of(page), tables.summary_table(evaluation)
     assert rows[: len(summary)] == summary, "it comes first"
     assert all(row in rows for row in tables.field_table(evaluation))
+    assert all(row in rows for row in evaluation.statistics["bispectrum"].table(evaluation))
     for row in (["commit", "abc1234"], ["cell (Mpc/h)", "0.5"], [hostile, "1"], ["checkpoint", hostile]):
         assert row in rows
     assert ["epoch", "3 of the caller"] in rows, "the caller's value has precedence"
@@ -173,10 +179,20 @@ def test_an_evaluation_is_kept_if_its_pictures_cannot_be_drawn(
 
 
 def test_loading_returns_exactly_what_was_saved(with_flux: Results, tmp_path: Path) -> None:
-    nothing = {"phase_diagram": None, "divergence_r2": math.nan, "distributions": {}, "spectra": {}, "metadata": {}}
+    nothing = {"statistics": {}, "divergence_r2": math.nan, "distributions": {}, "spectra": {}, "metadata": {}}
     for saved in (with_flux, replace(with_flux, **nothing), sample_results(8, channels=(1, 2), window=None, ema=True)):
         save(saved, tmp_path / "new" / "evaluation.npz")
         np.testing.assert_equal(asdict(load(tmp_path / "new" / "evaluation.npz")), asdict(saved))
+    # Files of earlier versions have null for a statistic that is missing, and an array as the coverage.
+    save(with_flux, tmp_path / "earlier.npz")
+    with np.load(tmp_path / "earlier.npz") as file:
+        arrays = {**file}
+    shares = arrays.pop("coverage/shares")
+    values = json.loads(str(arrays.pop("text"))) | {"coverage": {"stored array": "coverage"}, "bispectrum": None}
+    np.savez(tmp_path / "earlier.npz", text=np.array(json.dumps(values)), coverage=shares, **arrays)
+    statistics = {name: part for name, part in with_flux.statistics.items() if name != "bispectrum"}
+    expected = replace(with_flux, statistics=statistics)
+    np.testing.assert_equal(asdict(load(tmp_path / "earlier.npz")), asdict(expected))
     np.savez(tmp_path / "pickle.npz", text=np.array([{}], dtype=object))
     with pytest.raises(ValueError, match="allow_pickle=False"):
         load(tmp_path / "pickle.npz")
@@ -247,7 +263,7 @@ def physical(values: np.ndarray) -> list[np.ndarray]:
 
 def test_figures_show_their_data(with_flux: Results) -> None:
     """Slices with y to the right and z upwards; densities of cells per unit of area and of the axis."""
-    histograms, phases = with_flux.distributions.values(), with_flux.phase_diagram
+    histograms, phases = with_flux.distributions.values(), with_flux.statistics["phase_diagram"]
     given, target, predicted = (physical(with_flux.slices[name]) for name in ("input", "target", "predicted"))
     residuals = [ours - theirs for ours, theirs in zip(predicted, target, strict=True)]
     area = np.outer(np.diff(phases.temperature_edges), np.diff(phases.density_edges))
@@ -260,15 +276,50 @@ def test_figures_show_their_data(with_flux: Results) -> None:
         "flux": [values for f in fields for values in (with_flux.flux.k * f.power / math.pi, f.pdf, f.sightline)],
     }.items():
         drawn: list[np.ndarray] = []
-        for axes in figures.PICTURES[name](with_flux).axes:
+        for axes in figures.draw(name, with_flux).axes:
             drawn += [line.get_ydata() for line in axes.lines]
             drawn += [patch.get_data().values for patch in axes.patches if isinstance(patch, StepPatch)]
             drawn += [np.ma.filled(artist.get_array(), 0) for artist in (*axes.images, *axes.collections)]
         for values in expected:
             same = (shown for shown in drawn if np.shape(shown) == values.shape)
             assert any(np.allclose(values, shown, rtol=1e-6, atol=1e-9, equal_nan=True) for shown in same), name
-    (key,) = figures.coverage(with_flux).legends
+    (key,) = figures.draw("coverage", with_flux).legends
     assert [text.get_text() for text in key.get_texts()][-2:] == ["within σ", "within 1.96 σ"]
+
+
+def test_channels_of_any_name_and_order_have_rows_curves_and_slices() -> None:
+    """An input is shown next to the target with the same quantity; labels have the names and units of the channels."""
+    field = [Channel(f"B_{axis}", "n$G$", 2.0, component=f"magnetic field {axis}") for axis in "zxy"]
+    targets, dark = [GAS[4], *field, Channel("pressure", "Pa", 3.0, 1.0, True), GAS[0]], known_channels("inputs", 4)
+    results = sample_results(12, channels=(dark[::-1], targets), cell=0.5)
+    drawn = figures.draw("slices", results)
+    grid = np.reshape(drawn.axes, (len(targets), 6))
+    assert [axes.get_ylabel().splitlines()[0] for axes in grid[:, 0]] == [
+        name.removeprefix("gas ") for name in (channel.name for channel in targets)
+    ]
+    assert [axes.get_ylabel() for axes in grid[1:, figures.BARS[0]]] == [
+        *[r"n\$G\$"] * 3,
+        r"$\log_{10}$(pressure / Pa)",
+        r"$\log_{10}(\rho/\bar\rho)$",
+    ]
+    assert [bool(axes.images) for axes in grid[:, 0]] == [False] * 5 + [True]
+    np.testing.assert_allclose(grid[5, 0].images[0].get_array(), 14 * results.slices["input"][3].T / math.log(10))
+    pressure = (1 + 3 * results.slices["target"][4].astype(np.float64)) / math.log(10)
+    np.testing.assert_allclose(grid[4, 1].images[0].get_array(), pressure.T)
+    assert [axes.images[0].get_cmap().name for axes in grid[:, 1]] == ["inferno", *["RdBu_r"] * 3, "viridis", "magma"]
+    for axes in grid[1:4, 1]:
+        low, high = axes.images[0].get_clim()
+        assert low == -high
+    curves = {text.get_text() for text in figures.draw("spectra", results).legends[0].get_texts()}
+    assert {"magnetic field", "pressure"} < curves == {*results.spectra}
+    titles = [axes.get_title() for axes in figures.draw("distributions", results).axes]
+    assert titles == [channel.name for channel in targets]
+    rows = {row[0]: row[1:] for row in tables.summary_table(results)}
+    for channel, spectrum in (*((part, "magnetic field") for part in field), (targets[4], "pressure")):
+        assert rows[channel.name][4:] == [*tables._structure(results.spectra[spectrum], results)]
+    assert rows["pressure"][3].endswith(" dex")
+    for name in results.pictures:
+        assert len(np.unique(np.asarray(Image.open(io.BytesIO(figures.encode_png(figures.draw(name, results))))))) > 10
 
 
 def test_no_ratio_leaves_its_panel(with_flux: Results) -> None:
@@ -279,7 +330,7 @@ def test_no_ratio_leaves_its_panel(with_flux: Results) -> None:
     fields = {**with_flux.flux.fields, "FGPA": replace(fgpa, power=power, p3d=30 * fgpa.p3d)}
     changed = replace(with_flux, spectra=spectra, flux=replace(with_flux.flux, fields=fields))
     for name in ("spectra", "flux", "flux_3d", "bispectrum"):
-        for axes in filter(lambda axes: axes.lines, figures.PICTURES[name](changed).axes):
+        for axes in filter(lambda axes: axes.lines, figures.draw(name, changed).axes):
             curves = [line.get_ydata() for line in axes.lines if len(line.get_ydata()) > 2]
             heights, (low, high) = np.concatenate(curves), axes.get_ylim()
             assert low <= np.nanmin(heights) <= np.nanmax(heights) <= high, (name, axes.get_ylabel())
@@ -320,14 +371,14 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
             yield Batch(*(buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True)))
 
     step, loader = SimpleNamespace(predict=predict), SimpleNamespace(epoch=epoch)
-    chosen = choose_planes(step, loader)
+    chosen = choose_planes(step, loader, 0)
     structure, error = chosen[STRUCTURE], chosen[ERROR]
     np.testing.assert_array_equal(structure["target"], targets[3, :, 1])
     np.testing.assert_array_equal(structure["predicted"][1], 3 * targets[3, 0, 1])
     assert (error["input"] == 6).all()
     np.testing.assert_array_equal(error["target"], targets[6, :, 2])
     targets[8, 2, 0] = math.nan
-    assert (choose_planes(step, loader)[ERROR]["input"] == 8).all(), "not finite"
+    assert (choose_planes(step, loader, 0)[ERROR]["input"] == 8).all(), "not finite"
 
 
 def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Results, monkeypatch: Any) -> None:
@@ -351,7 +402,7 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Res
         (diverged, {"checkpoint": checkpoint, "step": 800}, "demo/2ranks/00, step 800"),
     ):
         results = replace(results, metadata=metadata)
-        assert results.pictures == list(PICTURES) == list(figures.PICTURES)
+        assert results.pictures == list(PICTURES)
         drawn = {name: figures.draw(name, results) for name in PICTURES}
         assert {figure.get_suptitle() for figure in drawn.values()} == {title}
     for name, figure in drawn.items():

@@ -15,17 +15,16 @@ from sample_results import slab_fields
 from volume_files import smooth_field
 
 from analysis import modes
-from analysis.evaluation.results import Results, Spectrum
+from analysis.evaluation.comparison import volume_statistics
+from analysis.evaluation.results import Results, Spectrum, spectrum_names
 from analysis.evaluation.spectra import KShells
-from analysis.evaluation.statistics import volume_statistics
 from analysis.modes import Bispectra
 from analysis.slabs import Slabs
-from utils.config.sections import TransformConfig
+from utils.config.channels import TRANSFORM, Channel, known_channels
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.volumes.channels import Channel, input_channels, target_channels
 
-GAS = target_channels(5, TransformConfig())
+GAS = known_channels("targets", 5)
 SHAPE = (12, 10, 7)  # no mode lies on the edge of a shell
 
 
@@ -44,7 +43,7 @@ def evaluated(
 ) -> Results:
     slabs = Slabs(target.shape[1:], world)  # type: ignore[arg-type]
     inputs = 0.5 * target[:4] if len(target) >= 4 else np.zeros((4, *target.shape[1:]), np.float32)
-    fields, sources = slab_fields(slabs, inputs, predicted, target), input_channels(4, TransformConfig())
+    fields, sources = slab_fields(slabs, inputs, predicted, target), known_channels("inputs", 4)
     return volume_statistics(sources, channels, cell, fields, slabs, {"epoch": 3})
 
 
@@ -102,7 +101,7 @@ def test_errors_slices_and_histograms_agree_with_numpy(results: Results) -> None
         np.testing.assert_array_equal(results.slices[name], values[:, 6])
     ours, theirs = physical(predicted), physical(target)
     assert results.mass_ratio == pytest.approx(ours[0].mean() / theirs[0].mean(), rel=1e-6)
-    phase = results.phase_diagram
+    phase = results.statistics["phase_diagram"]
     for name, fields in (("predicted", ours), ("target", theirs)):
         decimal = [np.log10(field) if channel.is_log else field for channel, field in zip(GAS, fields, strict=True)]
         for channel, values in zip(GAS, decimal, strict=True):
@@ -204,28 +203,97 @@ def test_a_gpu_gets_the_results_of_the_cpu() -> None:
     for name, distribution in results.distributions.items():
         # Different rounding may move single cells to a neighboring bin.
         assert np.abs(distribution.target - alone.distributions[name].target).sum() <= 8
-    assert results.phase_diagram is not None
-    assert results.phase_diagram.predicted.sum() == predicted[0].size
-    agree(
-        dataclasses.replace(results, distributions=alone.distributions, phase_diagram=alone.phase_diagram), alone, 1e-5
-    )
+    phases = {"phase_diagram": alone.statistics["phase_diagram"]}
+    assert results.statistics["phase_diagram"].predicted.sum() == predicted[0].size
+    same = {"distributions": alone.distributions, "statistics": results.statistics | phases}
+    agree(dataclasses.replace(results, **same), alone, 1e-5)
 
 
 def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
+    """Without names there are no vectors, except of the usual place of the velocity."""
     predicted, target = volumes(channels=7)
-    results = evaluated(predicted, target, target_channels(7, TransformConfig()))
-    assert list(results.spectra) == list(results.distributions) == [f"channel {number}" for number in range(7)]
+    results = evaluated(predicted, target, known_channels("targets", 7))
+    assert list(results.distributions) == [f"channel {number}" for number in range(7)]
+    assert list(results.spectra) == ["channel 0", "vector 0", "channel 4", "channel 5", "channel 6"]
     values, distribution = power(predicted[6], target[6]), results.distributions["channel 6"]
     np.testing.assert_allclose(powers(results.spectra["channel 6"]), values, rtol=1e-5, atol=1e-5 * abs(values).max())
     assert (distribution.edges[0], distribution.edges[-1], distribution.unit) == (-1.5, 1.5, None)
     np.testing.assert_array_equal(distribution.target, np.histogram(target[6], distribution.edges)[0])
-    assert results.phase_diagram is None
+    assert list(results.statistics) == []
     assert np.isnan(results.divergence_r2)
     assert all(np.isfinite(value) for value in results.scalars().values())
     for unknown, missing in (("velocity_scale_km_s", "divergence"), ("density_log_scale", "log density")):
-        results = evaluated(*volumes(), target_channels(5, TransformConfig(**{unknown: None})))
+        results = evaluated(*volumes(), known_channels("targets", 5, {**TRANSFORM, unknown: None}))
         assert missing not in results.spectra
-        assert {"log temperature", "gas velocity x" if "velocity" in unknown else "gas density"} <= {*results.spectra}
+        assert {"log temperature", "gas velocity" if "velocity" in unknown else "gas density"} <= {*results.spectra}
+
+
+# In this order: temperature, x and y of a field, a second species, z and y of the velocity, pressure, gas density, …
+FIELD = [Channel(f"B {axis}", "nG", 2.0, component=f"magnetic field {axis}") for axis in "xyz"]
+PRESSURE, STARS = Channel("pressure", "Pa", 3.0, 1.0, True), Channel("stars", "mean density", 14.0, is_log=True)
+UNUSUAL = [GAS[4], FIELD[0], FIELD[1], STARS, GAS[3], GAS[2], PRESSURE, GAS[0], FIELD[2], GAS[1]]
+
+
+def unusual(world: World) -> Results:
+    """The channels of GAS and others at unusual places; the inputs are those of `evaluated` in the opposite order."""
+    ours, theirs = (np.concatenate(pair) for pair in zip(volumes(), volumes(channels=6), strict=True))
+    own = [*GAS, *FIELD, PRESSURE, STARS]
+    order, slabs = [own.index(channel) for channel in UNUSUAL], Slabs(SHAPE, world)
+    inputs = np.ascontiguousarray(0.5 * volumes()[1][3::-1])
+    fields = slab_fields(slabs, inputs, ours[order], theirs[order])
+    return volume_statistics(known_channels("inputs", 4)[::-1], UNUSUAL, 0.5, fields, slabs, {"epoch": 3})
+
+
+def test_channels_at_other_places_have_the_bits_of_the_usual_order(results: Results) -> None:
+    found = unusual(ALONE)
+    for channel in GAS:
+        places = (GAS.index(channel), UNUSUAL.index(channel))
+        for name in ("l1", "copied_l1", "r2"):
+            usual, other = (getattr(part, name)[place] for part, place in zip((results, found), places, strict=True))
+            np.testing.assert_equal(other, usual)
+    assert (found.divergence_r2, found.mass_ratio) == (results.divergence_r2, results.mass_ratio)
+    for name in ("spectra", "distributions"):
+        agree({key: getattr(found, name)[key] for key in getattr(results, name)}, getattr(results, name), 0)
+    agree(found.statistics, results.statistics, 0)
+    for answer in run_ranks(unusual, 2):
+        agree(answer, found)
+
+
+def test_every_other_channel_has_a_spectrum_and_a_distribution() -> None:
+    """A second species in units of the mean density was added to the spectrum of the gas density."""
+    found, (ours, theirs) = unusual(ALONE), volumes(channels=6)
+    others = ["magnetic field", "stars", "pressure"]
+    assert list(found.spectra) == ["density", "log density", "velocity", "divergence", "log temperature", *others]
+    for name, expected in {
+        "magnetic field": sum(4 * power(ours[place], theirs[place]) for place in (0, 1, 2)),
+        "pressure": 9 * power(ours[3], theirs[3]),
+        "stars": 14**2 * power(ours[4], theirs[4]),
+    }.items():
+        tolerance = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(powers(found.spectra[name]), expected, rtol=1e-4, atol=tolerance)
+    distribution = found.distributions["pressure"]
+    assert (distribution.unit, distribution.is_log) == ("Pa", True)
+    values = (1 + 3 * theirs[3].astype(np.float64)) / np.log(10)
+    np.testing.assert_array_equal(distribution.target, np.histogram(values, distribution.edges)[0])
+    assert list(found.distributions) == [*(channel.name for channel in UNUSUAL), "velocity divergence"]
+    copied = dict(zip((channel.name for channel in UNUSUAL), found.copied_l1, strict=True))
+    known = {channel.name for channel in GAS[:4]}
+    assert {name for name, value in copied.items() if np.isfinite(value)} == known
+
+
+def test_names_of_spectra_of_the_gas_are_not_shared() -> None:
+    """Channels and vectors may have the names that spectra have."""
+    scalars = [Channel("density", "Pa"), Channel("velocity", "s"), Channel("B")]
+    vectors = [
+        Channel(f"{name}{axis}", "T", component=f"{name} {axis}") for name in ("velocity", "B") for axis in "xyz"
+    ]
+    names = ["channel density", "channel velocity", "B", *["vector velocity"] * 3, *["vector B"] * 3]
+    assert spectrum_names([*scalars, *vectors]) == names
+    assert spectrum_names([*GAS, Channel("velocity divergence")])[1:] == [
+        *["velocity"] * 3,
+        "log temperature",
+        "velocity divergence",
+    ]
 
 
 def related(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:

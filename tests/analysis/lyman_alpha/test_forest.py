@@ -1,7 +1,7 @@
 """The flux of a volume, and P(k, mu), agree with numpy and closed forms, on any number of ranks."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
@@ -22,25 +22,25 @@ from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
 from analysis.modes import Bispectra, bin_edges
 from analysis.slabs import Slabs
 from utils.config import Config
-from utils.config.sections import TransformConfig
+from utils.config.channels import TRANSFORM as PUBLISHED
+from utils.config.channels import Channel, known_channels
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.volumes.channels import target_channels
 from utils.volumes.hdf5 import Volume
 
 SHAPE, CELL = (12, 10, 8), 0.2
 UNIVERSE = Universe.of(SIMULATION)
 WIDTH = UNIVERSE.pixel_width(CELL)
-TRANSFORM = TransformConfig(velocity_scale_km_s=300.0)
-GAS = target_channels(5, TRANSFORM)
+TRANSFORM = {**PUBLISHED, "velocity_scale_km_s": 300.0}
+DARK, GAS = known_channels("inputs", 4, TRANSFORM), known_channels("targets", 5, TRANSFORM)
 HIGH = {**SIMULATION, "redshift": 6.0}
 FIT = GasFit(8000.0, 1.5, np.array([1.0, 8.0, 30.0]), np.array([1.1, 0.9, 0.2]))
 Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def setup(
-    inputs: int = 4,
-    transform: Any = TRANSFORM,
+    inputs: Any = DARK,
+    targets: Any = GAS,
     shape: Any = SHAPE,
     cell: Any = CELL,
     simulation: Any = SIMULATION,
@@ -48,9 +48,8 @@ def setup(
 ) -> FluxSetup | None:
     values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
     volume = Volume("box.h5", *values, cell=cell, simulation=simulation)
-    triples = {"inputs": [[1, 2, 3]] if inputs == 4 else [], "targets": [[1, 2, 3]]}
-    config = Config(N_in_channels=inputs, transform=transform, vector_channels=triples)
-    return FluxSetup.of(volume, config, FluxOptions(**options))
+    channels = {"inputs": [*map(asdict, inputs)], "targets": [*map(asdict, targets)]}
+    return FluxSetup.of(volume, Config(channels=channels), FluxOptions(**options))
 
 
 def fields() -> Fields:
@@ -161,14 +160,16 @@ def test_the_last_mode_of_an_even_axis_next_to_odd_ones_is_not_lost() -> None:
     assert np.isfinite(statistics._average([np.ones(2)] * 3)[0]).all()
 
 
-def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space() -> None:
+def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space(caplog: pytest.LogCaptureFixture) -> None:
     inputs, predicted, target = fields()
-    flux = measured((inputs[:1], predicted, target), inputs=1)
+    caplog.set_level("INFO")
+    flux = measured((inputs[:1], predicted, target), inputs=DARK[:1])
+    assert caplog.messages == ["Lyman-alpha flux: the dark matter lacks velocity in physical units"]
     assert list(flux.fields) == [TARGET, PREDICTION, REAL_FGPA]
     at_rest = np.concatenate([inputs[:1], np.zeros_like(inputs[1:])])
     expected = measured((at_rest, predicted, target)).fields[FGPA]
     np.testing.assert_allclose(flux.fields[REAL_FGPA].power, expected.power, rtol=1e-12)
-    seven = measured((fields()[0][[0] * 7], predicted, target), inputs=7)
+    seven = measured((fields()[0][[0] * 7], predicted, target), inputs=known_channels("inputs", 7))
     assert list(seven.fields) == [TARGET, PREDICTION], "the units of seven channels are unknown"
 
 
@@ -231,6 +232,26 @@ def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
             np.testing.assert_allclose(flux.fields[name].sightline, line, rtol=1e-3)
 
 
+def test_the_flux_of_channels_at_other_places_has_the_same_bits() -> None:
+    """Also that of fitted baselines. A second gas is not mistaken for the first."""
+    orders, others = ([3, 1, 0, 2], [4, 3, 5, 0, 2, 1]), Channel("stars", "mean density", 14.0, is_log=True)
+    inputs, gas = (
+        [all_of[place] for place in order] for all_of, order in zip((DARK, [*GAS, others]), orders, strict=True)
+    )
+    dark, *sides = fields()
+    sides = [np.concatenate([side, side[:1] + 0.1])[orders[1]] for side in sides]
+    prepared = [
+        setup(mean_flux=0.7, pressure_smoothing=0.15, **names) for names in ({}, {"inputs": inputs, "targets": gas})
+    ]
+    volumes, slabs = (fields(), (dark[orders[0]], *sides)), Slabs(SHAPE, ALONE)
+    expected, found = (
+        FluxStatistics(replace(given, fit=FIT), slabs).results(slab_fields(slabs, *values))
+        for given, values in zip(prepared, volumes, strict=True)
+    )
+    assert list(found.fields) == [TARGET, PREDICTION, FGPA, f"{FGPA}, {FITTED}", TRANSFER]
+    agree(found, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gets_the_results_of_the_cpu(base: Flux) -> None:
@@ -285,7 +306,11 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, ba
         ({"simulation": HIGH | {"cosmology_Ob0": 0.0}}, "box.h5: cosmology_Ob0 is 0, so there are no baryons; correct"),
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
         ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
-        ({"transform": TransformConfig(temperature_log10_scale=None)}, "lacks density, velocity or temperature in"),
+        ({"targets": GAS[:4]}, "the gas lacks temperature in physical units"),
+        (
+            {"targets": [replace(GAS[0], unit="g/cm3"), GAS[1], replace(GAS[2], unit="m/s"), *GAS[3:]]},
+            "the gas lacks density, velocity in physical",
+        ),
     ],
 )
 def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: Any, reason: str, caplog: Any) -> None:

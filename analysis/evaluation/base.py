@@ -1,0 +1,149 @@
+"""The base of statistics: their class, what they compare, and bins. It imports neither torch nor matplotlib."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import ConfigDict
+
+from analysis.lyman_alpha.results import Flux
+from utils.config.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel, Channels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from analysis.slabs import ReadPlanes, SlabFields, Slabs
+else:
+    Figure = Tensor = ReadPlanes = SlabFields = Slabs = Any
+
+LOG_DENSITY = "log density"
+# The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
+LOG10_RANGES = {DENSITY_UNIT: (-4.0, 6.0), TEMPERATURE_UNIT: (2.0, 9.0)}
+CHANNEL_RANGE = (-1.5, 1.5)  # values of all other channels; velocities up to 1500 km/s
+BINS = {DENSITY_UNIT: 125, TEMPERATURE_UNIT: 140}
+OTHER_BINS = 150
+
+Table = list[list[str]]  # rows; the first one is the header
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedVolume:
+    """The channels of an evaluated volume, the size of its cells, and its flux."""
+
+    channels: tuple[Channel, ...]  # of the target
+    input_channels: tuple[Channel, ...]
+    cell: float | None  # side of a cell in Mpc/h, if known
+    flux: Flux | None = None  # None if it was not computed
+
+    @property
+    def wavenumber_unit(self) -> str:
+        return "rad/cell" if self.cell is None else "h/Mpc"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A prediction and its target, of which each rank has its own planes; every rank makes the same calls."""
+
+    inputs: Channels
+    targets: Channels
+    cell: float | None  # in Mpc/h, if known
+    fields: SlabFields
+    slabs: Slabs
+    deviation: ReadPlanes | None = None  # standard deviations of the prediction in channel units, if it has some
+
+    def total(self, sizes: Sequence[int], part: Callable[[slice], Tensor]) -> np.ndarray:
+        """The sum over all planes of what `part` returns for some of the own ones, float64; every rank gets it."""
+        import torch  # here, because the process that draws does without
+
+        sums = torch.zeros(*sizes, dtype=torch.float64, device=self.slabs.world.device)
+        with self.slabs.world.raise_together():
+            for piece in self.slabs.pieces():
+                sums += part(piece)
+        return self.slabs.world.sum(sums).cpu().numpy()
+
+    def stored(self, read: ReadPlanes, place: int, is_exponential: bool = False) -> Tensor:
+        """The own planes [n, Y, Z] of a target channel's physical values, or of their natural logarithms if it is one.
+
+        `is_exponential`: of the logarithm's exponential.
+        """
+        channel, out = self.targets[place], self.slabs.empty()
+        with self.slabs.world.raise_together():
+            for piece in self.slabs.pieces():
+                values = read(slice(place, place + 1), piece)[0] * channel.scale + channel.center
+                out[self.slabs.local(piece)] = values.exp_() if is_exponential else values
+        return out
+
+
+class Statistic:
+    """A statistic of a prediction and its target: a frozen dataclass of numbers and arrays, saved with the results."""
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # numpy's arrays are loaded as they are
+    title: ClassVar[str]  # of its section in the report
+    caption: ClassVar[str]  # below its picture
+
+    @classmethod
+    def compute(cls, compared: Compared) -> "Statistic | None":
+        """None if the channels do not allow it. Every rank calls it, and all get the same."""
+        raise NotImplementedError
+
+    def draw(self, figure: Figure, volume: EvaluatedVolume) -> None:
+        """Draws its picture on an empty figure of 8 × 4.3 inches."""
+        raise NotImplementedError
+
+    def scalars(self) -> dict[str, float]:
+        """Scalars for TensorBoard and metrics.jsonl, by tag."""
+        return {}
+
+    def table(self, volume: EvaluatedVolume) -> Table:
+        """A table of the log and the report; empty: none."""
+        return []
+
+    def summary(self, volume: EvaluatedVolume) -> dict[str, Any]:
+        """Its part of evaluation.json; empty: none."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
+class Bins(NamedTuple):
+    """Bins of equal width in log10 of the physical value, or in the value: a linear map of the channel value."""
+
+    edges: np.ndarray
+    slope: float  # bin = slope · channel + offset
+    offset: float
+
+    @classmethod
+    def of(cls, channel: Channel) -> "Bins":
+        base = math.log(10) if channel.is_log else 1.0
+        slope, offset = channel.scale / base, channel.center / base
+        unit = channel.unit if channel.is_log else None
+        low, high = LOG10_RANGES.get(str(unit), tuple(slope * end + offset for end in CHANNEL_RANGE))
+        number = BINS.get(str(unit), OTHER_BINS)
+        step = (high - low) / number
+        return cls(np.linspace(low, high, number + 1), slope / step, (offset - low) / step)
+
+    def places(self, values: Tensor) -> Tensor:
+        """The bin of each channel value; values outside the edges, and NaN, are in the last or first bin."""
+        places = (values.double() * self.slope + self.offset).nan_to_num_(nan=0.0)
+        return places.clamp_(0.0, len(self.edges) - 2).long()
+
+
+def converted(values: Any, source: Channel, target: Channel) -> Any:
+    """Values of an input in the transform of the target with the same quantity; unchanged unless both are known."""
+    same = (source.scale, source.center, source.is_log) == (target.scale, target.center, target.is_log)
+    known = source.unit is not None and source.unit == target.unit
+    return target.from_physical(source.to_physical(values)) if known and not same else values
+
+
+def reference_shells(k: np.ndarray) -> list[int]:
+    """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k.
+
+    Fewer in a small volume, in which some of them are the same.
+    """
+    first, last = k[np.isfinite(k)][[0, -1]]
+    return sorted({int(np.nanargmin(np.abs(k - wanted))) for wanted in (min(2 * first, last), last / 4, last / 2)})
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "non-finite"
