@@ -115,7 +115,7 @@ $(READY): pyproject.toml
 
 # Optional packages that the tests need. Only missing ones are installed, to keep the builds of a container.
 $(TEST_READY): $(READY)
-	@for part in nvidia.dali:dali triton:triton wandb:wandb; do \
+	@for part in nvidia.dali:dali triton:triton wandb:wandb pandas:notebook; do \
 	  $(BIN)/python -c "import $${part%:*}" 2>/dev/null && continue; \
 	  echo "installing the extra $${part#*:}"; \
 	  $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$${part#*:}]" || exit 1; \

@@ -1,103 +1,77 @@
-"""Tests of start_tensorboard.ipynb: its cells list runs, start TensorBoard on localhost, show its page and stop it.
+"""docs/notebook.md: its code runs in another directory, and gives what the commands give."""
 
-Jupyter is not needed: the cells run in one namespace, as in a kernel, with a replacement for IPython's display.
-"""
-
-import json
 import re
+import subprocess
 import sys
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
-from processes import GENEROUS, TOP
+from processes import TOP
+
+import predict
+from analysis.inference import notebook
+from utils.errors import UserError
 
 
-class Kernel:
-    """A namespace in which cells are executed, and the objects that they display."""
-
-    def __init__(self) -> None:
-        cells = json.loads((TOP / "start_tensorboard.ipynb").read_text(encoding="utf-8"))["cells"]
-        assert all(not cell.get("execution_count") and not cell.get("outputs") for cell in cells)
-        self.sources = {cell["id"]: "".join(cell["source"]) for cell in cells}
-        self.names: dict[str, Any] = {"__name__": "__main__"}
-        self.shown: list[str] = []
-
-    def run(self, cell: str) -> None:
-        exec(self.sources[cell], self.names)
-
-
-@pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    """A kernel in a directory with an empty directory of runs."""
-    kernel = Kernel()
-    display = SimpleNamespace(display=kernel.shown.append, HTML=str, IFrame=lambda url, **_: f"frame of {url}")
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    monkeypatch.setattr("atexit.register", lambda function: function)
-    monkeypatch.delenv("JUPYTERHUB_SERVICE_PREFIX", raising=False)
-    monkeypatch.delenv("LOGS_DIR", raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    yield kernel
-    if "stop" in kernel.names:
-        kernel.run("stop")
-
-
-def test_runs_of_the_job_script_are_sorted_by_their_last_validation_loss(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
-    """The notebook looked in ./runs, where submit_pm.sh writes nothing."""
-    monkeypatch.setenv("SCRATCH", str(tmp_path))
-    kernel.run("runs")
-    assert kernel.names["runs"] == Path("runs"), "there is no directory of jobs"
-    (default,) = re.findall(r"LOGS_DIR-\$SCRATCH/(.*)\}", (TOP / "submit_pm.sh").read_text())
-    folder = tmp_path / default
-    capsys.readouterr()
-    losses = '{"step": 0, "Loss/valid": 0.2}\n{"step": 50, "Loss/valid": 0.05}\n{"step": 50, "Step/loss": 0.1}\n'
-    for run, lines in {
-        "demo/2ranks/good": losses + '{"step": 60, "Loss/va',  # an incomplete line
-        "demo/2ranks/bad": '{"step": 7, "Loss/valid": 0.3}',
-        "demo/1ranks/broken": '{"step": 3, "Loss/valid": NaN}',
-        "demo/1ranks/started": "",
+def test_the_page_runs_in_another_directory(trained_run: Path, tmp_path: Path) -> None:
+    """With this checkout first on sys.path, in a process of its own."""
+    pytest.importorskip("pandas")
+    page = (TOP / "docs" / "notebook.md").read_text(encoding="utf-8")
+    source = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    volume = trained_run.parents[2] / "val.h5"
+    for old, new in {
+        "/path/to/this/checkout": TOP,
+        "runs/demo/2ranks/00": trained_run,
+        "data/demo_val.h5": volume,
+        "overlap=8": "overlap=2",
+        "\narrays =": '\nraise SystemExit(f"{len(losses)} {corner.shape}")\narrays =',
     }.items():
-        (folder / run).mkdir(parents=True)
-        (folder / run / "metrics.jsonl").write_text(lines)
-    kernel.run("runs")
-    assert kernel.names["runs"] == folder
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["0.050000", "50", "demo/2ranks/good"],
-        ["0.300000", "7", "demo/2ranks/bad"],
-        ["nan", "3", "demo/1ranks/broken"],
-        ["-", "-", "demo/1ranks/started"],
-    ]
-    monkeypatch.setenv("LOGS_DIR", "nowhere")
-    Path("runs").rmdir()
-    with pytest.raises(FileNotFoundError, match="set runs to the directory of the runs"):
-        kernel.run("runs")
+        assert old in source
+        source = source.replace(old, str(new))
+    script = tmp_path / "page.py"
+    script.write_text(source)
+    ran = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""})
+    assert re.fullmatch(r"\d+ \(16, 16, 16\)", ran.stderr.splitlines()[-1]), ran.stderr
 
 
-def test_cells_start_tensorboard_show_its_page_and_stop_it(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # no server listens there
-    kernel.run("runs")
-    kernel.run("start")
-    process, port = kernel.names["server"]
-    address = f"http://127.0.0.1:{port}/"
-    pins = [{"plugin": "scalars", "tag": "Loss/train"}, {"plugin": "scalars", "tag": "Loss/valid"}]
-    losses_first = f"?pinnedCards={urllib.parse.quote(json.dumps(pins))}#timeseries"
-    assert kernel.shown[1] == f"frame of {address}{losses_first}"
-    assert process.args[-6:] == ["--logdir", "runs", "--host", "127.0.0.1", "--port", str(port)]
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    assert b"TensorBoard" in direct.open(address, timeout=GENEROUS).read()
+def test_predictions_from_files_and_arrays_equal_those_of_the_command(trained_run: Path, tmp_path: Path) -> None:
+    volume, output = trained_run.parents[2] / "val.h5", tmp_path / "gas.h5"
+    predict.main(
+        [f"--checkpoint={trained_run}", f"--input={volume}", f"--output={output}", "--physical", "--device=cpu"]
+    )
+    network = notebook.load(trained_run, "cpu")
+    with h5py.File(output) as gas, h5py.File(volume) as box:
+        expected, physical, inputs = gas["Hydro"][:], gas["Hydro_physical"][:], box["Nbody"][:]
+        attributes = dict(box.attrs)
+    predicted = notebook.predict(network, volume, physical=False)
+    assert [*predicted] == [channel.name for channel in network.channels[1]]
+    np.testing.assert_array_equal(np.stack([*predicted.values()]), expected)
+    from_array = notebook.predict(network, inputs, attributes=attributes)
+    np.testing.assert_array_equal(np.stack([*from_array.values()]), physical)
+    named = notebook.fields(volume, "Nbody", network.channels[0])
+    part = notebook.predict(network, named, (slice(4, 9), slice(None), slice(-3, None)))
+    for found, whole in zip(part.values(), physical, strict=True):
+        np.testing.assert_allclose(found, whole[4:9, :, -3:], rtol=1e-3, atol=1e-3)
 
-    # Under a JupyterHub the page has another address; a running TensorBoard is not started again.
-    monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/ada/")
-    kernel.run("start")
-    assert kernel.names["server"] == (process, port)
-    assert kernel.shown[3] == f"frame of /user/ada/proxy/{port}/{losses_first}"
-    kernel.run("stop")
-    assert process.poll() is not None
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"dark-matter density": np.ones((8, 8, 8))}, "the arrays lack dark-matter velocity x, "),
+        (np.ones((3, 16, 16, 16)), r"the array is \(3, 16, 16, 16\), expected \(4, X, Y, Z\)"),
+        (np.ones((16, 16, 16)), r"the array is \(16, 16, 16\), expected"),
+    ],
+)
+def test_wrong_arrays_are_one_line(trained_run: Path, source: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        notebook.predict(notebook.load(trained_run, "cpu"), source)
+
+
+def test_another_module_utils_is_named(tmp_path: Path) -> None:
+    (tmp_path / "utils.py").write_text("")
+    code = f"import utils, sys; sys.path.insert(0, {str(TOP)!r}); from analysis.inference import notebook"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert f"ImportError: another module utils ({tmp_path / 'utils.py'}) is imported; " in ran.stderr
