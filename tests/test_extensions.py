@@ -17,12 +17,15 @@ from typing import Any
 import h5py
 import pytest
 import torch
+from empty_pictures import draw_nothing
 from reference_samples import digest, rank_batches, read_fields, reference
+from sample_results import sample_results
 from trainings import ALONE, TOP, YAML, directory, last, metrics
 
 import export
 import predict
 import train
+from analysis.evaluation import figures, report, results, statistics, tables
 from utils import cli
 from utils import config as configs
 from utils.data import loaders
@@ -104,6 +107,42 @@ def test_the_documented_network_trains_predicts_and_is_exported(
     with h5py.File(tmp_path / "gas.h5") as gas:
         assert gas["Hydro"].shape == (5, 16, 16, 16)
     sys.modules.pop(file.stem)
+
+
+def test_the_documented_metric_is_reported_by_name(data_flags: list[str], tmp_path: Path, monkeypatch: Any) -> None:
+    page = (TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(# my_metrics.py\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_metrics.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    train_with(["--set=metrics=[my_metrics.density_bias]"], data_flags, tmp_path)
+    biases = [
+        record[name] for record in metrics(directory(tmp_path)) if (name := "My metrics.density bias/valid") in record
+    ]
+    assert len({*biases}) > 1
+    sys.modules.pop("my_metrics")
+
+
+def test_the_documented_statistic_has_scalars_a_row_and_a_picture(tmp_path: Path, monkeypatch: Any) -> None:
+    source, line, path = section("How to add a statistic")
+    module = ModuleType(path.removesuffix(".py").replace("/", "."))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    execute(source, vars(module))
+    monkeypatch.setitem(statistics.STATISTICS, "closeness", eval(f"{{{line}}}", vars(module))["closeness"])
+    draw_nothing(monkeypatch)
+    evaluation, output = sample_results(8, noise=1.0, cell=0.5), tmp_path / "report"
+    close, medium, far = evaluation.statistics["closeness"].shares
+    assert 0 < close < medium < far < 1
+    report.write_report(output, evaluation, {}, ALONE)
+    page = (output / report.PAGE).read_text()
+    assert f"<td>1.5</td><td>{medium:.1%}</td>" in page
+    assert "<h2>Closeness</h2>" in page
+    assert ["1.5", f"{medium:.1%}"] in [text.split() for text in tables.lines(evaluation)]
+    scalars = json.loads((output / report.SUMMARY).read_text())["scalars"]
+    assert scalars["Evaluation closeness/within a factor of 1.5"] == pytest.approx(medium)
+    assert (output / "closeness.png").exists()
+    assert results.load(output / report.ARRAYS).statistics["closeness"].shares.tolist() == [close, medium, far]
+    (curve,) = figures.draw("closeness", evaluation).axes[0].lines
+    assert curve.get_ydata().tolist() == [close, medium, far]
 
 
 def test_own_code_belongs_to_a_checkpoint(
