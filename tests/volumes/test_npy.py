@@ -1,5 +1,6 @@
 """The `.npy` files: equal to the HDF5 fields, written atomically, refused in one line if they do not match."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,14 @@ import numpy as np
 import pytest
 from log_lines import refusal
 from reference_samples import read_fields
-from volume_files import write_volume
+from volume_files import SIMULATED, write_volume
 
 from utils import config as configs
 from utils.errors import UserError
 from utils.volumes import hdf5
 from utils.volumes.convert_to_npy import convert, main
 from utils.volumes.hdf5 import open_volume
-from utils.volumes.npy import open_npy_volume
+from utils.volumes.npy import ENDINGS, open_npy_volume
 from utils.volumes.opened import Volumes
 
 KEYS = ("train_path_npy_data", "train_path_npy_label")
@@ -91,3 +92,18 @@ def test_without_copies_a_missing_source_is_named(data: str | None) -> None:
     config = configs.load("config/UNet.yaml", "test", {"train_path": "/nowhere/a.h5", "train_path_npy_data": data})
     with pytest.raises(UserError, match=r"no such file: /nowhere/a\.h5; simulate one"):
         Volumes.open(config, "npy").split("train", npy=True)
+
+
+def test_copies_keep_the_channels_without_the_hdf5_file(tmp_path: Path) -> None:
+    """Those of simulated volumes have other transforms than published data."""
+    source = write_volume(tmp_path / "box.h5", box=12, **SIMULATED)
+    expected = open_volume(source).channels
+    written = convert(source)
+    assert [path.name for path in written] == ["box_data.npy", "box_label.npy", "box_channels.json"]
+    keys = dict.fromkeys(("train_path", "val_path"), str(source))
+    for part, (name, path) in itertools.product(("train", "val"), zip(ENDINGS, written, strict=False)):
+        keys[f"{part}_path_npy_{name}"] = str(path)
+    source.unlink()
+    config = Volumes.open(configs.validate({**keys, "data_loader_config": "dali-lowmem"}, "c"), "npy").config
+    assert (config.channels.inputs, config.channels.targets) == expected
+    assert config.channels.inputs[1].scale == SIMULATED["velocity_scale_km_s"]

@@ -3,22 +3,25 @@
     python -m utils.volumes.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
 writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
+What train.h5 states about its channels is in train_channels.json.
 """
 
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from utils.cli import Parser
+from utils.config.channels import SIDES
 from utils.errors import UserError, one_line_errors, os_errors_for_users
-from utils.files import atomic_write, check_target, make_output_directory
+from utils.files import atomic_write, check_target, make_output_directory, to_json
 from utils.progress import Progress
-from utils.volumes.hdf5 import DATASETS, checked_dataset, stored_slabs
-from utils.volumes.npy import ENDINGS
+from utils.volumes.hdf5 import DATASETS, FieldReader, checked_dataset, stored_slabs
+from utils.volumes.npy import ENDINGS, channels_file
 from utils.volumes.storage import check_storage, open_file
 
 
@@ -39,6 +42,9 @@ def convert(
             raise UserError(f"{source}: {names[0]} is {shapes[0]}, {names[1]} {shapes[1]}; their grids must be equal")
         directory = source.parent if output_dir is None else Path(output_dir)
         targets = [directory / f"{source.stem}_{field}.npy" for field in ENDINGS]
+        readers = (FieldReader(str(source), name, None) for name in names)
+        known = [reader.channels(side) for reader, side in zip(readers, SIDES, strict=True)]
+        targets += [channels_file(str(targets[0]))] if all(known) else []
         for target in targets:
             check_target(target, overwrite, "--output_dir")
         make_output_directory(directory, 4 * sum(map(math.prod, shapes)), remedy)
@@ -47,8 +53,11 @@ def convert(
             os_errors_for_users(f"cannot write to {directory}", remedy),
             atomic_write(targets) as partials,
         ):
-            for dataset, partial in zip(datasets, partials, strict=True):
+            for dataset, partial in zip(datasets, partials, strict=False):
                 _write_npy(dataset, partial, progress)
+            if all(known):
+                values = {side: [*map(asdict, part or ())] for side, part in zip(SIDES, known, strict=True)}
+                partials[-1].write_text(to_json(values), encoding="utf-8")
     return targets
 
 

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
+from utils.config import validate_section
+from utils.config.sections import ChannelsConfig
 from utils.errors import UserError
+from utils.files import read_json
 from utils.volumes.hdf5 import DATASETS, Volume
 from utils.volumes.values import sample
 
 ENDINGS = ("data", "label")  # file names end in _data.npy and _label.npy, as convert_to_npy.py writes them
+
+
+def channels_file(data: str) -> Path:
+    """The file with the channels of a volume, next to the `.npy` file of its inputs."""
+    return Path(f"{data.removesuffix(f'_{ENDINGS[0]}.npy')}_channels.json")
 
 
 def open_npy_volume(
@@ -39,9 +47,12 @@ def open_npy_volume(
             samples = sample(path, fields[number]), sample(volume.path, volume.fields[number])
             if not np.array_equal(*samples, equal_nan=True):
                 raise UserError(f"{path} does not match {volume.path}: other values; {remedy}")
-    name = " and ".join(files)
+    name, described = " and ".join(files), channels_file(files[0])
     if volume is None:
-        return Volume(name, fields[0], fields[1], tuple(files))
+        values = read_json(described) if described.exists() else {}
+        channels = validate_section(ChannelsConfig, values, str(described))
+        pair = channels.inputs or None, channels.targets or None
+        return Volume(name, fields[0], fields[1], tuple(files), channels=pair)
     return Volume(name, fields[0], fields[1], tuple(files), attributes=volume.attributes, channels=volume.channels)
 
 
