@@ -222,18 +222,14 @@ def draw_slices(
             colors, limits = SIGNED_COLORS, (-float(np.abs(target).max()), float(np.abs(target).max()))
         for axes, values in shown:
             image = _draw_plane(axes, values, extent, colors, limits)
-        bar = figure.colorbar(
-            image, cax=row[BARS[0]], extend="both", label=panels.value_label(channel.name, channel.unit, channel.is_log)
-        )
-        bar.ax.ticklabel_format(axis="y", scilimits=(-2, 4))  # longer numbers would leave no room for the label
+        _color_bar(figure, image, row[BARS[0]], panels.value_label(channel.name, channel.unit, channel.is_log))
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
         image = _draw_plane(row[4], residual, extent, RESIDUAL_COLORS, (-limit, limit))
-        bar = figure.colorbar(image, cax=row[BARS[1]], extend="both", label=panels.plain(residual_unit(channel)))
-        bar.ax.ticklabel_format(axis="y", scilimits=(-2, 4))
+        _color_bar(figure, image, row[BARS[1]], panels.plain(residual_unit(channel)))
     unit = "cells" if cell is None else "Mpc/h"
     source = "dark matter" if all(channel.name.startswith(DARK_MATTER) for channel in inputs) else "input"
     names = source, "target", "prediction", "", "prediction − target"
@@ -245,6 +241,11 @@ def draw_slices(
         axes.set_xlabel(f"y ({unit})")
     figure.suptitle(title)
     return figure
+
+
+def _color_bar(figure: Figure, image: AxesImage, axes: Axes, label: str) -> None:
+    bar = figure.colorbar(image, cax=axes, extend="both", label=label)
+    bar.ax.ticklabel_format(axis="y", scilimits=(-2, 4))  # longer numbers would leave no room for the label
 
 
 def display_values(channel: Channel, values: np.ndarray) -> np.ndarray:
