@@ -56,12 +56,13 @@ def build_network(name: str, /, **options: Any) -> nn.Module:
     return network
 
 
-def build_loss(name: str, targets: str = "volumes", /, **options: Any) -> nn.Module:
-    """The loss `name` of LOSSES; ValueError if its targets are others, or if it does not have the options."""
-    suitable = [known for known in LOSSES if LOSSES[known].targets == targets]
+def build_loss(name: str, samples: str = "volumes", **options: Any) -> nn.Module:
+    """The loss `name` of LOSSES; ValueError if it is of other samples, or if it does not have the options."""
+    suitable = [known for known in LOSSES if LOSSES[known].targets == samples]
     if name not in suitable:
-        samples = SAMPLES.get(targets, targets)
-        raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
+        raise ValueError(
+            f"loss {name} cannot be used with {SAMPLES.get(samples, samples)}; use {' or '.join(suitable)}"
+        )
     if not options.keys() <= _options(LOSSES[name]):
         unknown = ", ".join(options.keys() - _options(LOSSES[name]))
         raise ValueError(f"loss {name} has no {unknown}; remove lambda_rho, channel_weights or loss_options")

@@ -355,14 +355,14 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
         ("--input=BAD/flat.h5", "the box has 4 cells per side, fewer than a window's 8"),
         (
             "--input=BAD/scale.h5",
-            "dark-matter density is ln(value / mean density) / 10, that of the network ln(value / mean density) / 14; ",
+            "dark-matter density ln(value / mean density) / 10 instead of ln(value / mean density) / 14; give",
         ),
         (
             "--input=BAD/swapped.h5",
-            "swapped.h5 has the channels dark-matter density, dark-matter velocity y, dark-matter velocity x, "
-            "dark-matter velocity z; the network has dark-matter density, dark-matter velocity x, ",
+            "swapped.h5: Nbody has other channels than the network: dark-matter density, dark-matter velocity y, "
+            "dark-matter velocity x, dark-matter velocity z instead of dark-matter density, dark-matter velocity x, ",
         ),
-        ("--input=BAD/other.h5", ": it lacks dark-matter density; give a file with the network's channels"),
+        ("--input=BAD/other.h5", " without dark-matter density; give files with the same"),
         # Exported files take physical values, this command takes channels: the output would be nonsense.
         ("--input=BAD/km_s.h5", "km_s.h5: Nbody[1] holds physical values"),
         ("--format=nyx", "does not state cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology_Ob0, which --format"),

@@ -22,7 +22,7 @@ from networks.unet import UNet
 from utils import preflight
 from utils.config import Config, load, to_yaml
 from utils.config.sections import NetworkConfig
-from utils.data.loaders import threaded
+from utils.data.loaders import open_volumes, threaded
 from utils.steps import build, size
 from utils.steps.graph import GraphStep
 
@@ -214,7 +214,7 @@ def test_on_a_login_node_memory_and_directory_are_those_of_a_job(
     (logs / "test" / "8GPU" / "00").mkdir(parents=True)
     keys = {"local_batch_size": 8, "expdir": str(logs), "box_size": [16, 16]}  # device auto, as on the job's GPUs
     keys |= dict(flag.removeprefix("--set=").split("=") for flag in data)
-    config = load("./config/UNet.yaml", "test", keys)
+    config = open_volumes(load("./config/UNet.yaml", "test", keys)).config
     (logs / "test" / "8GPU" / "00" / "config.yaml").write_text(to_yaml(config.for_world(8), "test"))
     for flags, place in (([], logs), ([f"--set=expdir={tmp_path}/other"], tmp_path / "other")):
         train.main([*command, "--gpu_memory", "40", *flags])

@@ -71,10 +71,10 @@ def test_the_spectral_term_compares_amplitudes_regardless_of_phase_in_training_m
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("l1", {"targets": "classes"}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
+        ("l1", {"samples": "classes"}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
         (
             "cross_entropy",
-            {"targets": "classes", "lambda_rho": 0.5},
+            {"samples": "classes", "lambda_rho": 0.5},
             "has no lambda_rho; remove lambda_rho, channel_weights or loss_options",
         ),
         ("cross_entropy", {}, f"loss cross_entropy cannot be used with volumes; use {' or '.join(OF_FIELDS)}$"),
@@ -115,7 +115,7 @@ LARGE, FIRST = torch.tensor([[9.0, 0.0], [8.0, -1.0]]), torch.tensor([0, 0])
 def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_float64(
     name: str, outputs: torch.Tensor, targets: torch.Tensor, expected: float
 ) -> None:
-    loss = build_loss(name, targets="classes" if name == "cross_entropy" else "volumes")
+    loss = build_loss(name, samples="classes" if name == "cross_entropy" else "volumes")
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             value = loss(outputs.bfloat16(), targets)

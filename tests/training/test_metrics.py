@@ -55,8 +55,8 @@ def test_the_calibration_of_a_density_that_is_five_percent_low_is_its_inverse() 
     outputs[:, 2] += math.log(0.95) / 14
     outputs[:, 2, 0] = INF
     densities = mean_densities(2, 14.0)
-    values = {name: [0.1, 0.5, *(float(mean(outputs, targets)) for mean in densities.values())] for name in "ab"}
-    validation = Validation.of(values, ["accuracy", *densities], 1.0)
+    values = {name: [0.1, 0.5, *(float(mean(outputs, targets)) for mean in densities)] for name in "ab"}
+    validation = Validation.of(values, ["accuracy", *MEAN_DENSITIES], 1.0)
     assert validation.metrics == {"accuracy": 0.5}
     assert validation.density_factor == pytest.approx(1 / 0.95, rel=1e-5)
     # Fixed: of targets in other units it was infinite, and predictions were multiplied by it.

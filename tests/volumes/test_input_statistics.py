@@ -114,7 +114,7 @@ def test_weights_of_other_data_and_volumes_that_state_other_simulations_are_name
     output = capsys.readouterr().out
     for part in (
         *(
-            f"this run: {kind} velocity x is value / (900 km/s), that of {trained_run} value / (500 km/s); "
+            f"{trained_run} was trained on other channels: this run has {kind} velocity x value / (900 km/s) instead"
             for kind in ("dark-matter", "gas")
         ),
         *(f"preflight: {path}: the inputs are " for path in (early, late, valid)),
