@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         **exported.describe(target.name),
         "checkpoint": trained.record,
         "config": configs.dump({"trained": without_directories(trained.config.model_dump())}),
-        **{key: trained.known[key] for key in KNOWN if key in trained.known},
+        **{key: value for key in KNOWN if (value := getattr(trained.known, key))},
         **{key: record[key] for key in ("git_commit", "date", "versions")},
         "weights_sha256": file_digest(weights),
     }

@@ -20,7 +20,7 @@ from utils.volumes.attributes import CONDITION_UNITS, DENSITY_FLOOR, FLOOR
 
 METADATA = "metadata.json"
 FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong
-KNOWN = ("simulation", "input_statistics", "code")  # what a file takes over from TrainedNetwork.known, if it is there
+KNOWN = ("simulation", "input_statistics", "code")  # what a file takes over from the checkpoint, if it states it
 # Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
 LARGEST_DIFFERENCE = 1e-5
 

@@ -24,7 +24,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import sample_digest
 from utils.lookup import warn_of_other_code
-from utils.run.checkpoint import read_weights
+from utils.run.checkpoint import Weights, read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
 from utils.volumes import attributes
@@ -73,7 +73,7 @@ class TrainedNetwork:
     network: nn.Module
     config: Config
     record: dict[str, Any]  # epoch, step and final_loss of the checkpoint, and density_factor if it is applied
-    known: Mapping[str, Any]  # what the checkpoint states in addition to config and weights
+    known: Weights  # what the checkpoint states, without the weights
 
     @classmethod
     def load(
@@ -109,13 +109,12 @@ class TrainedNetwork:
             assert place is not None  # it was measured
             _shift_channel(network, place, math.log(factor) / targets[place].scale)
             log.info("Gas density is multiplied by %.4f, measured on the validation data (--no_calibration: 1)", factor)
-        known = {key: value for key, value in content.items() if key not in ("network", "config")}
-        return cls(network.to(device).eval(), config, record, known)
+        return cls(network.to(device).eval(), config, record, Weights.of({**content, "network": {}}))
 
     @property
     def simulation(self) -> attributes.Simulation:
         """Redshift, cosmology and cell size that all training files state, as far as they agree."""
-        return self.known.get("simulation", {})
+        return dict(self.known.simulation)
 
     def differences(self, volume: FieldReader) -> str:
         """Redshift, cosmology and cell size of a volume that differ from those of `simulation`, else an empty text."""
@@ -132,7 +131,7 @@ class TrainedNetwork:
 
     def use_of(self, path: str) -> str:
         """The use of a file in the training run, by content or path (attributes may have been added); else empty."""
-        known, digest, place = self.known.get("data", {}), sample_digest(path), Path(path).resolve()
+        known, digest, place = self.known.data, sample_digest(path), Path(path).resolve()
         for use, key in (("training", "train_path"), ("validation", "val_path")):
             if any(value == digest and name.startswith(key) for name, value in known.items()):
                 return f"{use} data of the network (same content)"
@@ -169,7 +168,7 @@ def build_predictor(
     if world.is_root:
         attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
         attributes.warn_of_untrained_conditions(network, volume.path, conditions)
-        compare(trained.known.get("input_statistics"), volume.path, volume.values, config)
+        compare(trained.known.input_statistics, volume.path, volume.values, config)
         for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
             log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:

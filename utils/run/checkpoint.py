@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,27 @@ class DamagedCheckpoint(UserError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"cannot read {path}: {reason}; recopy it, or give another checkpoint")
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The content of a weights.pt, by name: what a prediction needs. Files of earlier versions lack some."""
+
+    network: Mapping[str, torch.Tensor]  # the state of the network, averaged if ema_decay is set
+    config: Mapping[str, Any]  # that of the run, with the channels of its volumes
+    epoch: int = 0
+    step: int = 0
+    final_loss: float | None = None  # validation losses: of this checkpoint, and the step with the lowest so far
+    best_step: int | None = None
+    density_factor: float | None = None  # mean gas density of the validation targets / of the outputs
+    simulation: Mapping[str, Any] = field(default_factory=dict)  # what all training files state alike
+    input_statistics: Mapping[str, Any] | None = None  # of the training inputs
+    data: Mapping[str, str] = field(default_factory=dict)  # digests of samples of the files, by config key
+    code: Mapping[str, str] | None = None  # SHA-256 of the files of the user's own classes
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Weights":
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__ if name in content})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from utils.config import Config
 from utils.errors import UserError, os_reason
 from utils.files import remove
 from utils.log import errors_as_warnings, once_per_job
-from utils.run.checkpoint import BEST, saved_steps, step_directory, stored_config, write
+from utils.run.checkpoint import BEST, Weights, saved_steps, step_directory, stored_config, write
 from utils.run.state import TrainState
 from utils.steps.size import ModelSize
 
@@ -107,9 +107,9 @@ class BackgroundWriter(CheckpointWriter):
             self._skip("the weights are not finite")
             return
         content["state"] = record = asdict(state)
-        weights = {"network": content.pop("network"), **self._record}
-        weights |= {key: record[key] for key in ("epoch", "step", "final_loss", "best_step")}
-        weights["density_factor"] = None if state.batch else state.density_factor  # in an epoch: of earlier weights
+        reached = {key: record[key] for key in ("epoch", "step", "final_loss", "best_step")}
+        factor = None if state.batch else state.density_factor  # in an epoch: of earlier weights
+        weights = vars(Weights(content.pop("network"), **self._record, **reached, density_factor=factor))
         self._thread = threading.Thread(target=self._write, args=(weights, content), name="checkpoint", daemon=True)
         self._thread.start()
         if wait:
