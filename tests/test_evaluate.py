@@ -30,7 +30,7 @@ from simulation.simulate import main as simulate
 from utils.config import Config
 from utils.config.channels import SIDES
 from utils.errors import UserError
-from utils.run.checkpoint import read_weights
+from utils.run.checkpoint import Weights, read_weights
 from utils.run.checkpoint import write as write_checkpoint
 
 
@@ -210,7 +210,7 @@ def test_several_networks_and_boxes(
 
 def test_files_of_old_checkpoints_are_recognized_by_their_path(trained_run: Path, seen: list[Path]) -> None:
     trained = TrainedNetwork.load(trained_run, torch.device("cpu"))
-    old = replace(trained, known={})
+    old = replace(trained, known=Weights({}, {}))
     for name, copy in zip(("training", "validation"), seen, strict=True):
         path = trained.config.paths({"training": "train_path", "validation": "val_path"}[name])[0]
         assert trained.use_of(str(copy)) == trained.use_of(path) == f"{name} data of the network (same content)"
@@ -218,7 +218,8 @@ def test_files_of_old_checkpoints_are_recognized_by_their_path(trained_run: Path
         assert old.use_of(str(copy)) == ""
     volume = Mock(simulation={"redshift": 4.0, "density_floor_of_mean": 0.01})
     assert old.differences(volume) == ""
-    trained = replace(trained, known={"simulation": {"redshift": 2.0, "density_floor_of_mean": 0.001}})
+    simulation = {"redshift": 2.0, "density_floor_of_mean": 0.001}
+    trained = replace(trained, known=Weights({}, {}, simulation=simulation))
     assert trained.differences(volume) == "redshift 4.0 instead of 2.0"
 
 
