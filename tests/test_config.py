@@ -298,6 +298,15 @@ def test_contradictions_are_refused_with_a_remedy() -> None:
             1,
             "channels: the vector v has no component y; add it, or make all scalars",
         ),
+        *(
+            (
+                {"channels": {"targets": [{"name": a, "component": f"v {a}", **changed.get(a, {})} for a in "xyz"]}},
+                1,
+                says,
+            )
+            for says in ("channels: the components of v need one unit, one scale, no center and no logarithm",)
+            for changed in ({"y": {"scale": 2.0}}, {"z": {"unit": "G"}}, {a: {"center": 1.0} for a in "xyz"})
+        ),
         ({"channels": {"targets": [{"name": "a"}]}, "channel_weights": [1.0, 2.0]}, 1, "channel_weights must have 1 v"),
         ({"data_loader_config": "classification"}, 1, "classification and dataset.name must be set together"),
         ({"global_batch_size": 64}, 3, "global_batch_size 64 is not divisible by 3 ranks; use a multiple of 3"),

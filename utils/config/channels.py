@@ -136,6 +136,11 @@ def vectors_of(channels: Channels) -> dict[str, list[int]]:
     for vector, axes in places.items():
         if missing := [axis for axis in AXES if axis not in axes]:
             raise ValueError(f"the vector {vector} has no component {', '.join(missing)}; add it, or make all scalars")
+        parts = [channels[number] for number in axes.values()]
+        # Symmetries exchange components and negate them.
+        alike = len({(part.unit, part.scale) for part in parts}) == 1
+        if not alike or any(part.center or part.is_log for part in parts):
+            raise ValueError(f"the components of {vector} need one unit, one scale, no center and no logarithm")
     return {vector: [axes[axis] for axis in AXES] for vector, axes in places.items()}
 
 
