@@ -1,6 +1,7 @@
 """The base of statistics: their class, what they compare, and bins. It imports neither torch nor matplotlib."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -77,7 +78,7 @@ class Compared:
         return out
 
 
-class Statistic:
+class Statistic(ABC):
     """A statistic of a prediction and its target: a frozen dataclass of numbers and arrays, saved with the results."""
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # numpy's arrays are loaded as they are
@@ -85,13 +86,13 @@ class Statistic:
     caption: ClassVar[str]  # below its picture
 
     @classmethod
+    @abstractmethod
     def compute(cls, compared: Compared) -> "Statistic | None":
         """None if the channels do not allow it. Every rank calls it, and all get the same."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draw(self, figure: Figure, volume: EvaluatedVolume) -> None:
         """Draws its picture on an empty figure of 8 × 4.3 inches."""
-        raise NotImplementedError
 
     def scalars(self) -> dict[str, float]:
         """Scalars for TensorBoard and metrics.jsonl, by tag."""

@@ -75,7 +75,7 @@ def validate_section(
 def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
     """A config, or its plain values, as a flat mapping from dotted keys, as --set takes them.
 
-    network.options, and other options, is one value: the keys in it belong to the network.
+    The options of a network, an optimizer or a loss are one value: the keys in them belong to the class.
     """
     flat: dict[str, Any] = {}
     for key, value in (config.model_dump() if isinstance(config, Config) else config).items():

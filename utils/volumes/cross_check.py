@@ -40,7 +40,7 @@ BOUNDS = {  # between right boxes and mistakes of the study; a correlation's upp
 }
 EXPECTED = {name: f"expected {low:g} to {high:g}" for name, (low, high) in BOUNDS.items()}
 OF_GAS = (DENSITIES, GROWTH, VELOCITIES, SPEEDS)
-THIN = 2.0  # mean densities; in denser cells, of halos, matter flows in all directions, and GRADIENT leaves them out
+THIN = 2.0  # mean densities; GRADIENT skips denser cells: in halos matter flows in all directions
 TYPICAL_SLOPE, FACTOR = 0.95, 1.4  # a unit is named if it explains the slope within this factor
 SIMILAR = 0.7  # correlation of log densities if gas fits dark matter after a rotation, reflection or shift
 # Numbers of waves along each axis, [18, 3]: wavenumbers of at most √2 fundamental ones.
