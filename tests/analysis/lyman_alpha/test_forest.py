@@ -308,7 +308,7 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, ba
         ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
         ({"targets": GAS[:4]}, "the gas lacks temperature in physical units"),
         (
-            {"targets": [replace(GAS[0], unit="g/cm3"), GAS[1], replace(GAS[2], unit="m/s"), *GAS[3:]]},
+            {"targets": [replace(GAS[0], unit="g/cm3"), *(replace(part, unit="m/s") for part in GAS[1:4]), GAS[4]]},
             "the gas lacks density, velocity in physical",
         ),
     ],
