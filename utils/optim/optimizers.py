@@ -80,23 +80,16 @@ def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, 
     return 2 * 4 * sum(parameter.numel() for parameter in parameters.values())  # Adam's, the most of the others
 
 
-def replicated_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of the state that are equal on all ranks: each rank of SOAP follows some of the statistics only."""
-    return [
-        value
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and not name.startswith("statistics_")
-    ]
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of the state."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state for `load_state`; it shares the optimizer's tensors. Every rank calls it.
+    """The state for `load_state`; it shares the optimizer's tensors.
 
     Without the learning rate, a function of the step: the optimizer has that of its last step, and none before it.
     """
-    if isinstance(optimizer, Soap):
-        optimizer.collect_state()
     state = optimizer.state_dict()
     groups = [{key: value for key, value in group.items() if key != "lr"} for group in state["param_groups"]]
     return {"kind": type(optimizer).__name__, **state, "param_groups": groups}

@@ -1,8 +1,8 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner, for each weight.
 
 Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3. `Soap`
-holds the state and its division among ranks; `_update` and `_renew_bases` are the algorithm, and the functions below
-the class are its steps, in its order.
+holds the state; `_update` and `_renew_bases` are the algorithm, and the functions below the class are its steps, in its
+order.
 """
 
 import contextlib
@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from utils.config.sections import OptimizerConfig
+from utils.distributed.devices import tf32_products
 from utils.optim.adam_by_weight import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
 
 # The decomposition of a small matrix keeps a few multiprocessors busy: this many run at a time on a GPU.
 STREAMS = 8
-LONGEST_SIDE = 512  # with a basis
+LONGEST_SIDE = 512  # with a learned basis
+Bases = dict[int, torch.Tensor]  # orthonormal matrices, whose columns are the basis, by the number of a weight's side
 
 
 def weight_sides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -27,20 +29,20 @@ def weight_sides(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:2], math.prod(shape[2:])) if shape[2:] else tuple(shape)
 
 
-def sides_with_basis(sides: Sequence[int], options: OptimizerConfig) -> list[int]:
-    """The numbers of the sides that have a basis: of a large convolution those of the kernel's cells only."""
-    numbers = [number for number, size in enumerate(sides) if 1 < size <= LONGEST_SIDE]
-    cells = [number for number in numbers if number >= 2]  # after the two of the channels
-    return cells if cells and math.prod(sides) > options.max_precondition_size else numbers
+def learned_sides(shape: Sequence[int], options: OptimizerConfig) -> list[int]:
+    """The numbers of the sides whose basis follows the gradients: those of the channels of a small weight."""
+    is_small = math.prod(shape) <= options.max_precondition_size
+    return [number for number, size in enumerate(shape[:2]) if is_small and 1 < size <= LONGEST_SIDE]
 
 
-def owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank that does each piece of work: from the most expensive on, the rank with the least work so far."""
-    work, owner = [0.0] * ranks, [0] * len(costs)
-    for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
-        owner[piece] = min(range(ranks), key=work.__getitem__)
-        work[owner[piece]] += costs[piece]
-    return owner
+def cosine_basis(kernel: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """The discrete cosine transform (type II) along each axis of a kernel, [cells, cells], on the device of `like`."""
+    basis = torch.ones(1, 1, dtype=torch.float64)
+    for size in kernel:
+        number = torch.arange(size, dtype=torch.float64)
+        axis = torch.cos(math.pi / size * (number[:, None] + 0.5) * number)
+        basis = torch.kron(basis, axis / axis.norm(dim=0))
+    return basis.to(like)
 
 
 def is_recorded() -> bool:
@@ -59,17 +61,18 @@ def _side_by_side(streams: Sequence[torch.cuda.Stream]) -> Iterator[Iterator[tor
 
 
 class Soap(AdamByWeight):
-    """Adam whose moments are kept in an orthonormal basis B_i for each side i of a weight.
+    """Adam whose moments are kept in an orthonormal basis B_i for sides i of a weight.
 
-    S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately the eigenvectors
-    B_i: after every `precondition_frequency` updates a step of power iteration follows it, B_i ← QR(S_i B_i), and the
-    first moment is rotated to the new basis. In between, the gradient is rotated to the basis and Adam's direction
-    back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of
+    Along the cells of a convolution's kernel, it is the discrete cosine transform. Along the channels of small weights
+    it is learned: S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately the
+    eigenvectors B_i. After every `precondition_frequency` updates a step of power iteration follows it, B_i ← QR(S_i
+    B_i), and the first moment is rotated to the new basis. In between, the gradient is rotated to the basis and Adam's
+    direction back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of
     normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
-    The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes the
-    division among ranks and what the host waits for. On a GPU, matrix products are in TF32 if the process allows it,
-    and the statistics of several sides from bfloat16 values; else in float32.
+    The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes what
+    ranks exchange and what the host waits for. On a GPU, products with a basis are in TF32 if the process allows it, and
+    the statistics of several sides from bfloat16 values; renewals are in float32.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
@@ -77,13 +80,12 @@ class Soap(AdamByWeight):
         self._frequency = options.precondition_frequency
         weights = self.param_groups[0]["params"]
         self._sides = {weight: weight_sides(weight.shape) for weight in weights}
-        # The rank that renews each basis, by the number of its side.
-        self._owners: dict[torch.Tensor, dict[int, int]] = {
-            weight: dict.fromkeys(sides_with_basis(sides, options), 0) for weight, sides in self._sides.items()
-        }
-        self._rank, self._ranks = 0, 1
+        self._learned = {weight: learned_sides(weight.shape, options) for weight in weights}
+        kernels = {weight.shape[2:]: weight for weight in weights if weight.shape[2:].numel() > 1}
+        self._fixed = {kernel: {2: cosine_basis(kernel, like=weight)} for kernel, weight in kernels.items()}
         self._skipped = torch.zeros((), device=next(iter(parameters.values())).device)  # 1 if the last update was
         self._streams: list[torch.cuda.Stream] = []
+        self.is_replicated = False  # True if all ranks update the same weights with equal gradients
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -102,7 +104,7 @@ class Soap(AdamByWeight):
             for parameter in parameters
             if parameter.grad is not None
         ]
-        bases = [self._matrices(parameter, "basis") for parameter in parameters]
+        bases = [self._bases(parameter) for parameter in parameters]
         rotated = list(map(rotate, gradients, bases))
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
         directions = adam_directions(rotated, moments, group, idle, group["lr"])
@@ -110,15 +112,14 @@ class Soap(AdamByWeight):
         _descend(group, parameters, directions, inverse, idle)
         if group["is_weights"]:
             self._skipped.copy_(skip)
-            mine = [self._matrices(parameter, "statistics", self._rank) for parameter in parameters]
+            statistics = [self._matrices(parameter, "statistics") for parameter in parameters]
             if gradients[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
-                # For a single product the cast would take longer than it saves. Not by the number of this rank's
-                # products: then the statistics would depend on the number of ranks.
+                # For a single product the cast would take longer than it saves.
                 gradients = [
                     gradient.bfloat16() if len(of_weight) > 1 else gradient
-                    for gradient, of_weight in zip(gradients, bases, strict=True)
+                    for gradient, of_weight in zip(gradients, statistics, strict=True)
                 ]
-            _update_statistics(mine, gradients, 1 - group["betas"][1], skip)
+            _update_statistics(statistics, gradients, 1 - group["betas"][1], skip)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
     @torch.no_grad()
@@ -131,66 +132,45 @@ class Soap(AdamByWeight):
             return
         self.param_groups[0]["steps"] = steps + 1
         if steps % self._frequency == 0:
-            self._renew_bases(first=steps == 0)
+            # In TF32, the vectors of small eigenvalues would be others after each renewal.
+            with tf32_products(False):
+                self._renew_bases(first=steps == 0)
 
     def _renew_bases(self, first: bool) -> None:
         weights = self._weights()
-        renewed: dict[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         if not self._streams and weights[0][0].is_cuda:
             self._streams = [torch.cuda.Stream() for _ in range(STREAMS)]
+        renewed: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
         with _side_by_side(self._streams) as beside:
-            for weight, state in weights:
-                renewed[weight] = {}
-                for number, owner in self._owners[weight].items():
-                    statistics, basis = state[f"statistics_{number}"], state[f"basis_{number}"]
-                    if owner != self._rank:
-                        order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
-                        renewed[weight][number] = torch.empty_like(basis), order
-                        continue
+            for weight, _ in weights:
+                bases = self._matrices(weight, "basis")
+                renewed.append({})
+                for number, statistics in self._matrices(weight, "statistics").items():
                     with torch.cuda.stream(next(beside)):
-                        renewed[weight][number] = eigenbasis(statistics) if first else next_basis(statistics, basis)
-        # After all of them are computed, which the ranks do at the same time.
-        for weight, state in weights:
-            for number, tensors in renewed[weight].items():
-                self._broadcast(self._owners[weight][number], *tensors)
-            _change_bases(state, renewed[weight], self._skipped)
-
-    def share(self, rank: int, ranks: int) -> None:
-        """Divides the bases among ranks, whose gradients are equal. Every rank calls it before the first step."""
-        self._rank, self._ranks = rank, ranks
-        pieces = [(weight, number) for weight, numbers in self._owners.items() for number in numbers]
-        costs = [self._sides[weight][number] ** 3 for weight, number in pieces]
-        for (weight, number), owner in zip(pieces, owners(costs, ranks), strict=True):
-            self._owners[weight][number] = owner
-
-    def _broadcast(self, owner: int, *tensors: torch.Tensor) -> None:
-        """Overwrites the tensors with their owner's. Every rank calls it."""
-        if self._ranks > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=owner)
+                        renewed[-1][number] = eigenbasis(statistics) if first else next_basis(statistics, bases[number])
+        if self.is_replicated:
+            _broadcast([tensor for of_weight in renewed for pair in of_weight.values() for tensor in pair])
+        for (_, state), of_weight in zip(weights, renewed, strict=True):
+            _change_bases(state, of_weight, self._skipped)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """ValueError if the saved run viewed the weights as other matrices."""
+        """ValueError if the saved run had other bases."""
         super().load_state_dict(state_dict)
         for weight, state in self._weights():
             new = self.new_state(weight)
             shapes, saved = ({name: value.shape for name, value in values.items()} for values in (new, state))
             if shapes != saved:
-                raise ValueError("its eigenbases are others; its config.yaml has optimizer.max_precondition_size")
+                raise ValueError(
+                    "its SOAP learned other bases, or has another optimizer.max_precondition_size; --init_from reads it"
+                )
             # Moments have the weight's memory format, which may be another one than the saved run's.
             state.update({name: value.copy_(state[name]) for name, value in new.items()})
-
-    def collect_state(self) -> None:
-        """Completes the state of each rank with what the others keep for it. Every rank calls it, before a save."""
-        for weight, state in self._weights():
-            for number, owner in self._owners[weight].items():
-                self._broadcast(owner, state[f"statistics_{number}"])
 
     def new_state(self, parameter: torch.Tensor) -> State:
         state = super().new_state(parameter)
         if parameter in self._sides:
             state |= {name: state[name].reshape(self._sides[parameter]) for name in ("exp_avg", "exp_avg_sq")}
-        for number in self._owners.get(parameter, ()):
+        for number in self._learned.get(parameter, ()):
             size = self._sides[parameter][number]
             state |= {f"{name}_{number}": parameter.new_zeros(size, size) for name in ("statistics", "basis")}
         return state
@@ -199,10 +179,22 @@ class Soap(AdamByWeight):
         """All weights that have been updated, with their states."""
         return [(weight, self.state[weight]) for weight in self._sides if self.state.get(weight)]
 
-    def _matrices(self, parameter: torch.Tensor, name: str, owner: int | None = None) -> dict[int, torch.Tensor]:
-        """The parameter's matrices of this name by the number of their side; only those of `owner`, if given."""
-        owners = self._owners.get(parameter, {}).items()
-        return {number: self.state[parameter][f"{name}_{number}"] for number, rank in owners if owner in (None, rank)}
+    def _matrices(self, parameter: torch.Tensor, name: str) -> Bases:
+        """The parameter's matrices of this name by the number of their side."""
+        return {number: self.state[parameter][f"{name}_{number}"] for number in self._learned.get(parameter, ())}
+
+    def _bases(self, parameter: torch.Tensor) -> Bases:
+        """All bases of a weight; that of its kernel is the last."""
+        return self._matrices(parameter, "basis") | self._fixed.get(parameter.shape[2:], {})
+
+
+def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
+    """Gives all ranks the tensors of rank 0 at once: a decomposition need not have the same bits everywhere."""
+    if tensors:
+        flat = torch.cat([tensor.flatten().to(tensors[0].dtype) for tensor in tensors])
+        dist.broadcast(flat, src=0)
+        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 def rotate(x: torch.Tensor, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -238,7 +230,7 @@ def _descend(
     group: Group,
     weights: list[torch.Tensor],
     directions: list[torch.Tensor],
-    bases: list[dict[int, torch.Tensor]],
+    bases: list[Bases],
     skip: torch.Tensor,
 ) -> None:
     """x ← x − direction − lr · λ x, for directions in the bases, with the factor lr. No bit changes if `skip` is 1."""
@@ -264,7 +256,7 @@ def _laid_out(direction: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _update_statistics(
-    statistics: list[dict[int, torch.Tensor]], gradients: list[torch.Tensor], weight: float, skip: torch.Tensor
+    statistics: list[Bases], gradients: list[torch.Tensor], weight: float, skip: torch.Tensor
 ) -> None:
     old = [matrix for matrices in statistics for matrix in matrices.values()]
     products = [

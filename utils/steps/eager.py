@@ -17,7 +17,7 @@ from utils.distributed.devices import random_numbers
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
-from utils.optim.optimizers import load_state, replicated_state, saved_state, update
+from utils.optim.optimizers import load_state, saved_state, tensors_of, update
 from utils.optim.soap import Soap
 from utils.steps.annotate import annotate
 from utils.steps.compile import Compiled
@@ -74,7 +74,7 @@ class EagerStep:
             probe = self.probe if config.accumulation_steps == 1 else None
             self._forward = self._parallel = data_parallel(model, config, world, probe)
             if isinstance(optimizer, Soap):
-                optimizer.share(world.rank, world.size)
+                optimizer.is_replicated = True
         if config.enable_jit:
             self._forward = Compiled(self._forward, world.rank)
         # After DistributedDataParallel, which gives all ranks the weights of rank 0.
@@ -141,7 +141,7 @@ class EagerStep:
     def replicated(self) -> list[torch.Tensor]:
         """The tensors that are equal on all ranks: parameters, their averages and the optimizer's state."""
         averages = [] if self._average is None else self.network.parameters()
-        return [*self._trained.network.parameters(), *averages, *replicated_state(self.optimizer)]
+        return [*self._trained.network.parameters(), *averages, *tensors_of(self.optimizer)]
 
     def check_gradients(self, ranks: int) -> None:
         """Raises UserError if DistributedDataParallel on `ranks` would wait for gradients that the last pass lacks."""
