@@ -27,7 +27,9 @@ TRITON = "cudnn l1 pointwise hopper.common hopper.convolution hopper.edges hoppe
 TRITON_MODULES = {f"networks.ops.{name}" for name in f"{TRITON} hopper.weights".split()}
 FIGURES = {f"analysis.evaluation.{name}" for name in ("figures", "loss_curves")}
 SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"
-NEEDING = TRITON_MODULES | FIGURES | {"evaluate"} | {f"simulation.{name}" for name in SIMULATION.split()}
+NEEDING = (
+    TRITON_MODULES | FIGURES | {"evaluate", "utils.optim.cells"} | {f"simulation.{name}" for name in SIMULATION.split()}
+)
 # Unpickling, YAML's object construction and shells execute code that a file or a text contains. torch's object
 # collectives unpickle what other processes send.
 UNSAFE = re.compile(

@@ -73,13 +73,28 @@ def apply(network: nn.Module, plan: Plan, dtype: torch.dtype, loss: Any = None) 
 
 
 def halves(layers: Sequence[Any]) -> dict[Any, torch.Tensor]:
-    """The weights, in half precision, of those layers that Hopper's kernels compute, by one operation."""
+    """The weights, in half precision, of those layers that Hopper's kernels compute, by one operation.
+
+    An optimizer may update a weight's `half_copy` with the weight, and then sets its `half_version`.
+    """
     chosen = [layer for layer in layers if layer.operation == HOPPER]
+    kept = {layer: layer.weight.half_copy for layer in chosen if _has_half(layer)}
+    stale = [layer for layer in chosen if layer not in kept]
     form = torch.channels_last_3d
-    copies = [torch.empty_like(layer.weight, dtype=layer.dtype, memory_format=form) for layer in chosen]
+    copies = [torch.empty_like(layer.weight, dtype=layer.dtype, memory_format=form) for layer in stale]
     if copies:
-        torch._foreach_copy_(copies, [layer.weight.detach() for layer in chosen])
-    return dict(zip(chosen, copies, strict=True))
+        torch._foreach_copy_(copies, [layer.weight.detach() for layer in stale])
+    for layer, copy in zip(stale, copies, strict=True):
+        kept[layer] = copy
+        if torch.is_grad_enabled():
+            layer.weight.half_copy = copy
+    return kept
+
+
+def _has_half(layer: Any) -> bool:
+    """True if the optimizer has updated the weight and its copy in half precision, and nobody the weight since."""
+    weight = layer.weight
+    return getattr(weight, "half_version", None) == weight._version and weight.half_copy.dtype == layer.dtype
 
 
 def not_hopper(device: torch.device) -> str:

@@ -77,7 +77,9 @@ def test_a_state_with_other_bases_is_refused() -> None:
     network = SmallNetwork()
     saved = build(network)
     train(network, saved, range(2))
-    with pytest.raises(ValueError, match=r"^its SOAP learned other bases, .*max_precondition_size; --init_from reads it$"):
+    with pytest.raises(
+        ValueError, match=r"^its SOAP learned other bases, .*max_precondition_size; --init_from reads it$"
+    ):
         load_state(build(SmallNetwork(), max_precondition_size=150), saved_state(saved))
     load_state(build(SmallNetwork(), precondition_frequency=7), saved_state(saved))
 

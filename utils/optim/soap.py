@@ -6,6 +6,7 @@ order.
 """
 
 import contextlib
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,15 @@ def learned_sides(shape: Sequence[int], options: OptimizerConfig) -> list[int]:
     """The numbers of the sides whose basis follows the gradients: those of the channels of a small weight."""
     is_small = math.prod(shape) <= options.max_precondition_size
     return [number for number, size in enumerate(shape[:2]) if is_small and 1 < size <= LONGEST_SIDE]
+
+
+def has_kernel(weight: torch.Tensor) -> bool:
+    """True if the kernel of cells.py can update the weight, without a learned basis."""
+    if not weight.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    from utils.optim import cells
+
+    return cells.fits(weight)
 
 
 def cosine_basis(kernel: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -64,15 +74,16 @@ class Soap(AdamByWeight):
     """Adam whose moments are kept in an orthonormal basis B_i for sides i of a weight.
 
     Along the cells of a convolution's kernel, it is the discrete cosine transform. Along the channels of small weights
-    it is learned: S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately the
-    eigenvectors B_i. After every `precondition_frequency` updates a step of power iteration follows it, B_i ← QR(S_i
-    B_i), and the first moment is rotated to the new basis. In between, the gradient is rotated to the basis and Adam's
-    direction back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of
-    normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
+    it is learned: S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately
+    the eigenvectors B_i. After every `precondition_frequency` updates a step of power iteration follows it, B_i ←
+    QR(S_i B_i), and the first moment is rotated to the new basis. In between, the gradient is rotated to the basis and
+    Adam's direction back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the
+    parameters of normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
     The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes what
-    ranks exchange and what the host waits for. On a GPU, products with a basis are in TF32 if the process allows it, and
-    the statistics of several sides from bfloat16 values; renewals are in float32.
+    ranks exchange and what the host waits for. On a GPU, products with a basis are in TF32 if the process allows it,
+    and the statistics of several sides from bfloat16 values; renewals are in float32. There, the kernel of cells.py
+    updates weights without learned bases.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
@@ -83,6 +94,7 @@ class Soap(AdamByWeight):
         self._learned = {weight: learned_sides(weight.shape, options) for weight in weights}
         kernels = {weight.shape[2:]: weight for weight in weights if weight.shape[2:].numel() > 1}
         self._fixed = {kernel: {2: cosine_basis(kernel, like=weight)} for kernel, weight in kernels.items()}
+        self._by_kernel = {weight for weight in weights if not self._learned[weight] and has_kernel(weight)}
         self._skipped = torch.zeros((), device=next(iter(parameters.values())).device)  # 1 if the last update was
         self._streams: list[torch.cuda.Stream] = []
         self.is_replicated = False  # True if all ranks update the same weights with equal gradients
@@ -95,23 +107,39 @@ class Soap(AdamByWeight):
             self.renew()
 
     def _update(self, group: Group, parameters: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-        states = self._states(parameters)
-        counts = [state["step"] for state in states]
+        counts = [state["step"] for state in self._states(parameters)]
         skip = torch.zeros_like(counts[0]) if found_inf is None else found_inf
         idle = torch.maximum(skip, (counts[0] == 0).to(skip.dtype))  # the first update only starts the statistics
+        if group["is_weights"]:
+            self._skipped.copy_(skip)
+        by_kernel = [parameter for parameter in parameters if parameter in self._by_kernel]
+        if others := [parameter for parameter in parameters if parameter not in self._by_kernel]:
+            self._update_by_products(group, others, skip, idle)
+        if by_kernel:
+            from utils.optim import cells
+
+            for parameter in by_kernel:
+                basis, gradient = self._bases(parameter)[2], _laid_out(parameter.grad, parameter)
+                cells.descend(parameter, gradient, self.state[parameter], basis, group, idle)
+        torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
+
+    def _update_by_products(
+        self, group: Group, parameters: list[torch.Tensor], skip: torch.Tensor, idle: torch.Tensor
+    ) -> None:
+        """The update by products of matrices, and that of the statistics; the counts are those of earlier updates."""
+        states = self._states(parameters)
         gradients = [
             _laid_out(parameter.grad, parameter).reshape(self._sides.get(parameter, parameter.shape))
             for parameter in parameters
-            if parameter.grad is not None
         ]
         bases = [self._bases(parameter) for parameter in parameters]
         rotated = list(map(rotate, gradients, bases))
-        moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
+        counts = torch._foreach_sub([state["step"] for state in states], 1)
+        moments = [{**state, "step": count} for state, count in zip(states, counts, strict=True)]
         directions = adam_directions(rotated, moments, group, idle, group["lr"])
         inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
         _descend(group, parameters, directions, inverse, idle)
         if group["is_weights"]:
-            self._skipped.copy_(skip)
             statistics = [self._matrices(parameter, "statistics") for parameter in parameters]
             if gradients[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
                 # For a single product the cast would take longer than it saves.
@@ -120,7 +148,6 @@ class Soap(AdamByWeight):
                     for gradient, of_weight in zip(gradients, statistics, strict=True)
                 ]
             _update_statistics(statistics, gradients, 1 - group["betas"][1], skip)
-        torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -249,8 +276,9 @@ def _descend(
         torch._foreach_sub_(*zip(*plain, strict=True))
 
 
-def _laid_out(direction: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _laid_out(direction: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
     """The direction in the weight's shape and strides: only with equal strides one kernel updates many tensors."""
+    assert direction is not None, "parameters without a gradient are not updated"
     step = direction.reshape(weight.shape)
     return step if step.stride() == weight.stride() else torch.empty_like(weight).copy_(step)
 

@@ -1,0 +1,97 @@
+"""The kernel of SOAP's large weights against the products that define the update, in Triton's interpreter."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from triton_compile import ARCHITECTURES, compile_kernel
+from triton_interpreter import interpreted
+
+from networks.layers import Down
+from networks.ops import HOPPER
+from networks.ops.plan import halves
+from utils.config.sections import OptimizerConfig
+from utils.optim import soap
+from utils.optim.optimizers import build_optimizer, update
+
+OPTIONS = OptimizerConfig(name="soap", weight_decay=0.1, betas=[0.9, 0.95], max_precondition_size=100)
+SKIPPED = 3  # the number of a step
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in network.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(memory_format=torch.channels_last_3d)
+    update(optimizer, torch.tensor(number != SKIPPED))
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv3d(66, 3, 4, bias=False), nn.Conv3d(5, 2, 4, bias=False))
+    return network.to(memory_format=torch.channels_last_3d)
+
+
+@contextlib.contextmanager
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with interpreted(monkeypatch):
+        cells = importlib.import_module("utils.optim.cells")
+        function = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+        monkeypatch.setattr(cells, "adam_of_cells", function(cells.adam_of_cells.fn))
+        monkeypatch.setattr(soap, "has_kernel", cells.fits)
+        yield
+
+
+def test_the_kernel_computes_what_the_products_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bit changes in a step that is skipped."""
+    expected, network = small_network(), small_network()
+    products = build_optimizer(OPTIONS, expected.named_parameters(), 0.01)
+    with by_kernel(monkeypatch):
+        optimizer: Any = build_optimizer(OPTIONS, network.named_parameters(), 0.01)
+        assert len(optimizer._by_kernel) == 2
+        for number in range(6):
+            before = [parameter.clone() for parameter in network.parameters()]
+            train(expected, products, number)
+            train(network, optimizer, number)
+            unchanged = [torch.equal(*pair) for pair in zip(before, network.parameters(), strict=True)]
+            assert unchanged == [number in (0, SKIPPED)] * 2
+    for other, parameter in zip(expected.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            torch.testing.assert_close(optimizer.state[parameter][name], products.state[other][name])
+
+
+def test_a_layer_uses_the_half_precision_weight_of_the_kernel_until_the_weight_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer: Any = Down(5, 2).to(memory_format=torch.channels_last_3d)
+    layer.operation, layer.dtype = HOPPER, torch.float16  # the interpreter truncates bfloat16
+    first = halves([layer])[layer]
+    assert halves([layer])[layer] is not first
+    first = halves([layer])[layer]
+    with by_kernel(monkeypatch):
+        optimizer = build_optimizer(OPTIONS, [("weight", layer.weight)], 0.01)
+        for _ in range(2):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            update(optimizer, torch.tensor(True))
+            assert halves([layer])[layer] is first
+            assert torch.equal(first, layer.weight.half())
+    with torch.no_grad():
+        layer.weight += 1
+    assert torch.equal(halves([layer])[layer], layer.weight.half())
+
+
+@ARCHITECTURES
+def test_registers(architecture: int, tmp_path: Path) -> None:
+    """On a Hopper GPU two programs per multiprocessor. No spills anywhere."""
+    cells = pytest.importorskip("utils.optim.cells")
+    types = dict.fromkeys(("weight", "gradient", "first", "second", "basis", "lr", "step", "idle"), "*fp32")
+    types |= {"half": "*bf16", "channels": "i32", **dict.fromkeys(("beta1", "beta2", "eps", "decay"), "fp32")}
+    constants = {"CELLS": cells.CELLS, "BLOCK": cells.BLOCK, "HAS_HALF": True, "PRECISION": "tf32"}
+    options = {"num_warps": cells.WARPS, "enable_fp_fusion": False}
+    result = compile_kernel(cells.adam_of_cells, types, constants, tmp_path, architecture, **options)
+    assert (result.registers <= (128 if architecture == 90 else 255), result.stack) == (True, 0), result[:3]

@@ -1,0 +1,85 @@
+"""SOAP's update of a large convolution on a GPU, in one kernel: its only basis is that of the kernel's 4³ cells.
+
+`descend` computes what `Soap` computes with PyTorch's operations, but reads and writes each value once.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+CELLS = 64
+BLOCK = 64  # second channels in a program
+WARPS = 8
+
+
+def fits(weight: torch.Tensor) -> bool:
+    """True if the kernel can update the weight [first, second, 4, 4, 4]."""
+    # Moments have the strides of the weight: cells after the first channels, before the second ones.
+    return weight.shape[2:].numel() == CELLS and weight.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def descend(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    basis: torch.Tensor,
+    group: Mapping[str, Any],
+    idle: torch.Tensor,
+) -> None:
+    """Updates the weight, the state's moments, and the weight in half precision that its layer uses, if there is one.
+
+    basis: [64, 64], a vector per column. state["step"], on the device, is the number of this update, from 1 on. No bit
+    changes if `idle`, on the device, is not 0.
+    """
+    first, second = weight.shape[:2]
+    lr = torch.as_tensor(group["lr"], dtype=torch.float32) if weight.device.type == "cpu" else group["lr"]
+    if not isinstance(lr, torch.Tensor):
+        lr = torch.full((), lr, device=weight.device)  # by a kernel: a copy from the host would wait
+    half = getattr(weight, "half_copy", None)
+    adam_of_cells[(first * -(-second // BLOCK),)](
+        *(weight, gradient, state["exp_avg"], state["exp_avg_sq"], weight if half is None else half),
+        *(basis, lr, state["step"], idle, *group["betas"], group["eps"], group["weight_decay"], second),
+        CELLS=CELLS,
+        BLOCK=BLOCK,
+        HAS_HALF=half is not None,
+        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
+    if half is not None:
+        weight.half_version = weight._version  # type: ignore[attr-defined] # the kernel does not change it
+
+
+@triton.jit(do_not_specialize=["channels"])
+def adam_of_cells(  # type: ignore[no-untyped-def]
+    weight, gradient, first, second, half, basis, lr, step, idle, beta1, beta2, eps, decay, channels,
+    CELLS: tl.constexpr, BLOCK: tl.constexpr, HAS_HALF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: all cells [CELLS, BLOCK] of one first channel and BLOCK second ones."""
+    if tl.load(idle) == 0:
+        blocks = (channels + BLOCK - 1) // BLOCK
+        cell = tl.arange(0, CELLS)[:, None]
+        vector = tl.arange(0, CELLS)[None, :]
+        channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+        place = ((tl.program_id(0) // blocks).to(tl.int64) * CELLS + cell) * channels + channel
+        inside = (channel < channels) & (cell >= 0)
+        vectors = tl.load(basis + cell * CELLS + vector)
+        values = tl.load(gradient + place, mask=inside, other=0.0)
+        values = tl.dot(tl.trans(vectors), values, input_precision=PRECISION)
+        number = tl.load(step)
+        mean = tl.load(first + place, mask=inside, other=0.0)
+        mean += (1 - beta1) * (values - mean)
+        square = beta2 * tl.load(second + place, mask=inside, other=0.0) + (1 - beta2) * values * values
+        tl.store(first + place, mean, mask=inside)
+        tl.store(second + place, square, mask=inside)
+        rate = tl.load(lr)
+        scale = tl.sqrt(1 - tl.exp2(number * tl.log2(beta2)))
+        direction = rate / (1 - tl.exp2(number * tl.log2(beta1))) * mean / (tl.sqrt(square) / scale + eps)
+        old = tl.load(weight + place, mask=inside, other=0.0)
+        new = old - rate * decay * old - tl.dot(vectors, direction, input_precision=PRECISION)
+        tl.store(weight + place, new, mask=inside)
+        if HAS_HALF:
+            tl.store(half + place, new.to(half.dtype.element_ty), mask=inside)
