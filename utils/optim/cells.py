@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from networks.ops.launch import launch
+
 CELLS = 64
 BLOCK = 64  # second channels in a program
 WARPS = 8
@@ -39,7 +41,9 @@ def descend(
     if not isinstance(lr, torch.Tensor):
         lr = torch.full((), lr, device=weight.device)  # by a kernel: a copy from the host would wait
     half = getattr(weight, "half_copy", None)
-    adam_of_cells[(first * -(-second // BLOCK),)](
+    launch(
+        adam_of_cells,
+        first * -(-second // BLOCK),
         *(weight, gradient, state["exp_avg"], state["exp_avg_sq"], weight if half is None else half),
         *(basis, lr, state["step"], idle, *group["betas"], group["eps"], group["weight_decay"], second),
         CELLS=CELLS,
@@ -47,7 +51,6 @@ def descend(
         HAS_HALF=half is not None,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         num_warps=WARPS,
-        enable_fp_fusion=False,
     )
     if half is not None:
         weight.half_version = weight._version  # type: ignore[attr-defined] # the kernel does not change it
