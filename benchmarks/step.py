@@ -126,11 +126,12 @@ class Training:
     """A step with its loader, warmed up on the first samples of the first epoch."""
 
     def __init__(self, options: argparse.Namespace, name: str, world: World, stack: ExitStack) -> None:
-        chosen, self._device = SETS[name], world.device
+        chosen, self._device, self.memory = SETS[name], world.device, dict[str, float]()
         self.config = config_of(options, chosen.changes, world.device)
         set_backends(self.config, world.device)
         build_loader = get_loader(self.config.data_loader_config).build
         opened = stack.enter_context(build_loader(open_volumes(self.config), world))
+        self._note_memory("volumes")
         step = build.step(
             self.config, world, build.network_with_loss(self.config), GraphStep if chosen.graph else EagerStep
         )
@@ -140,7 +141,9 @@ class Training:
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
         self.flops = build.model_size(self.config).flops
+        self._note_memory("built")
         self.first_seconds = common.seconds_of(lambda: self._start(world), self._device)
+        self._note_memory("first pass")
         if self.config.enable_jit and not self.step.compiled:
             raise UserError("the compiler failed: see its warning")
         # A graph's first steps are eager; then it is recorded once for each of the loader's buffers.
@@ -155,12 +158,19 @@ class Training:
             if enough or len(self.losses) >= max(least, options.warmup_steps):
                 break
         self.synthetic()
+        self._note_memory("steps")
         seconds = common.seconds_of(self.synthetic, self._device, 2) / 2
         self.steps = max(2, math.ceil(options.seconds / seconds))
 
     def _start(self, world: World) -> None:
         compile_kernels(self.config, world, functools.partial(build.network_with_loss, self.config))
         self.step.warm_up(self._fixed)
+
+    def _note_memory(self, after: str) -> None:
+        """Keeps the most memory, in GiB, that was allocated on the GPU since the last call."""
+        if self._device.type == "cuda":
+            self.memory[after] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def synthetic(self) -> object:
         return self.step(self._fixed, LEARNING_RATE)
@@ -213,7 +223,8 @@ def entry_of(name: str, training: Training, rates: Mapping[str, Sequence[float]]
         "steps per trial": training.steps,
         "loss of the warm-up steps": training.losses,
         "gradient norm of the warm-up steps": training.gradient_norms,
-        "device GiB": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+        "device GiB": max(training.memory.values(), default=None),
+        "device GiB at most until": training.memory,
     }
 
 

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # A loader fills one batch while another is in use; on a GPU, kernels may still read a third.
 BATCHES = 3
+# What a process on an H200 allocated beyond the tensors of its step, 1.7 GiB: workspaces and what graphs keep.
+UNLISTED = 7 * GIB // 4
 
 
 class ModelSize:
@@ -39,7 +41,9 @@ class ModelSize:
         copies = 1 if config.ema_decay is None else 2  # weights, and their average
         optimizer = state_bytes(config.optimizer, network.named_parameters())
         self.checkpoint = copies * sum(tensor.nbytes for tensor in network.state_dict().values()) + optimizer
-        self.state = 4 * (copies + 1) * self.parameters + optimizer  # with float32 gradients
+        halves = 2 * self.parameters if config.enable_amp else 0  # the weights in half precision
+        self.state = 4 * (copies + 1) * self.parameters + halves + optimizer  # with float32 gradients
+        self.unlisted = UNLISTED if uses_gpus(config.device) else 0
         self._batch = meta_batch(config, config.local_batch_size // config.accumulation_steps)
         self.batches = BATCHES * config.accumulation_steps * sum(part.nbytes for part in self._batch)
 
@@ -55,12 +59,11 @@ class ModelSize:
 
     @property
     def total(self) -> int:
-        return self.state + self.activations + self.batches
+        return self.state + self.activations + self.batches + self.unlisted
 
     def reserve(self, device: torch.device) -> int:
         """Device memory that a loader which keeps volumes there must leave free; 0 on a CPU."""
-        # The workspaces of libraries and fragmentation need more than the total.
-        return self.total + self.total // 5 + GIB if device.type == "cuda" else 0
+        return self.total + self.total // 5 if device.type == "cuda" else 0  # for fragmentation
 
     def _measure(self, count: Callable[..., int]) -> int:
         try:
@@ -102,7 +105,8 @@ def check_memory(size: ModelSize, ranks: int, gpu_memory: int | None = None) -> 
     log.info(f"network: {name}, {size.parameters:,} parameters, accepts samples of shape {shape}")
     line = (
         f"memory per rank: about {size.total / GIB:.2f} GiB (weights, gradients, optimizer {size.state / GIB:.2f}; "
-        f"activations {size.activations / GIB:.2f}; batches {size.batches / GIB:.2f})"
+        f"activations {size.activations / GIB:.2f}; batches {size.batches / GIB:.2f}; "
+        f"libraries {size.unlisted / GIB:.2f})"
     )
     on_gpus, limit, place = uses_gpus(size.config.device), memory_limit(), "on this machine"
     if gpu_memory:
