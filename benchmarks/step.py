@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import common, layers, loaders, peer, step_profile
+from benchmarks import common, floor, layers, loaders, peer, step_profile
 from utils import config as configs
 from utils.config import Config
 from utils.data.loaders import Batch, get_loader, open_volumes
@@ -186,7 +186,7 @@ class Training:
 def measure(options: argparse.Namespace) -> None:
     """Measures the sets in alternating trials; writes step.json before the profiler runs, and after it."""
     world = common.this_machine()
-    cold = layers.matmul_rate(world.device)
+    cold, copies = layers.matmul_rate(world.device), floor.copy_rate(world.device)
     with ExitStack() as stack:
         built = {name: Training(options, name, world, stack) for name in options.sets}
         measures: dict[str, Callable[[], float]] = {}
@@ -195,7 +195,10 @@ def measure(options: argparse.Namespace) -> None:
             measures[f"{name}, FULL"] = functools.partial(training.rate, training.full)
         rates = common.interleaved(measures, options.trials, warmup=0)
         entries = [entry_of(name, training, rates, options.sets[0]) for name, training in built.items()]
-        result = {"unit": "samples/s", layers.COLD: cold, "ladder": entries}
+        for entry, training in zip(entries, built.values(), strict=True):
+            entry["ms"] = 1e3 * training.config.global_batch_size / entry["SYNTHETIC"]["median"]
+            entry["floor ms"] = floor.milliseconds(training.config, cold, copies)
+        result = {"unit": "samples/s", layers.COLD: cold, "copies TB/s at the start": copies, "ladder": entries}
         common.save("step", options, result, markdown(entries, cold))
         for entry, training in zip(entries, built.values(), strict=True):
             if options.profile:
@@ -231,13 +234,14 @@ def entry_of(name: str, training: Training, rates: Mapping[str, Sequence[float]]
 def markdown(entries: Sequence[Mapping[str, Any]], cold: float) -> str:
     """A line per set of options, and the kernels of those that were profiled; `cold`: TFLOP/s of matrix products."""
     heads = ["set", "SYNTHETIC samples/s", "/ first", "FULL samples/s", "FULL / SYNTHETIC", "TFLOP/s"]
-    heads += ["% of matmul, cold", "% of matmul, warm"]
+    heads += ["% of matmul, cold", "% of matmul, warm", "ms", "floor ms", "% of the floor's speed"]
     rows = []
     for entry in entries:
         cells = [f"{entry['name']}: {entry['options']}", common.ranged(entry["SYNTHETIC"])]
         cells += [f"{entry['SYNTHETIC']['median'] / entries[0]['SYNTHETIC']['median']:.3f}"]
         cells += [common.ranged(entry["FULL"]), f"{entry['FULL / SYNTHETIC']:.3f}", f"{entry['TFLOP/s']:.4g}"]
         cells += [f"{100 * entry['TFLOP/s'] / rate:.1f}" for rate in (cold, entry["matmul TFLOP/s"])]
+        cells += [f"{entry['ms']:.2f}", f"{entry['floor ms']:.2f}", f"{100 * entry['floor ms'] / entry['ms']:.0f}"]
         finals = [entry[f"{name} of the warm-up steps"][:LOSS_STEPS][-1] for name in ("loss", "gradient norm")]
         rows.append([*cells, ", ".join(f"{value:.4f}" for value in finals)])
     parts = [common.table([*heads, f"loss, gradient norm of step {LOSS_STEPS}"], rows)]

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import common, layers, step, step_profile
+from benchmarks import common, floor, layers, step, step_profile
 from benchmarks.step import FASTEST, PEER, SETS, Part
 from benchmarks.step_profile import breakdown, classify, kernels_of
 from networks.unet import UNet
 from utils import config as configs
 from utils.errors import UserError
+from utils.steps import build
 from utils.steps.size import training_flops
 
 
@@ -49,6 +50,7 @@ def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: Any, numb
 def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A process is killed after its measurement, one fails, a set is measured, and the last one hangs."""
     entry = {"name": "B", "options": "text", "TFLOP/s": 1.0, "matmul TFLOP/s": 2.0, "FULL / SYNTHETIC": 1.0}
+    entry |= {"ms": 4.0, "floor ms": 3.0}
     entry |= {kind: {"median": 3.0, "min": 2.0, "max": 4.0} for kind in ("SYNTHETIC", "FULL")}
     entry |= {f"{name} of the warm-up steps": [1.0] for name in ("loss", "gradient norm")}
     (tmp_path / "entry.json").write_text(json.dumps({layers.COLD: 4.0, "ladder": [entry]}))
@@ -73,7 +75,10 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     assert result["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
     assert result["failed"]["long"].startswith("no time left")
     assert result["failed"]["hang"].startswith("stopped after ")
-    assert "| B: text | 3 (2 – 4) | 1.000 | 3 (2 – 4) | 1.000 | 1 | 25.0 | 50.0 |" in capsys.readouterr().out
+    assert (
+        "| B: text | 3 (2 – 4) | 1.000 | 3 (2 – 4) | 1.000 | 1 | 25.0 | 50.0 | 4.00 | 3.00 | 75 |"
+        in capsys.readouterr().out
+    )
 
 
 def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +130,19 @@ def test_each_convolution_is_measured_alone(tmp_path: Path, monkeypatch: pytest.
     result["layers"][1] |= {"cuDNN ms": 1.1, "own ms": 1.0, "error": 0.0}
     slower = [line for line in layers.markdown(result).splitlines() if "faster" in line]
     assert slower == ["- cuDNN is faster: down1, forward"]
+
+
+def test_the_floor_counts_the_products_of_a_step_and_each_value_once() -> None:
+    """A layer of 64 and 128 channels: its grids have 2·64·32³ and 2·128·16³ values, its kernel 64·64·128."""
+    config = configs.load(common.YAML, "bs64_opt", {"local_batch_size": 2, "num_data_workers": 0}).for_world(1)
+    works = {name: (flops, size) for name, flops, size in floor.work(config)}
+    assert sum(flops for flops, _ in works.values()) == 2 * build.model_size(config).flops
+    values, weights = 2 * 64 * 32**3 + 2 * 128 * 16**3, 64 * 64 * 128
+    assert works["down2, forward"][1] == works["down2, input gradient"][1] == 2 * (values + weights)
+    assert works["down2, weight gradient"] == (2.0 * weights * 2 * 16**3, 2 * values + 4 * weights)
+    slow_products, slow_copies = floor.milliseconds(config, 1e-3, 1e6), floor.milliseconds(config, 1e6, 1e-3)
+    assert slow_products == pytest.approx(sum(flops for flops, _ in works.values()) / 1e6, rel=1e-3)
+    assert slow_copies == pytest.approx(sum(size for _, size in works.values()) / 1e6, rel=1e-3)
 
 
 TUTORIAL = """
