@@ -1,31 +1,77 @@
-"""The SC21 tutorial's network and training loop at its fastest, from a clone of it, as a step: see --peer of step.py.
+"""The SC21 tutorial's network and training loop, from a clone of it, as a step: see --peer of step.py and record.py.
 
-That is autocast to float16 with a gradient scaler, fused Adam, and a scripted loss. Its train.py assigns the scripted
-network to a name that it does not use, so the network is not scripted. It selects a fuser that PyTorch no longer has;
-the default one takes its place. It reads the loss in each step.
+At its fastest, that is autocast to float16 with a gradient scaler, fused Adam, and a scripted loss. Its train.py
+assigns the scripted network to a name that it does not use, so the network is not scripted. It selects a fuser that
+PyTorch no longer has; the default one takes its place. It reads the loss in each step.
+
+On a CPU it is the loop without options, in float32, which else differs from the tutorial's in this: it does not move
+data to a GPU, and its network has a quarter of the channels and, as with `full_scale: False`, five scales.
 """
 
+import itertools
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 
+from utils.config import Config
 from utils.data.loaders import Batch
 from utils.errors import UserError
 
+LOSS = "loss_func_opt_final"
+WIDTH = 64  # channels of the tutorial's first layer
 
-def tutorial(directory: Path) -> ModuleType:
-    """The tutorial's networks/UNet.py; UserError if the directory is not a clone of the tutorial."""
-    loader = SourceFileLoader("sc21_unet", str(directory / "networks/UNet.py"))
+
+def load(directory: Path, file: str, *names: str) -> ModuleType:
+    """A module of the tutorial with these names; UserError if the directory is not a clone of the tutorial."""
+    loader = SourceFileLoader(f"sc21_{Path(file).stem}", str(directory / file))
     module = ModuleType(loader.name)
     try:
         loader.exec_module(module)
-        _ = module.UNet, module.loss_func_opt_final
+        _ = [getattr(module, name) for name in names]
     except (OSError, SyntaxError, ImportError, AttributeError) as error:
         raise UserError(f"--peer {directory} is not a clone of the SC21 tutorial: {error}") from None
     return module
+
+
+def network_module(directory: Path) -> ModuleType:
+    return load(directory, "networks/UNet.py", "UNet", LOSS)
+
+
+def batches(directory: Path, config: Config) -> Iterator[Batch]:
+    """Epoch after epoch of the tutorial's loader, with the volume in memory; the first is loaded before it returns."""
+    keys = ("train_path", "val_path", "box_size", "data_size", "Nsamples", "Nsamples_val", "local_batch_size")
+    settings = {key: getattr(config, key) for key in keys}
+    for key in ("train_path", "val_path"):  # it reads one file
+        settings[key] = settings[key] if isinstance(settings[key], str) else settings[key][0]
+    settings["data_loader_config"] = "inmem"
+    settings |= {"distributed": False, "enable_benchy": False, "use_cache": None, "num_data_workers": 1}
+    module = load(directory, "utils/data_loader.py", "get_data_loader_distributed")
+    loader, _ = module.get_data_loader_distributed(SimpleNamespace(**settings), 0)
+    return (Batch(*pair) for _ in itertools.count() for pair in loader)
+
+
+def narrower(module: ModuleType, factor: int) -> Callable[[SimpleNamespace], nn.Module]:
+    """The tutorial's UNet with fewer channels."""
+
+    def build(settings: SimpleNamespace) -> nn.Module:
+        for name in ("down_conv", "up_conv"):
+            full = getattr(module, name)
+
+            def layer(before: int, after: int, full: Callable[..., nn.Module] = full) -> nn.Module:
+                return full(before if before < factor * 4 else before // factor, after // factor)
+
+            setattr(module, name, layer)
+        network: Any = module.UNet(settings)
+        wide = network.conv_last
+        network.conv_last = nn.ConvTranspose3d(wide.in_channels // factor, wide.out_channels, 4, stride=2, padding=1)
+        return network
+
+    return build
 
 
 class Step:
@@ -33,16 +79,20 @@ class Step:
 
     compiled = False
 
-    def __init__(self, directory: Path, network: nn.Module, device: torch.device) -> None:
-        module, channels = tutorial(directory), network.get_parameter("last.bias").numel()
+    def __init__(self, directory: Path, network: nn.Module, device: torch.device, plain: bool = False) -> None:
+        """plain: without options, in float32, and with the channels of `network`."""
+        module, channels = network_module(directory), network.get_parameter("last.bias").numel()
         settings = SimpleNamespace(full_scale=hasattr(network, "down6"), N_out_channels=channels)
-        self.network, self._device = module.UNet(settings).to(device), device
+        width = network.get_parameter("down1.bias").numel()
+        build = narrower(module, WIDTH // width) if plain and width < WIDTH else module.UNet
+        self.network, self._device, self._plain = build(settings).to(device), device, plain
         with torch.no_grad():
             for theirs, ours in zip(self.network.parameters(), network.parameters(), strict=True):
                 theirs.copy_(ours)
-        self._loss, self._lambda_rho = module.loss_func_opt_final, torch.zeros(1, channels, 1, 1, 1, device=device)
-        self._optimizer = torch.optim.Adam(self.network.parameters(), fused=True)
-        self._scaler = torch.amp.GradScaler(device.type)
+        self._loss = module.loss_func if plain else getattr(module, LOSS)
+        self._lambda_rho = 0.0 if plain else torch.zeros(1, channels, 1, 1, 1, device=device)
+        self._optimizer = torch.optim.Adam(self.network.parameters(), fused=None if plain else True)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=not plain)
 
     def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
         for group in self._optimizer.param_groups:
@@ -54,7 +104,7 @@ class Step:
 
     def _differentiate(self, batch: Batch) -> torch.Tensor:
         self._optimizer.zero_grad()
-        with torch.autocast(self._device.type, torch.float16):
+        with torch.autocast(self._device.type, torch.float16, enabled=not self._plain):
             loss: torch.Tensor = self._loss(self.network(batch.inputs), batch.targets, self._lambda_rho)
             loss.item()
         self._scaler.scale(loss).backward()

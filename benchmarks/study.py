@@ -101,10 +101,10 @@ class Training:
     def __init__(self, name: str, condition: Condition, seed: int, runs: Path, changes: Mapping[str, Any]) -> None:
         """`name` identifies the condition in file names."""
         self.condition, self.seed = condition, seed
-        self._changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
+        self.changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
         self._run_num = f"{name}-seed{seed}"
         self._log = runs / f"{self._run_num}.log"
-        self.config = configs.load(common.YAML, condition.config, self._changes).for_world(condition.ranks)
+        self.config = configs.load(common.YAML, condition.config, self.changes).for_world(condition.ranks)
         self.directory = first_directory(self.config, condition.config, self._run_num, condition.ranks)
         self.checkpoint = step_directory(self.directory.checkpoints, self.config.total_steps)  # the last one
 
@@ -126,7 +126,7 @@ class Training:
         """Trains, or continues an interrupted run; UserError with the reason if that fails."""
         resume = self.directory.path if self._saved_steps() else "no"
         flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", f"--resume={resume}"]
-        flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
+        flags += [f"--set={key}={json.dumps(value)}" for key, value in self.changes.items()]
         command = [*common.launcher(self.condition.ranks), *self.condition.script, *flags]
         common.call(f"the run {self.condition.name}, seed {self.seed},", command, self._log, limit=LIMIT)
 

@@ -115,7 +115,7 @@ def test_a_diverged_training_does_not_end_the_study(
 
     def run_or_fail(training: Training) -> None:
         if (training.condition.name, training.seed) == ("two", 0):
-            training._changes["network.name"] = "unet"
+            training.changes["network.name"] = "unet"
             run(training)
         finished.append((training.condition.name, training.seed))
 
