@@ -34,7 +34,7 @@ RUNS ?= 20
 LAUNCHERS ?= plain
 CALL ?= 1
 
-.PHONY: demo docs test test-slow coverage check soak bench-cpu bench-gpu install clean
+.PHONY: demo docs test test-slow coverage check soak record bench-cpu bench-gpu install clean
 
 demo: $(READY) $(DEMO_DATA)
 	@# The number of ranks must divide the demo's batch of 8.
@@ -85,6 +85,10 @@ soak: $(TEST_READY)
 
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.step
+
+# The newest row of docs/records.md again; RECORD="--peer DIR": all rows.
+record: $(TEST_READY)
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.record $(RECORD)
 
 # Installs nothing, because a machine with a GPU may have no network.
 bench-gpu:

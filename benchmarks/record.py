@@ -120,16 +120,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--peer", type=Path, help="a clone of the SC21 tutorial, to run all rows")
     parser.add_argument("--size", choices=NAMES, default="small", help="(%(default)s)")
     options = parser.parse_args(argv)
-    name, stored = NAMES[options.size], options.output / f"{NAMES[options.size]}.json"
+    name, study = NAMES[options.size], STUDIES[NAMES[options.size]]
+    stored = options.output / f"{name}.json"
     if options.peer is None and not stored.exists():
         raise UserError(f"{stored} has no goal yet: give --peer, a clone of the SC21 tutorial")
-    seeds = options.seeds or STUDIES[name].seeds
+    seeds = options.seeds or study.seeds
     directory = options.peer and options.peer.resolve()
     os.chdir(common.REPOSITORY)
     training_runs = training_runs_of(name, seeds, options.runs, {})
     peer_runs, goal = list[dict[str, Any]](), math.nan
     if directory is None:
-        goal, newest = json.loads(stored.read_text(encoding="utf-8"))["goal"], STUDIES[name].conditions[-1]
+        goal, newest = json.loads(stored.read_text(encoding="utf-8"))["goal"], study.conditions[-1]
         label = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"  # no run of before counts
         runs = [training for training in training_runs if training.condition is newest]
         training_runs = [Training(label, newest, run.seed, options.runs, run.changes) for run in runs]
@@ -137,8 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for seed in range(seeds):
         of_seed = [training for training in training_runs if training.seed == seed]
         if directory is not None:
+            files = study.simulated(options.runs).training_keys(study.conditions[0].boxes)
+            recipe = Training(f"{name}-0", study.conditions[0], seed, options.runs, files)
             with common.logged(f"{PEER}, seed {seed}"):
-                peer_runs.append(train_peer(directory, of_seed[0], seed))
+                peer_runs.append(train_peer(directory, recipe, seed))
             goal = statistics.fmean(run["loss"] for run in peer_runs)
         run_missing(of_seed)
         rows = list(rows_of(peer_runs, training_runs, goal))

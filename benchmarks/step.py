@@ -59,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {  # --size: by default that of the device
 
 # Assumed seconds, rather too many than too few: a part starts only if it should end in time.
 VOLUME, START, SEARCH, TRIALS, LOADERS, LAYERS = 20.0, 10.0, 30.0, 10.0, 90.0, 150.0
-STUDY, VOLUMES = 225.0, 60.0
+RECORD, VOLUMES = 225.0, 60.0
 # In place of cuDNN's search, by a set's first word: Triton kernels, which layers.py has compiled; a compiler.
 SECONDS = {"own": 15.0, "SOAP": 20.0, "EMA": 15.0, "G": 90.0, "compiled": 90.0}
 WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is stopped
@@ -282,10 +282,11 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     if options.call == 3:
         words = ["-m", "benchmarks.loaders", f"--box={options.box}", f"--crop={options.crop}", "--starts=0"]
         words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={options.output}"]
-        study = ["-m", "benchmarks.study", "adam_and_soap", "--seeds=1", f"--output={options.output}"]
+        record = ["-m", "benchmarks.record", "--size=full", f"--peer={options.peer}", f"--output={options.output}"]
         volumes = ["-m", "benchmarks.volumes", "--width=64", "--trials=2", "--device=cuda"]
-        first = Part("study", study, STUDY), Part("volumes", [*volumes, f"--output={options.output}"], VOLUMES)
-        parts[:0] = [*first, Part("loaders", words, LOADERS)]
+        first = [Part("record", record, RECORD)] if options.peer is not None else []
+        first.append(Part("loaders", words, LOADERS))
+        parts[:0] = [*first, Part("volumes", [*volumes, f"--output={options.output}"], VOLUMES)]
     return parts
 
 

@@ -31,7 +31,7 @@ def test_sets_are_valid_configs_that_differ() -> None:
     [
         (1, ["layers", *(", ".join(names) for names in FASTEST if PEER not in names)]),
         (2, ["test_gpu.py", "test_graph.py"]),
-        (3, ["study", "volumes", "loaders", "own, EMA"]),
+        (3, ["volumes", "loaders", "own, EMA"]),
     ],
 )
 def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: Any, number: int, reached: Any) -> None:
