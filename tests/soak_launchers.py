@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from processes import ONE_THREAD, TOP, Program, free_port, has_ended, rank_variables, ranks_of_torchrun, wait_until
+from processes import ONE_THREAD, TOP, Program, free_port, has_ended, ranks_of_torchrun, start_ranks, wait_until
 from slurm_cluster import Job, private_cluster
 
 RANKS = 2
@@ -25,11 +25,9 @@ class Plain:
     def start(self) -> None:
         """Starts all ranks."""
         self._starts += 1
-        port, self._programs = free_port(), []
-        for rank in range(self._size):
-            output = self._log.with_name(f"{self._log.stem} {self._starts} {rank}")
-            environment = {**os.environ, **rank_variables(rank, self._size, port)}
-            self._programs.append(Program(["train.py", *self._flags], output, environment=environment))
+        folder = self._log.with_name(f"{self._log.stem} {self._starts}")
+        folder.mkdir()
+        self._programs = start_ranks(["train.py", *self._flags], self._size, folder)
 
     def text(self) -> str:
         """The output of this start."""

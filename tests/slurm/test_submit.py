@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, Program, free_port, rank_variables
+from processes import GENEROUS, TOP, start_ranks
 from slurm_cluster import Cluster, Job, Unavailable, private_cluster
 from trainings import assert_same_training, directory
 
@@ -48,12 +48,8 @@ def flags(data_flags: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """The same run on four ranks without Slurm and without interruption."""
-    folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
-    command = ["train.py", *flags, f"--set=expdir={folder}"]
-    ranks = [
-        Program(command, folder / str(rank), environment={**os.environ, **rank_variables(rank, 4, port)})
-        for rank in range(4)
-    ]
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    ranks = start_ranks(["train.py", *flags, f"--set=expdir={folder}"], 4, folder)
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
     return directory(folder, 4)
 
