@@ -1,6 +1,5 @@
 """Collectives, joint errors, and the end of the process group."""
 
-import logging
 import math
 import socket
 from typing import Any
@@ -9,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from log_lines import CollectedLines
 from processes import run_ranks
 
 from utils.distributed import world as worlds
@@ -119,18 +119,14 @@ class Clock:
 
 def check_fabric(world: World, slow: int | None, limit: float) -> tuple[list[str], int]:
     """The log of this rank, and the number of transfers."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    worlds.log.addHandler(handler)
-    worlds.log.setLevel(logging.INFO)
+    log = CollectedLines("utils.distributed.world")
     shift = mock.Mock(side_effect=World.shift)
     with (
         mock.patch.object(worlds, "time", Clock(100.0 if world.rank == slow else 1.0)),
         mock.patch.object(World, "shift", lambda *arguments: shift(*arguments)),
     ):
         world.check_fabric(limit)
-    return lines, shift.call_count
+    return log.warnings + log.lines, shift.call_count
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
