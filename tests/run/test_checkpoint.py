@@ -333,17 +333,6 @@ def test_a_directory_above_runs_is_refused_with_the_runs_in_it(tmp_path: Path) -
         find_start(Choice(RunDirectory(tmp_path / "new"), str(tmp_path)), None, Config().model_dump(), ALONE)
 
 
-@pytest.mark.parametrize("keep_last", [1, 3])
-def test_the_last_checkpoints_and_the_best_stay(tmp_path: Path, keep_last: int) -> None:
-    saves, steps = writer(tmp_path, keep_last), list(range(1, 8))
-    for step in steps:
-        best = max(known for known in (1, 2, 5) if known <= step)
-        save(saves, step, best)
-        assert os.readlink(tmp_path / BEST) == f"step_{best:08d}"
-        assert names(tmp_path) == directories(*{*steps[:step][-keep_last:], best})
-        assert_newest(tmp_path, step)
-
-
 @pytest.mark.parametrize(
     ("function", "fault", "kept", "linked"),
     [
