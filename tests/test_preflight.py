@@ -19,9 +19,9 @@ import train
 from networks import NETWORKS
 from networks.unet import UNet
 from utils import preflight
-from utils.config import Config, load, to_yaml
+from utils.config import Config
 from utils.config.sections import NetworkConfig
-from utils.data.loaders import open_volumes, threaded
+from utils.data.loaders import threaded
 from utils.steps import build, size
 from utils.steps.graph import GraphStep
 
@@ -95,10 +95,7 @@ def test_several_ranks_first_check_their_fabric(tmp_path: Path, data_flags: list
 def test_an_existing_run_is_reported_kept_and_refused_as_by_the_training(
     report: Report, data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report says where a training run would write, and whether it would resume, replace or refuse what is there.
-
-    It warns of what the run warns of: both files are the same.
-    """
+    """It warns of what the run warns of: both files are the same."""
     same = [data_flags[0].replace("train_path", "val_path"), "--num_epochs=1"]
     command = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", *same]
     train.main([*command, "--set=report_baselines=False"])
@@ -133,10 +130,7 @@ def test_a_run_without_a_checkpoint_is_continued_from_scratch(
 
 @pytest.mark.parametrize(("seconds", "says"), [(1, "3:12 on"), (100, "5:20:00 on this CPU; use a GPU, more ranks, ")])
 def test_the_time_of_all_steps_follows_from_one(report: Report, seconds: int, says: str, monkeypatch: Any) -> None:
-    """Fixed: a laptop was silent for hours. Here a step takes five times `seconds`, of which the update takes four.
-
-    Also fixed: the update counted once per sample of the local batch of 8.
-    """
+    """Fixed: a laptop was silent for hours, and the update, of four times `seconds`, counted for each of 8 samples."""
     clock = iter([0, 9, 10, 10 + 5 * seconds, 10 + 9 * seconds])
     monkeypatch.setattr(preflight, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     warning = "warning: " if seconds == 100 else ""
@@ -196,11 +190,7 @@ def test_on_a_login_node_memory_and_directory_are_those_of_a_job(
     data = [flag for flag in data_flags if "device" not in flag]
     command = ["--config=test", *data, "--preflight", "8", "--local_batch_size=8"]
     logs = tmp_path / "nbody-unet" / "logs"
-    (logs / "test" / "8GPU" / "00").mkdir(parents=True)
-    keys = {"local_batch_size": 8, "expdir": str(logs), "box_size": [16, 16]}  # device auto, as on the job's GPUs
-    keys |= dict(flag.removeprefix("--set=").split("=") for flag in data)
-    config = open_volumes(load("./config/UNet.yaml", "test", keys)).config
-    (logs / "test" / "8GPU" / "00" / "config.yaml").write_text(to_yaml(config.for_world(8), "test"))
+    logs.mkdir(parents=True)
     for flags, place in (([], logs), ([f"--set=expdir={tmp_path}/other"], tmp_path / "other")):
         train.main([*command, "--gpu_memory", "40", *flags])
         printed = capsys.readouterr().out

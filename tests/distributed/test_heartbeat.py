@@ -127,10 +127,7 @@ def test_a_rank_that_is_gone_does_not_hang() -> None:
 @pytest.mark.parametrize(("event", "limit"), [("silent", 30), ("lost", 2)])
 @pytest.mark.parametrize("end", [80, 89, 111])
 def test_rank_0_of_4096_notices_within_the_limit_and_one_report(event: str, limit: float, end: int) -> None:
-    """Fixed: up to two more intervals of 8 s passed. It reads at most 512 reports per second until a peer is lost.
-
-    The ranks report in turn. Rank 3000 ends in one of the ticks; the last one has left, and is never silent again.
-    """
+    """Fixed: up to two more intervals of 8 s passed. Rank 3000 ends in one of the ticks, when others report."""
     reports = Reports(4096, hang=0)
     reports.write(4095, state="left")
     for tick in range(400):

@@ -38,10 +38,7 @@ def port() -> Iterator[int]:
 
 
 def start_ranks(port: int, ranks: list[tuple[int, Any]], seconds: float = GENEROUS, name: str = NAME) -> list[Any]:
-    """For each process, a rank and its identity: the name that rank 0 gives to the start, or the error.
-
-    Rank 0 begins after the others.
-    """
+    """For each rank with its identity, the name that rank 0, which begins last, gives to the start, or the error."""
     answers: list[Any] = [None] * len(ranks)
     called = threading.Semaphore(0)
 
@@ -173,10 +170,7 @@ def test_trainings_with_one_port_do_not_mix(start: Start, data_flags: list[str],
 
 
 def test_a_rank_without_the_others_prints_one_line(connecting: Start) -> None:
-    """Rank 1 prints it itself, because there may be no rank 0. A silent listener at its port held it.
-
-    A port in use ends rank 0 at once.
-    """
+    """Rank 1 prints it itself; a silent listener at its port held it. A port in use ends rank 0 at once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         used = silent.getsockname()[1]
         ranks = {port: connecting(1, port, 1) for port in (free_port(), used)}

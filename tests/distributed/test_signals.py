@@ -178,10 +178,7 @@ def test_the_same_signal_again_ends_a_rank_that_waits_for_another(start: Start, 
 def test_ranks_end_when_torchrun_is_stopped_or_killed(
     start: Start, flags: list[str], tmp_path: Path, number: signal.Signals, begun: bool
 ) -> None:
-    """torchrun passes SIGTERM on and exits with code 1; the kernel signals ranks whose torchrun is killed.
-
-    Only ranks that have asked for it before torchrun ended; those that had not connected yet ran on.
-    """
+    """torchrun passes SIGTERM on; the kernel signals ranks whose torchrun is killed, also before they connect."""
     torchrun = start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *flags, LONG])
     if begun:
         torchrun.wait_for("epoch 2/")

@@ -362,9 +362,7 @@ def test_a_disk_error_is_one_warning_and_costs_no_other_checkpoint(
     assert read_weights(tmp_path / BEST)["step"] == kept[0]
 
 
-def test_a_stale_handle_at_the_best_checkpoint_is_one_warning(
-    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_handle_at_the_best_checkpoint_is_one_warning(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     """A fixed bug: it ended the thread with a traceback, and old checkpoints stayed."""
     saves = writer(tmp_path, 1)
     save(saves, 1, best_step=1)

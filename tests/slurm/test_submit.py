@@ -88,10 +88,7 @@ def stopped_after(job: Job, by: str) -> int:
 def test_an_interrupted_training_run_is_requeued_and_resumes(
     cluster: Cluster, training: tuple[Job, list[int]], uninterrupted: Path, tmp_path: Path, by: str
 ) -> None:
-    """After a preemption, a warning of the time limit, or the failure of a node: from its last checkpoint.
-
-    One file has the output of both starts, from rank 0.
-    """
+    """After a preemption, a warning of the time limit, or the failure of a node. Both starts write to one file."""
     (job, ranks), run = training, directory(tmp_path / LOGS, 4)
     newest = saved_steps(run / "checkpoints")[0]
     saved = [newest, newest + 8]  # the next one may have been half written when the ranks were suspended

@@ -179,7 +179,7 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
 def test_a_network_with_another_output_than_the_targets_is_refused_before_it_trains(
     flags: list[str], line: str | None, preflight: list[str], data_flags: list[str], tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """Fixed: one output channel for five targets was broadcast; constructors that read values failed on torch's meta."""
+    """Fixed: one output channel for five targets was broadcast; constructors that read values failed."""
 
     class Registered(nn.Identity):
         def __init__(self, crop: int, in_channels: int, out_channels: int, width: int, scales: int) -> None:

@@ -50,10 +50,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def train(config: Config, recorded: bool = False) -> tuple[set[str], list[str]]:
-    """Two steps, the first of which creates the optimizer's state, and what an integrity check computes.
-
-    Returns the names of the kernels, and large tensors in another order than channels-last.
-    """
+    """Kernels of two steps and of an integrity check; large tensors in them in another order than channels-last."""
     trace = Trace()
     with fake_gpu() as launches:
         model, world = build.network_with_loss(config), World(Launch("test"), CPU)

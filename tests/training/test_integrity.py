@@ -265,10 +265,7 @@ class ComputesWrongAfterTheFirstCheck(EagerStep):
 
 
 def test_a_restart_after_wrong_replays_resumes_before_them(tmp_path: Path, data_flags: list[str], capfd: Any) -> None:
-    """A fixed bug: torchrun's restart resumed from a checkpoint that the line named as wrong.
-
-    One rank alone repeats its own micro-batch.
-    """
+    """A fixed bug: torchrun's restart resumed from a checkpoint that the line named as wrong. Also on one rank."""
     flags = flags_of(tmp_path, data_flags, "--set=checkpoint.every_steps=1")
     with pytest.raises(SystemExit) as end:
         train.main([f"--yaml_config={YAML}", *flags], ComputesWrongAfterTheFirstCheck)
@@ -324,10 +321,7 @@ OTHERS = [nn.SyncBatchNorm(4), *map(Noise, ("calls", "own python", "own numpy", 
 
 @pytest.mark.parametrize("layer", [*REPLAYED, *OTHERS], ids=lambda layer: getattr(layer, "source", str(layer)))
 def test_hidden_state_of_networks_gives_no_false_alarm_and_is_not_changed(layer: Any, monkeypatch: Any) -> None:
-    """A fixed bug: runs of good devices ended with exit code 77, and the first check changed the calls that follow.
-
-    Also fixed: dropout and batch norms had no replays.
-    """
+    """Fixed: good devices ended with exit code 77, checks changed later calls, and dropout and batch norms had none."""
     monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm3d.forward)  # it needs a GPU
     monkeypatch.setattr(nn.SyncBatchNorm, "_check_input_dim", lambda *_: None)
     step = make_step(network=nn.Sequential(layer, nn.Conv3d(4, 5, 1)))

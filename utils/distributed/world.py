@@ -117,7 +117,6 @@ class World:
         return value if self.is_root else torch.load(file, map_location="cpu", weights_only=True)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, on every rank."""
         if self.size > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor)

@@ -115,10 +115,7 @@ def nsys_capture(world: World, content: str) -> Iterator[None]:
 
 
 def build_profiler(config: Config, world: World, directory: RunDirectory) -> Profiler:
-    """The profiler of rank 0, if the config asks for a profile; else one that does nothing.
-
-    Raises UserError, on every rank, if the config asks for an impossible profile.
-    """
+    """The profiler of rank 0, if the config asks for one; UserError, on every rank, if that profile is impossible."""
     if not config.enable_manual_profiling:
         if world.is_root and (_runs_under_nsys() or os.environ.get("ENABLE_PROFILING") == "1"):
             log.warning("No profile: nsys captures nothing without --enable_manual_profiling; add it")

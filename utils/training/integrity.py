@@ -89,7 +89,6 @@ class Integrity:
             self._pending.append((step, digest(self._step.replicated()), self._sums, replays))
 
     def before_save(self, step: int) -> None:
-        """Queues a comparison of the digests."""
         if self._every:
             self._pending.append((step, digest(self._step.replicated()), None, None))
 

@@ -1,7 +1,4 @@
-"""Loggers by name: where a run records its scalars, pictures and results in addition to out.log and metrics.jsonl.
-
-To add one, write a subclass of Logger in a module of its own and add a line to LOGGERS.
-"""
+"""Loggers by name, in addition to out.log and metrics.jsonl: subclasses of Logger; a new one is a line in LOGGERS."""
 
 from collections.abc import Sequence
 from typing import Any
