@@ -117,15 +117,6 @@ def test_all_ranks_know_whether_their_devices_fit(
     assert list(map(str, answers)) == [expected] * size
 
 
-@pytest.mark.parametrize("number", ["abc", "", "2147483648"])
-def test_ranks_that_pytorch_would_let_wait_forever_are_refused(monkeypatch: Any, port: int, number: str) -> None:
-    """Fixed: PyTorch cannot read the number of entries, and the construction of the process group did not return."""
-    monkeypatch.setattr(rendezvous, "REFUSAL_SECONDS", 0.0)
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", number)
-    for error in start_ranks(port, THREE):
-        assert str(error).startswith(f"the environment variable TORCH_FR_BUFFER_SIZE is '{number}'; unset it")
-
-
 CONNECTING = """
 import os, sys
 from utils.config.sections import TimeoutsConfig

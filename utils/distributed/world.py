@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device, synchronize
-from utils.distributed.flight_recorder import ENTRIES
 from utils.distributed.heartbeat import DEFAULT_TIMEOUTS, Heartbeat
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.network import NcclNetwork, configure
@@ -221,7 +220,7 @@ def connect(
         nccl = nccl and chosen.type == "cuda" and not shared
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-        os.environ.setdefault(ENTRIES, "2000")  # in older versions of PyTorch the flight recorder is off by default
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # older versions of PyTorch record nothing by default
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         network = NcclNetwork(node, launch.rank) if nccl else None
