@@ -194,10 +194,6 @@ def single_is_suspended_for_a_while(world: World) -> None:
     time.sleep(6 * TICK)
 
 
-def hold_gil(seconds: float) -> None:
-    ctypes.PyDLL(None).sleep(int(seconds))
-
-
 def rank_1_hangs_while_it_leaves(world: World) -> None:
     if world.rank == 1:
         dist.destroy_process_group = lambda: time.sleep(GENEROUS)
@@ -207,7 +203,7 @@ def rank_1_hangs_with_the_gil(world: World) -> None:
     heartbeats.FAILING_SECONDS = 2.0
     time.sleep(2.0)  # in which the heartbeat arms its timer
     if world.rank == 1:
-        hold_gil(GENEROUS)
+        ctypes.PyDLL(None).sleep(int(GENEROUS))
     world.barrier()
 
 
@@ -244,7 +240,7 @@ SCENARIOS: dict[str, tuple[Callable[[World], None], list[int | None], str, str]]
         rank_1_hangs_with_the_gil,
         [76, 1],
         HANGS.format(1, 0, "start", WAIT),
-        r"(?s)rank 0 .*Timeout \(0:00:12\)!.*in hold_gil.*",
+        r"(?s)rank 0 .*Timeout \(0:00:12\)!.*in rank_1_hangs_with_the_gil.*",
     ),
     # Fixed: all ranks waited without end.
     "rank_0_hangs_in_its_end": (partial(hang, "end", 17), [76] * 3, HANGS.format(0, 17, "end", WAIT), STACKS.format(3)),

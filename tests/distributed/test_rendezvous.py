@@ -211,5 +211,3 @@ def test_the_local_rank_chooses_among_the_visible_devices(monkeypatch: pytest.Mo
         assert choose_device("auto", local_rank) == current.pop() == torch.device("cuda", chosen)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", 3) == torch.device("cpu")
-    with pytest.raises(UserError, match="device is cuda, but PyTorch finds no CUDA device; use --set device=cpu"):
-        choose_device("cuda", 0)

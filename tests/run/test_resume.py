@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from disks import fill, small_disk
 from log_lines import messages, other_lines
 from processes import GENEROUS, run_ranks
 from trainings import (
@@ -375,10 +375,30 @@ def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_
     assert 1 < size / build.model_size(config.for_world(1)).checkpoint < 1.02
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB; mounting it requires root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command).returncode:
+        pytest.skip("cannot mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)  # lazily: log files in it may still be open
+
+
+def fill(path: Path) -> None:
+    """Writes a file until the disk is full to the last byte."""
+    with open(path, "wb", buffering=0) as file:
+        for size in (2**16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
+def test_a_full_disk_ends_no_training(disk: Path, command: Any, whole: Path) -> None:
     """Checkpoints, logs, curves and pictures are on it; it stays full to the end, and has space at the restart."""
-    disk = tmp_path / "disk"
     run = directory(disk)
     flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={disk}", "--set=report_pictures=true"]
 
@@ -387,22 +407,21 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":
                     thread.join(GENEROUS)
-            fill(disk)
+            fill(disk / "filler")
 
-    with small_disk(disk, "2m"):
-        stderr = command(*flags, after=after, code=2)
-        fault = "No space left on device"
-        assert f"\nerror: the checkpoint of step 16 is not in {run}/checkpoints: {fault}; run the command" in stderr
-        warnings = messages(stderr, "WARNING")
-        assert sum(f": {fault}; earlier ones are kept" in line for line in warnings) == 3, "of steps 8, 12 and 16"
-        assert warnings.count(f"Cannot record scalars in {run}: {fault}; the run continues") == 1
-        assert len(warnings) <= 5, "at most one more, about pictures"
-        assert "Traceback" not in stderr
-        (disk / "filler").unlink()
-        assert f"Resuming from {run}/checkpoints/step_00000004, after step 4" in messages(command(*flags), "INFO")
-        assert_equal(last(run).weights["network"], last(whole).weights["network"])
-        assert metrics(run) == metrics(whole)
-        assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
+    stderr = command(*flags, after=after, code=2)
+    fault = "No space left on device"
+    assert f"\nerror: the checkpoint of step 16 is not in {run}/checkpoints: {fault}; run the command" in stderr
+    warnings = messages(stderr, "WARNING")
+    assert sum(f": {fault}; earlier ones are kept" in line for line in warnings) == 3, "of steps 8, 12 and 16"
+    assert warnings.count(f"Cannot record scalars in {run}: {fault}; the run continues") == 1
+    assert len(warnings) <= 5, "at most one more, about pictures"
+    assert "Traceback" not in stderr
+    (disk / "filler").unlink()
+    assert f"Resuming from {run}/checkpoints/step_00000004, after step 4" in messages(command(*flags), "INFO")
+    assert_equal(last(run).weights["network"], last(whole).weights["network"])
+    assert metrics(run) == metrics(whole)
+    assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
