@@ -221,10 +221,6 @@ def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale_with_any_buckets(
         assert rank["buckets"] == rank["one bucket"] == rank["manual"]
 
 
-def test_a_step_without_parts_has_no_probe() -> None:
-    assert make_step(log_noise_scale=True).probe is make_step(accumulation_steps=2).probe is None
-
-
 def test_the_advice_in_the_log() -> None:
     """For halves of a batch of 100: |G|² = 2 b² − p², S = 100 (p² − b²)."""
     for part_square, batch_square, says in (
