@@ -1,4 +1,4 @@
-"""The command line of train.py: the tutorial's flags and others; also the parser that all entry scripts share."""
+"""The command line of train.py: the tutorial's flags, --set, --preflight, --resume; also the parser of all scripts."""
 
 import argparse
 import os

@@ -11,7 +11,7 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,28 +156,24 @@ def _use_local_cache() -> None:
             os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
 
 
-class NcclNetwork:
-    """The network that NCCL chooses, from its own log; of rank 0, on several nodes, unless NCCL_DEBUG is set."""
-
-    def __init__(self, node: Node, rank: int) -> None:
-        self._node, self._file = node, None
-        if node.several and rank == 0 and "NCCL_DEBUG" not in os.environ:
-            self._file = Path(tempfile.mkdtemp(prefix="nccl_")) / "log"
-            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(self._file))
-
-    def report(self) -> None:
-        """Logs the network, and warns of TCP on a Slingshot machine. Called once, after NCCL has connected."""
-        if self._file is None:
-            return
-        *_, name = ["", *re.findall(r"NCCL INFO Using network (.+)", _text(self._file))]
-        shutil.rmtree(self._file.parent, ignore_errors=True)  # NCCL holds the file open
-        if name == "Socket" and self._node.slingshot:
-            log.warning(
-                "NCCL found no plug-in for Slingshot and uses TCP, which is much slower; load the site's module of it "
-                "or add it to the container (docs/cluster.md)"
-            )
-        elif name:
-            log.info("NCCL's network: %s", name)
+@contextlib.contextmanager
+def logged_network(node: Node, rank: int) -> Iterator[None]:
+    """Context in which NCCL connects; rank 0 of several nodes then logs the network, unless NCCL_DEBUG is set."""
+    if not node.several or rank > 0 or "NCCL_DEBUG" in os.environ:
+        yield
+        return
+    file = Path(tempfile.mkdtemp(prefix="nccl_")) / "log"
+    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(file))
+    yield
+    *_, name = ["", *re.findall(r"NCCL INFO Using network (.*\S)", _text(file))]
+    shutil.rmtree(file.parent, ignore_errors=True)  # NCCL holds the file open
+    if name == "Socket" and node.slingshot:
+        log.warning(
+            "NCCL found no plug-in for Slingshot and uses TCP, which is much slower; load the site's module of it "
+            "or add it to the container (docs/cluster.md)"
+        )
+    elif name:
+        log.info("NCCL's network: %s", name)
 
 
 if __name__ == "__main__":

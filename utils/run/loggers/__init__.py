@@ -1,4 +1,4 @@
-"""Loggers by name, in addition to out.log and metrics.jsonl: subclasses of Logger; a new one is a line in LOGGERS."""
+"""Loggers of scalars, pictures and results, by name. A new one is a subclass of Logger and a line in LOGGERS."""
 
 from collections.abc import Sequence
 from typing import Any
