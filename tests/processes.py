@@ -195,7 +195,6 @@ class Program:
         )
 
     def end(self) -> Completed:
-        """Waits for the end of the process."""
         self.process.join(GENEROUS)
         code = self.process.exitcode
         if code is None:
@@ -211,7 +210,6 @@ class Program:
 
 
 def run(arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Variables = None) -> Completed:
-    """Runs an entry script to the end; see Program."""
     return Program(arguments, output, cwd, environment).end()
 
 

@@ -23,14 +23,12 @@ class Plain:
         self._programs: list[Program] = []
 
     def start(self) -> None:
-        """Starts all ranks."""
         self._starts += 1
         folder = self._log.with_name(f"{self._log.stem} {self._starts}")
         folder.mkdir()
         self._programs = start_ranks(["train.py", *self._flags], self._size, folder)
 
     def text(self) -> str:
-        """The output of this start."""
         return "".join(program.text for program in self._programs)
 
     def running(self) -> dict[int, int]:
@@ -38,7 +36,6 @@ class Plain:
         return {rank: program.pid for rank, program in enumerate(self._programs) if program.process.is_alive()}
 
     def has_ended(self) -> bool:
-        """True if no process of the run is left."""
         return not self.running()
 
     def wait(self, victims: Collection[int] = (), running: Mapping[int, int] | None = None) -> list[int]:

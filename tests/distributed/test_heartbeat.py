@@ -276,7 +276,6 @@ def rank_main(name: str, rank: int, size: int, port: int, folder: Path) -> None:
 
 
 def start(name: str, folder: Path) -> list[Any]:
-    """The processes of a scenario."""
     size, port = len(SCENARIOS[name][1]), free_port()
     ranks = [context().Process(target=rank_main, args=(name, rank, size, port, folder)) for rank in range(size)]
     for rank in ranks:

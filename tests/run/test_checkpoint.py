@@ -93,7 +93,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def rewrite_digests(directory: Path) -> None:
-    """Makes the digests match the present files."""
     lines = (f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in (WEIGHTS, TRAINING))
     (directory / CHECKSUMS).write_text("".join(lines))
 

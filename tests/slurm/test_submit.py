@@ -67,7 +67,6 @@ def training(cluster: Cluster, tmp_path: Path, flags: list[str]) -> tuple[Job, l
 
 
 def has_pending_signal(pid: int) -> bool:
-    """True if a signal has been sent to the stopped process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return re.search(r"^ShdPnd:\s*0*[1-9a-f]", status, re.MULTILINE) is not None
 
