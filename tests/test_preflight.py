@@ -50,7 +50,6 @@ def report(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_the_report_follows_the_flags(report: Report, tmp_path: Path, volume_file: Any, monkeypatch: Any) -> None:
-    """It contains ranks, batches, learning rate, network, loader and data; only the first rank prints it."""
     chunked = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
     longer = volume_file(tmp_path / "other.h5", box=(8, 24, 12))
     schedule = "--set=lr_schedule={scaling: linear, start_lr: 1e-3, end_lr: 1e-5, warmup_steps: 4}"

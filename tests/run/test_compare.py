@@ -43,7 +43,6 @@ def compared(capsys: Any, *runs: Path) -> tuple[dict[str, list[str]], list[str]]
 
 
 def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """The runs: one that is finished, and one that is not."""
     monkeypatch.setenv("COLUMNS", "1000")
     first = make_run(tmp_path / "first", {"steps": 20}, seed=1, local_batch_size=3)
     second = make_run(tmp_path / "second", [], seed=2, channel_weights=[1.0, 2.0, 1.0, 1.0, 1.0])

@@ -143,7 +143,6 @@ def test_an_unfinished_run_of_other_data_is_not_continued(first: Path, run: Any)
 
 
 def test_resume_no_uses_the_first_directory_and_resume_the_newest_run_or_the_given_one(first: Path, run: Any) -> None:
-    """Regardless of state and config."""
     assert name_of(first, resume="no") == "00"
     run(1, finished=False)
     run(2)

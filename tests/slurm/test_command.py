@@ -239,7 +239,6 @@ def test_a_job_that_cannot_be_requeued_prints_the_reason(
 
 
 def test_a_benchmark_gets_no_stop_signal(submission: Submission) -> None:
-    """It has nothing to save."""
     done = submission.run("--enable_benchy", SRUN_THEN="trap 'exit 9' USR1; kill -s USR1 $PPID; sleep 1")
     assert (done.returncode, "a benchmark has nothing to save" in done.stderr) == (0, True)
 

@@ -171,7 +171,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ids=str,
 )
 def test_replayed_steps_equal_eager_steps(device: str, optimizer: Any, count: int, options: dict[str, Any]) -> None:
-    """Same losses, norms and weights for any number of loader buffers, with a bounded number of graphs."""
     steps = WARMUP_STEPS + 2 * count + 3
     plain, recorded = (make(kind, optimizer, device, **options) for kind in (EagerStep, GraphStep))
     start, slots = snapshot(recorded), buffers(count, device)

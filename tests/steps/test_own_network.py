@@ -151,7 +151,6 @@ def test_faulty_names_and_options_are_one_line(name: str, options: dict[str, Any
 
 
 def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_has() -> None:
-    """Conditions too; a classifier gets samples of its dataset."""
     assert network("own_net.Free", any=1).options == {"any": 1}  # type: ignore[comparison-overlap]
     with pytest.raises(UserError, match=r"network own_net\.Net has no option norm"):
         network("own_net.Net", {"network.norm": "batch"})

@@ -86,7 +86,6 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("value", "kernel"), [("auto", "strided_convolution"), ("cudnn", "blocks_l1")])
 def test_no_large_tensor_leaves_the_channels_last_order(value: str, kernel: str, monkeypatch: Any) -> None:
-    """The full-size network at batch 64."""
     pytest.importorskip("triton")
     monkeypatch.setattr(plan, "not_hopper", lambda device: "")
     config = configs.load(str(FOLDER / "UNet.yaml"), "bs64_opt", {"kernels": value, "device": "cpu"}).for_world(1)

@@ -41,7 +41,6 @@ def on_rank(world: World) -> tuple[Any, ...]:
 
 
 def test_losses_and_means_are_averaged_over_ranks() -> None:
-    """Mean loss, largest norm, and the first rank that is not finite; a weighted mean also if a rank has no samples."""
     for good, bad, mean in run_ranks(on_rank, 2):
         assert good == [StepRecord(1.5, 2.0), StepRecord(2.5, 4.0)]
         assert bad == [(1, False, False, "nan"), (0, False, False, "1.0"), (None, False, True, "inf")]
