@@ -73,14 +73,11 @@ def test_a_restart_by_torchrun_reads_nothing_of_the_previous_start(port: int) ->
         assert start_ranks(port, ranks, name=name) == [name] * 3
 
 
-def test_a_start_without_all_ranks_times_out(port: int) -> None:
+def test_ranks_without_the_others_or_too_late_have_no_answer(port: int) -> None:
+    """Nor do a second rank 1 and rank 3 of a larger run, which rank 0 has not compared."""
     for rank, message in ((0, "nothing from ranks 1, 2"), (1, "no answer from rank 0")):
         (error,) = start_ranks(port, THREE[rank : rank + 1], 0.3)
         assert (type(error), str(error)) == (TimeoutError, message)
-
-
-def test_a_late_rank_has_no_answer(port: int) -> None:
-    """Neither a second rank 1 nor rank 3 of a larger run, which rank 0 has not compared."""
     assert start_ranks(port, THREE) == [NAME] * 3
     second, larger = start_ranks(port, [THREE[1], (3, {**IDENTITY, "number of ranks": "4"})], 0.3)
     assert str(second) == "no answer from rank 0"
