@@ -123,6 +123,13 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}}
 
 
+def start_ranks(arguments: Sequence[Any], count: int, folder: Path) -> "list[Program]":
+    """Starts the ranks of an entry script, whose output goes to `folder`."""
+    port = free_port()
+    environments = ({**os.environ, **rank_variables(rank, count, port)} for rank in range(count))
+    return [Program(arguments, folder / f"rank{rank}", environment=own) for rank, own in enumerate(environments)]
+
+
 def ranks_of_torchrun(agent: int) -> dict[int, int]:
     """Rank -> process id of the processes that torchrun with this process id has started."""
     ranks = {}
@@ -188,7 +195,6 @@ class Program:
         )
 
     def end(self) -> Completed:
-        """Waits for the end of the process."""
         self.process.join(GENEROUS)
         code = self.process.exitcode
         if code is None:
@@ -204,7 +210,6 @@ class Program:
 
 
 def run(arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Variables = None) -> Completed:
-    """Runs an entry script to the end; see Program."""
     return Program(arguments, output, cwd, environment).end()
 
 

@@ -2,13 +2,11 @@
 
 python tests/same_program.py FILE             writes them
 python tests/same_program.py --compare FILE   computes them again and lists what differs
-python tests/same_program.py --trees COMMIT   lists the statements that differ from another commit's, but for imports
 
 Fingerprints hold on one machine with one version of PyTorch: tensors of checkpoints, metrics without measured times,
 words of the log, predictions, an evaluation, a simulation, an import, and the help of all commands.
 """
 
-import ast
 import hashlib
 import json
 import os
@@ -18,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,32 +125,8 @@ def fingerprints() -> Iterator[tuple[str, str]]:
                 yield "evaluation", digest(dict(np.load(out / "evaluation.npz")))
 
 
-def statements(sources: Mapping[str, str]) -> Counter[str]:
-    """The statements of modules without imports, docstrings and names of modules."""
-    counts: Counter[str] = Counter()
-    for text in sources.values():
-        for node in ast.parse(text).body:
-            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if not isinstance(node, ast.Import | ast.ImportFrom) and not is_text:
-                counts[MODULE.sub("", ast.unparse(node))] += 1
-    return counts
-
-
-def sources_of(revision: str) -> dict[str, str]:
-    def git(*words: str) -> str:
-        return subprocess.check_output(["git", *words], cwd=TOP, text=True)
-
-    names = [name for name in git("ls-tree", "-r", "--name-only", revision).splitlines() if name.endswith(".py")]
-    return {name: git("show", f"{revision}:{name}") for name in names}
-
-
 def main() -> None:
     option, name = sys.argv[1:] if len(sys.argv) > 2 else ("", sys.argv[1])
-    if option == "--trees":
-        before, after = statements(sources_of(name)), statements(sources_of("HEAD"))
-        for sign, texts in (("-", before - after), ("+", after - before)):
-            print(*(f"{sign} {text.splitlines()[0]}" for text in texts), sep="\n")
-        return
     now = dict(fingerprints())
     if option != "--compare":
         Path(name).write_text(json.dumps(now, indent=1))

@@ -113,7 +113,6 @@ class Run:
         return (self.directory / "summary.json").exists()
 
     def phase(self, last_step: int | None = None) -> str:
-        """The phase that this start has reached."""
         text = self.launcher.text()
         if TRAINS not in text and WRITES_SUMMARY not in text:
             return START
@@ -281,7 +280,6 @@ def random_run(seed: int, folder: Path) -> list[Stop]:
 
 
 def soak_launchers(kills: int, seed: int, launchers: list[str]) -> None:
-    """Carries out an equal share of the kills under each launcher."""
     for index, launcher in enumerate(launchers):
         print(f"{launcher}: seed {seed}", flush=True)
         folder = tempfile.mkdtemp(prefix="soak-")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from processes import ONE_THREAD, TOP, Program, free_port, has_ended, rank_variables, ranks_of_torchrun, wait_until
+from processes import ONE_THREAD, TOP, Program, free_port, has_ended, ranks_of_torchrun, start_ranks, wait_until
 from slurm_cluster import Job, private_cluster
 
 RANKS = 2
@@ -23,16 +23,12 @@ class Plain:
         self._programs: list[Program] = []
 
     def start(self) -> None:
-        """Starts all ranks."""
         self._starts += 1
-        port, self._programs = free_port(), []
-        for rank in range(self._size):
-            output = self._log.with_name(f"{self._log.stem} {self._starts} {rank}")
-            environment = {**os.environ, **rank_variables(rank, self._size, port)}
-            self._programs.append(Program(["train.py", *self._flags], output, environment=environment))
+        folder = self._log.with_name(f"{self._log.stem} {self._starts}")
+        folder.mkdir()
+        self._programs = start_ranks(["train.py", *self._flags], self._size, folder)
 
     def text(self) -> str:
-        """The output of this start."""
         return "".join(program.text for program in self._programs)
 
     def running(self) -> dict[int, int]:
@@ -40,7 +36,6 @@ class Plain:
         return {rank: program.pid for rank, program in enumerate(self._programs) if program.process.is_alive()}
 
     def has_ended(self) -> bool:
-        """True if no process of the run is left."""
         return not self.running()
 
     def wait(self, victims: Collection[int] = (), running: Mapping[int, int] | None = None) -> list[int]:

@@ -1,7 +1,6 @@
 """Tests of --preflight: it checks a run before training, prints the findings and writes nothing."""
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from processes import Program, free_port, rank_variables
+from processes import start_ranks
 from torch import nn
 from trainings import TOP, directory
 
@@ -20,41 +19,37 @@ import train
 from networks import NETWORKS
 from networks.unet import UNet
 from utils import preflight
-from utils.config import Config, load, to_yaml
+from utils.config import Config
 from utils.config.sections import NetworkConfig
-from utils.data.loaders import open_volumes, threaded
+from utils.data.loaders import threaded
 from utils.steps import build, size
 from utils.steps.graph import GraphStep
 
 SAME_VOLUME = "training and validation use the same volume; results look better than they are"
-Report = Callable[..., tuple[int, str, str]]
+Report = Callable[..., str]
 
 
 @pytest.fixture
 def report(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> Report:
-    """report(*flags) -> (exit code, stdout, stderr) of a preflight of config 'test'."""
+    """report(*flags) -> stdout of a preflight of config 'test'; with code=2 it ends so, and its error is returned."""
     monkeypatch.chdir(TOP)
 
-    def run(*flags: str, **options: Any) -> tuple[int, str, str]:
-        code = 0
+    def run(*flags: str, code: int = 0, **options: Any) -> str:
         before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
         words = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", "--preflight", *flags]
-        try:
+        with pytest.raises(SystemExit, match=f"^{code}$") if code else contextlib.nullcontext():
             train.main(words, **options)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
         output = capsys.readouterr()
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before, "it writes nothing"
         assert all(line.startswith("preflight: ") for line in output.out.splitlines())
         assert ("passed" in output.out) == (code == 0 and "warning: " not in output.out)
         assert output.err.count("\n") == (code != 0)
-        return code, output.out.replace("preflight: ", ""), output.err
+        return output.err or output.out.replace("preflight: ", "")
 
     return run
 
 
 def test_the_report_follows_the_flags(report: Report, tmp_path: Path, volume_file: Any, monkeypatch: Any) -> None:
-    """It contains ranks, batches, learning rate, network, loader and data; only the first rank prints it."""
     chunked = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
     longer = volume_file(tmp_path / "other.h5", box=(8, 24, 12))
     schedule = "--set=lr_schedule={scaling: linear, start_lr: 1e-3, end_lr: 1e-5, warmup_steps: 4}"
@@ -73,8 +68,7 @@ def test_the_report_follows_the_flags(report: Report, tmp_path: Path, volume_fil
         (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], []),
         (["--enable_benchy"], []),
     ):
-        code, printed, errors = report(*flags)
-        assert (code, errors) == (0, "")
+        printed = report(*flags)
         assert ("run directory: " in printed) == (flags != ["--enable_benchy"])
         for part in ("one step with 1 sample on cpu: loss 0.", *parts):
             assert part in printed, flags
@@ -89,12 +83,8 @@ def test_the_report_follows_the_flags(report: Report, tmp_path: Path, volume_fil
 
 
 def test_several_ranks_first_check_their_fabric(tmp_path: Path, data_flags: list[str]) -> None:
-    port, words = free_port(), ["train.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight"]
-    ranks = [
-        Program(words, tmp_path / str(rank), environment={**os.environ, **rank_variables(rank, 2, port)})
-        for rank in range(2)
-    ]
-    first, second = [rank.end() for rank in ranks]
+    words = ["train.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight"]
+    first, second = [rank.end() for rank in start_ranks(words, 2, tmp_path)]
     assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), first.stderr + second.stderr
     (line,) = re.findall(r"^preflight: Fabric: .* per matrix product, .*", first.stdout, re.MULTILINE)
     assert line.endswith(" GB/s between neighbors")
@@ -104,10 +94,7 @@ def test_several_ranks_first_check_their_fabric(tmp_path: Path, data_flags: list
 def test_an_existing_run_is_reported_kept_and_refused_as_by_the_training(
     report: Report, data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report says where a training run would write, and whether it would resume, replace or refuse what is there.
-
-    It warns of what the run warns of: both files are the same.
-    """
+    """It warns of what the run warns of: both files are the same."""
     same = [data_flags[0].replace("train_path", "val_path"), "--num_epochs=1"]
     command = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", *same]
     train.main([*command, "--set=report_baselines=False"])
@@ -121,11 +108,10 @@ def test_an_existing_run_is_reported_kept_and_refused_as_by_the_training(
         (["--resume", "--num_epochs=2"], [resumes, "after step 8\n", "num_epochs 1 -> 2\n"]),
         (["--resume=no"], [f"{finished} exists: its logs and checkpoints will be replaced"]),
     ):
-        code, printed, errors = report(*same, *flags)
-        assert (code, errors) == (0, "")
+        printed = report(*same, *flags)
         for part in parts:
             assert part in printed, flags
-    assert report(*same, "--resume", "--set=network.width=5", "--num_epochs=2")[0] == 2
+    report(*same, "--resume", "--set=network.width=5", "--num_epochs=2", code=2)
 
 
 def test_a_run_without_a_checkpoint_is_continued_from_scratch(
@@ -137,20 +123,17 @@ def test_a_run_without_a_checkpoint_is_continued_from_scratch(
     capsys.readouterr()
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints")
-    assert f"{run} exists: the run starts from scratch\n" in report()[1]
-    assert f"{run} exists: its logs and checkpoints will be replaced\n" in report("--resume=no")[1]
+    assert f"{run} exists: the run starts from scratch\n" in report()
+    assert f"{run} exists: its logs and checkpoints will be replaced\n" in report("--resume=no")
 
 
 @pytest.mark.parametrize(("seconds", "says"), [(1, "3:12 on"), (100, "5:20:00 on this CPU; use a GPU, more ranks, ")])
 def test_the_time_of_all_steps_follows_from_one(report: Report, seconds: int, says: str, monkeypatch: Any) -> None:
-    """Fixed: a laptop was silent for hours. Here a step takes five times `seconds`, of which the update takes four.
-
-    Also fixed: the update counted once per sample of the local batch of 8.
-    """
+    """Fixed: a laptop was silent for hours, and the update, of four times `seconds`, counted for each of 8 samples."""
     clock = iter([0, 9, 10, 10 + 5 * seconds, 10 + 9 * seconds])
     monkeypatch.setattr(preflight, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     warning = "warning: " if seconds == 100 else ""
-    assert f"\n{warning}all 16 steps would take about {says}" in report()[1]
+    assert f"\n{warning}all 16 steps would take about {says}" in report()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -167,16 +150,15 @@ def test_run_that_does_not_fit_the_memory_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=limit))
     monkeypatch.setattr(preflight, "choose_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(size, "memory_limit", lambda: limit)
-    code, _, errors = report(f"--set=device={device}")
-    assert code == 2
+    error = report(f"--set=device={device}", code=2)
     where = "Small" if device == "cuda" else "this machine"
-    assert re.match(rf"error: memory per rank: about .* on {where}: it does not fit; {remedy}", errors)
+    assert re.match(rf"error: memory per rank: about .* on {where}: it does not fit; {remedy}", error)
 
 
 def test_ranks_that_do_not_fit_one_machine_together_get_a_warning(report: Report, monkeypatch: Any) -> None:
     monkeypatch.setattr(size, "memory_limit", lambda: 3 * 10**6)
-    assert "one step with 1 sample on cpu: loss " in report()[1]
-    assert "8 ranks on one such machine do not fit" in report("8", "--local_batch_size=8")[1]
+    assert "one step with 1 sample on cpu: loss " in report()
+    assert "8 ranks on one such machine do not fit" in report("8", "--local_batch_size=8")
 
 
 def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volumes(
@@ -189,15 +171,11 @@ def test_a_login_node_without_gpu_compares_no_memory_and_does_not_load_the_volum
         (["--data_loader_config=resident"], {}),
         (["8", "--data_loader_config=auto"], {"step_class": GraphStep}),
     ):
-        code, printed, _ = report(*flags, "--set=device=cuda", **options)
-        assert code == 0
+        printed = report(*flags, "--set=device=cuda", **options)
         for part in ("warning: GPU memory was not checked", "one step with 1 sample on cpu: loss ", "warnings: 1\n"):
             assert part in printed
-    assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem")[2]
-    assert (
-        "GPU memory was not checked, because this machine has no GPU; for GPUs of 40 GiB add --g"
-        in report("--set=device=auto")[1]
-    )
+    assert "valid.h5 need 0.00 GiB of memory" in report("--data_loader_config=inmem", code=2)
+    assert "because this machine has no GPU; for GPUs of 40 GiB add --gpu_memory" in report("--set=device=auto")
 
 
 def test_on_a_login_node_memory_and_directory_are_those_of_a_job(
@@ -211,19 +189,11 @@ def test_on_a_login_node_memory_and_directory_are_those_of_a_job(
     data = [flag for flag in data_flags if "device" not in flag]
     command = ["--config=test", *data, "--preflight", "8", "--local_batch_size=8"]
     logs = tmp_path / "nbody-unet" / "logs"
-    (logs / "test" / "8GPU" / "00").mkdir(parents=True)
-    keys = {"local_batch_size": 8, "expdir": str(logs), "box_size": [16, 16]}  # device auto, as on the job's GPUs
-    keys |= dict(flag.removeprefix("--set=").split("=") for flag in data)
-    config = open_volumes(load("./config/UNet.yaml", "test", keys)).config
-    (logs / "test" / "8GPU" / "00" / "config.yaml").write_text(to_yaml(config.for_world(8), "test"))
+    logs.mkdir(parents=True)
     for flags, place in (([], logs), ([f"--set=expdir={tmp_path}/other"], tmp_path / "other")):
         train.main([*command, "--gpu_memory", "40", *flags])
         printed = capsys.readouterr().out
-        for part in (
-            " of 40.00 GiB on each GPU\n",
-            f"run directory: {place}/test/8GPU/00 ",
-            "one step with 1 sample on cpu",
-        ):
+        for part in (" of 40.00 GiB on each GPU\n", f"run directory: {place}/test/8GPU/00 ", "one step with 1 sample"):
             assert part in printed, flags
         assert "warning" not in printed
     monkeypatch.setattr(size.ModelSize, "total", 41 * 2**30)
@@ -242,9 +212,8 @@ def test_a_network_with_an_output_of_the_wrong_size_is_refused(report: Report, m
     monkeypatch.setitem(NETWORKS, "wrong", WrongSize)
     for fits in (True, False):
         monkeypatch.setattr(preflight, "fits_one_step", lambda *_, fits=fits: fits)
-        code, _, errors = report("--set=network.name=wrong")
-        assert code == 2
-        assert [int(side) for side in re.findall(r"\d+", errors)] == [1, 1, 8, 8, 8, 1, 5, 8, 8, 8]
+        error = report("--set=network.name=wrong", code=2)
+        assert [int(side) for side in re.findall(r"\d+", error)] == [1, 1, 8, 8, 8, 1, 5, 8, 8, 8]
 
 
 def test_the_space_for_checkpoints_is_checked_by_the_preflight_and_before_training(
@@ -257,11 +226,11 @@ def test_the_space_for_checkpoints_is_checked_by_the_preflight_and_before_traini
     refusal = "a checkpoint needs about 0.1 MB, and the file system of "
     training = ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", "--num_epochs=1"]
     for disk.free, is_refused, warns in ((50_000, True, False), (200_000, False, True), (2_000_000, False, False)):
-        code, printed, errors = report()
+        printed = report(code=2 * is_refused)
         with pytest.raises(SystemExit) if is_refused else contextlib.nullcontext():
             train.main(training)
         log = capsys.readouterr().err
-        assert (refusal in errors) == (refusal in log) == (code == 2) == is_refused
+        assert (refusal in printed) == (refusal in log) == is_refused
         assert (f"warning: {line}" in printed) == (f"WARNING - {line}" in log) == warns
         assert (line in printed) == (tmp_path / "runs").exists() == (not is_refused)
 

@@ -1,7 +1,4 @@
-"""The command line of train.py: the tutorial's flags, --set for every config key, --preflight, --resume and others.
-
-Also holds the parser and the options that the other entry scripts share.
-"""
+"""The command line of train.py: the tutorial's flags, --set, --preflight, --resume; also the parser of all scripts."""
 
 import argparse
 import os
@@ -66,7 +63,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{prefix + ' '.join(unknown) if unknown else message}; {hint}")
 
     def _similar(self, argument: str) -> list[str]:
-        """The arguments that were probably meant by an unknown one."""
         options, name = self._option_string_actions, argument.split("=")[0]
         if "--set" not in options:
             return similar(name, options)
@@ -88,7 +84,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """Converts an argument to a positive integer, for argparse."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

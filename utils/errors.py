@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from utils.launchers import launched_rank
@@ -30,14 +30,11 @@ REMEDIES = {
 
 
 def record_exit_code(code: int) -> None:
-    """Records the exit code of the first rank that fails for submit_pm.sh, because srun reports the highest code.
-
-    The code is the target of a link, because a link is created with its target, and only once.
-    """
+    """Records the exit code of the first rank that fails for submit_pm.sh, because srun reports the highest code."""
     path = os.environ.get("TRAIN_EXIT_FILE")
     if code and path:
         with contextlib.suppress(OSError):
-            os.symlink(str(code), path)
+            os.symlink(str(code), path)  # is created with its target, and only once
 
 
 class UserError(ValueError):
@@ -97,9 +94,8 @@ def one_line_errors() -> Iterator[None]:
     """The one translation of expected errors, at the top of each program, and of its output.
 
     A UserError becomes one line on stderr and its exit code, and so does, with code 2, an OSError of a file; Stopped
-    becomes exit code 75.
-    All ranks raise the same UserError, because they read the same command line and exchange errors that depend on the
-    machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError and OSError.
+    becomes exit code 75. All ranks raise the same UserError, because they read the same command line and exchange
+    errors of the machine (`World.raise_together`): only rank 0 prints it. Each prints its own LocalError and OSError.
     """
     with contextlib.ExitStack() as streams:
         for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
@@ -128,14 +124,16 @@ def one_line_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def value_errors_for_users() -> Iterator[None]:
-    """Converts ValueErrors of code that does not know UserError, such as networks, to UserErrors."""
+def value_errors_for_users(
+    line: Callable[[Exception], str] = str, kinds: tuple[type[Exception], ...] = (ValueError,)
+) -> Iterator[None]:
+    """Converts errors of code that does not know UserError, such as networks, to UserErrors with this line."""
     try:
         yield
     except UserError:
         raise
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    except kinds as error:
+        raise UserError(line(error)) from None
 
 
 def as_local_error(error: BaseException) -> BaseException:

@@ -57,10 +57,7 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yields a temporary directory to write files to; it replaces the target at the end.
-
-    Its files are flushed to disk before that. It is removed if the block fails. An OSError names the target.
-    """
+    """Yields a temporary directory, which replaces the target, or is removed if the block fails; see `atomic_write`."""
     partial = _partial(target)
     try:
         partial.mkdir(parents=True)
@@ -218,10 +215,7 @@ def check_target(target: Path, overwrite: bool, option: str = "--output") -> Non
 
 
 def make_output_directory(directory: Path, size: int, remedy: str = "give another --output") -> None:
-    """Creates the directory; raises UserError if it is not writable or `size` bytes do not fit on its disk.
-
-    A quota may leave less space than the check sees.
-    """
+    """Creates the directory; UserError if it is not writable, or its disk (not a quota) has less than `size` bytes."""
     with os_errors_for_users(f"cannot create directory {directory}", remedy):
         directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory).free

@@ -54,10 +54,7 @@ class _Report(logging.Handler):
 
 
 def run(options: Options, config: Config, step_class: type[EagerStep], check_evaluation: Check) -> None:
-    """Prints the findings on the first rank; raises UserError at the first fault.
-
-    check_evaluation: raises UserError if the evaluations during training are bound to fail.
-    """
+    """Prints the findings on the first rank; UserError at the first fault, which `check_evaluation` may raise."""
     launch, report = read_launch(), _Report()
     logging.basicConfig(level=logging.INFO, handlers=[logging.NullHandler() if launch.rank else report], force=True)
     if launch.world_size > 1:
@@ -114,10 +111,7 @@ def _check(
 def _find_start(
     options: Options, volumes: Volumes, directory: RunDirectory, size: ModelSize, world: World
 ) -> tuple[RunDirectory, Start]:
-    """The directory that the run uses, by the first one of its run number, and its start there; logs both.
-
-    Raises UserError if it could not be written, or has no space for a checkpoint.
-    """
+    """The directory that the run uses, and its start there; logs both. UserError if it is not writable or is full."""
     config, request = volumes.config, dataclasses.replace(run_request(options, volumes, world), directory=directory)
     choice = choose(request)
     path = choice.directory.path.absolute()

@@ -11,18 +11,8 @@ from trainings import directory, metrics
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.fixture
-def arguments(tmp_path: Path, data_flags: list[str]) -> list[str]:
-    return ["train.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}", "--set=report_baselines=false"]
-
-
-def valid_losses(run: Path, ranks: int) -> list[float]:
-    provenance = json.loads((run / "provenance.json").read_text())
-    assert provenance["world_size"] == len(provenance["hostnames"]) == ranks
-    return [record["Loss/valid"] for record in metrics(run) if "Loss/valid" in record]
-
-
-def test_torchrun_slurm_and_a_single_process_give_the_same_losses(arguments: list[str], tmp_path: Path) -> None:
+def test_torchrun_slurm_and_a_single_process_give_the_same_losses(data_flags: list[str], tmp_path: Path) -> None:
+    arguments = ["train.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}", "--set=report_baselines=false"]
     launched = run([*TORCHRUN, *arguments, "--run_num=torchrun"], tmp_path / "torchrun")
     assert launched.returncode == 0, launched.stderr
     assert launched.stderr.count("Avg train loss") == 2, "only rank 0 logs, once per epoch"
@@ -35,8 +25,13 @@ def test_torchrun_slurm_and_a_single_process_give_the_same_losses(arguments: lis
         variables = {**step, "SLURM_PROCID": task, "SLURM_LOCALID": task}
         programs.append(Program([*arguments, "--run_num=slurm"], tmp_path / task, environment=variables))
     assert [program.end().returncode for program in programs] == [0, 0, 0], [program.text for program in programs]
-    losses = valid_losses(directory(tmp_path), 1)
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
-    for name in ("torchrun", "slurm"):
-        assert valid_losses(directory(tmp_path, 2, name), 2) == pytest.approx(losses, rel=1e-4)
+    losses = {}
+    for name, ranks in (("00", 1), ("torchrun", 2), ("slurm", 2)):
+        folder = directory(tmp_path, ranks, name)
+        provenance = json.loads((folder / "provenance.json").read_text())
+        assert provenance["world_size"] == len(provenance["hostnames"]) == ranks
+        losses[name] = [record["Loss/valid"] for record in metrics(folder) if "Loss/valid" in record]
+    assert len(losses["00"]) == 3
+    assert losses["00"][-1] < losses["00"][0]
+    assert losses["torchrun"] == pytest.approx(losses["00"], rel=1e-4)
+    assert losses["slurm"] == pytest.approx(losses["00"], rel=1e-4)

@@ -10,7 +10,7 @@ import pytest
 
 from utils.distributed import network
 from utils.distributed.launch import Launch
-from utils.distributed.network import SETTINGS, NcclNetwork, chosen_network, configure, settings
+from utils.distributed.network import SETTINGS, configure, logged_network, settings
 
 A100, GH200, H100 = "0x20b0", "0x2342", "0x2330"
 EVERYWHERE = {
@@ -87,10 +87,10 @@ def test_other_networks_need_no_settings(networks: list[str], kind: str, node: B
 
 def test_set_variables_stay_and_one_turns_the_table_off(node: Builds) -> None:
     env = node(["net/hsn0"], GH200)
-    mine = {setting.name: "" for setting in SETTINGS}
+    mine = {name: "" for name, *_ in SETTINGS}
     assert set_for(TWO_NODES["mpiexec"], env | mine | {"CUDA_VISIBLE_DEVICES": ""}) == {}
     assert set_for(TWO_NODES["mpiexec"], env | {"DDP_NETWORK_SETTINGS": "0"}) == {}
-    assert not any(setting.name == "NCCL_NET" for setting in SETTINGS), "a wrong name ends a job"
+    assert "NCCL_NET" not in mine, "a wrong name ends a job"
 
 
 @pytest.fixture
@@ -135,15 +135,13 @@ def test_the_network_that_nccl_chose_is_named_and_tcp_on_slingshot_is_a_warning(
 ) -> None:
     caplog.set_level(logging.INFO)
     found, _ = settings(TWO_NODES["slurm"], node(["net/hsn0"]))
-    chosen = NcclNetwork(found, 0)
-    file = Path(environment["NCCL_DEBUG_FILE"])
-    file.write_text(
-        f"nid1:7:9 [0] NCCL INFO Assigned NET plugin {name} to comm\nnid1:7:9 [0] NCCL INFO Using network {name}\n"
-    )
-    chosen.report()
+    line = "nid1:7:9 [0] NCCL INFO"
+    with logged_network(found, 0):
+        file = Path(environment["NCCL_DEBUG_FILE"])
+        file.write_text(f"{line} Assigned NET plugin {name} to comm\n{line} Using network {name}\n")
     (record,) = caplog.records
     assert (record.levelname, words in record.message, file.exists()) == (level, True, False)
     environment["NCCL_DEBUG"] = "WARN"
-    NcclNetwork(found, 0).report()
+    with logged_network(found, 0):
+        pass
     assert len(caplog.records) == 1, "a user who reads NCCL's log has it"
-    assert chosen_network("") == ""

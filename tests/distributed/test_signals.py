@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
+from typing import Any
 
 import pytest
 from processes import TOP, Program, free_port, has_ended, rank_variables, ranks_of_torchrun, run_ranks, wait_until
@@ -47,15 +48,6 @@ def train(start: Start, flags: list[str], tmp_path: Path) -> Start:
     return lambda *more: start([str(script), *flags, *more], **variables)
 
 
-@pytest.fixture
-def two_ranks(start: Start, flags: list[str]) -> list[Program]:
-    """A long training run of two ranks that is in its second epoch."""
-    port = free_port()
-    ranks = [start(["train.py", *flags, LONG], **rank_variables(rank, 2, port)) for rank in range(2)]
-    ranks[0].wait_for("epoch 2/")
-    return ranks
-
-
 def all_are_complete(tmp_path: Path, ranks: int = 1) -> list[int]:
     """The steps of the checkpoints, the last one first."""
     folder = directory(tmp_path, ranks) / "checkpoints"
@@ -63,17 +55,6 @@ def all_are_complete(tmp_path: Path, ranks: int = 1) -> list[int]:
     for step in steps:
         checkpoint.verify(checkpoint.step_directory(folder, step))
     return steps
-
-
-def saved_at_the_stop(text: str, tmp_path: Path, ranks: int = 1) -> checkpoint.Checkpoint:
-    """The complete checkpoint of the step that the log reports, once."""
-    (step,) = re.findall(r"Stopping after step (\d+): ", text)
-    folder = directory(tmp_path, ranks) / "checkpoints"
-    saved = checkpoint.load(checkpoint.step_directory(folder, int(step)))
-    assert saved.state.step == int(step) == all_are_complete(tmp_path, ranks)[0]
-    assert not list(folder.glob(".*")), "no partial files"
-    assert "Traceback" not in text
-    return saved
 
 
 def test_only_sigterm_and_the_named_signal_are_caught() -> None:
@@ -125,7 +106,10 @@ def test_repeated_signals_still_save(train: Start, tmp_path: Path) -> None:
         program.signal(SIGTERM)
         time.sleep(0.02)
     assert program.end().returncode == 75, program.text
-    saved_at_the_stop(program.text, tmp_path)
+    (step,) = re.findall(r"Stopping after step (\d+): ", program.text)
+    assert all_are_complete(tmp_path)[0] == int(step)
+    assert not list((directory(tmp_path) / "checkpoints").glob(".*")), "no partial files"
+    assert "Traceback" not in program.text
 
 
 @pytest.mark.parametrize(
@@ -172,18 +156,11 @@ def test_ctrl_c_ends_a_program_that_blocks_during_its_exit() -> None:
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
-def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(two_ranks: list[Program], tmp_path: Path) -> None:
-    two_ranks[1].signal(SIGTERM)
-    assert [rank.end().returncode for rank in two_ranks] == [75, 75]
-    saved = saved_at_the_stop(two_ranks[0].text, tmp_path, 2)
-    assert f"Stopping after step {saved.state.step}: a signal to another rank\n" in two_ranks[0].text
-    assert len(saved.training["random"]) == 2
-    assert "Stopping" not in two_ranks[1].text
-
-
-def test_the_same_signal_again_ends_a_rank_that_waits_for_another(two_ranks: list[Program], tmp_path: Path) -> None:
+def test_the_same_signal_again_ends_a_rank_that_waits_for_another(start: Start, flags: Any, tmp_path: Path) -> None:
     """Rank 1 is suspended, so the main thread of rank 0 waits in a collective, where Python runs no handlers."""
-    waiting, suspended = two_ranks
+    port = free_port()
+    waiting, suspended = (start(["train.py", *flags, LONG], **rank_variables(rank, 2, port)) for rank in range(2))
+    waiting.wait_for("epoch 2/")
     suspended.signal(signal.SIGSTOP)
     waiting.signal(SIGTERM)
     waiting.wait_for("SIGTERM: saving and stopping")
@@ -201,10 +178,7 @@ def test_the_same_signal_again_ends_a_rank_that_waits_for_another(two_ranks: lis
 def test_ranks_end_when_torchrun_is_stopped_or_killed(
     start: Start, flags: list[str], tmp_path: Path, number: signal.Signals, begun: bool
 ) -> None:
-    """torchrun passes SIGTERM on and exits with code 1; the kernel signals ranks whose torchrun is killed.
-
-    Only ranks that have asked for it before torchrun ended; those that had not connected yet ran on.
-    """
+    """torchrun passes SIGTERM on; the kernel signals ranks whose torchrun is killed, also before they connect."""
     torchrun = start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *flags, LONG])
     if begun:
         torchrun.wait_for("epoch 2/")

@@ -1,14 +1,16 @@
 """Collectives, joint errors, and the end of the process group."""
 
-import logging
+import itertools
 import math
 import socket
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from log_lines import CollectedLines
 from processes import run_ranks
 
 from utils.distributed import world as worlds
@@ -106,31 +108,17 @@ def test_the_debug_level_detail_is_lowered_before_it_ends_ranks_by_a_signal(monk
     dist.set_debug_level(before)
 
 
-class Clock:
-    """Takes the place of the module time: this rank needs `seconds` between two looks at it."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.now = seconds, 0.0
-
-    def perf_counter(self) -> float:
-        self.now += self.seconds
-        return self.now
-
-
 def check_fabric(world: World, slow: int | None, limit: float) -> tuple[list[str], int]:
-    """The log of this rank, and the number of transfers."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    worlds.log.addHandler(handler)
-    worlds.log.setLevel(logging.INFO)
+    """The log of this rank, whose clock advances by a second, or 100, at each look, and the number of transfers."""
+    log = CollectedLines("utils.distributed.world")
+    clock = itertools.count(0.0, 100.0 if world.rank == slow else 1.0)
     shift = mock.Mock(side_effect=World.shift)
     with (
-        mock.patch.object(worlds, "time", Clock(100.0 if world.rank == slow else 1.0)),
+        mock.patch.object(worlds, "time", SimpleNamespace(perf_counter=clock.__next__)),
         mock.patch.object(World, "shift", lambda *arguments: shift(*arguments)),
     ):
         world.check_fabric(limit)
-    return lines, shift.call_count
+    return log.warnings + log.lines, shift.call_count
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

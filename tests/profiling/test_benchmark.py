@@ -49,7 +49,6 @@ def measure(world: World, output: str, settings: Settings | None = None) -> tupl
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_benchmark_logs_and_writes_its_measurements(tmp_path: Path, ranks: int) -> None:
-    """With several ranks, NO-COMM measures the step without gradient exchange."""
     output, exchanges = str(tmp_path / "rates.json"), ranks > 1
     answers = run_ranks(measure, ranks, output) if exchanges else [measure(ALONE, output)]
     names = ["IO", "SYNTHETIC", "FULL", "NO-COMM"][: 4 if exchanges else 3]

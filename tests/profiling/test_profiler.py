@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from utils.config.sections import ProfileConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler, nsys_capture
+from utils.profiling.profiler import WindowProfiler, build_profiler, nsys_capture, record_by_nsys, record_by_torch
 from utils.run.directory import RunDirectory
 from utils.steps.annotate import annotate
 from utils.training.trainer import Profiler
@@ -49,7 +50,7 @@ def ranges(trace: Path) -> Counter[str]:
 )
 def test_only_the_steps_of_the_window_are_profiled(tmp_path, first, length, count, profiled) -> None:
     """Also if the training ends inside the window; if it ends before the window, there are no files."""
-    window = WindowProfiler(first, length, TorchProfiler(RunDirectory(tmp_path), on_gpu=False), CPU)
+    window = WindowProfiler(first, length, partial(record_by_torch, RunDirectory(tmp_path), CPU))
     assert steps_annotated(window, count) == profiled
     assert any(tmp_path.iterdir()) == bool(profiled)
     if profiled:
@@ -76,7 +77,7 @@ def calls(monkeypatch) -> list[str]:
 
 def test_nsys_captures_complete_steps_with_nvtx_ranges_or_a_benchmark_on_rank_0(calls, monkeypatch) -> None:
     """Without synchronization, kernels of the previous step would be captured, and those of the last step missed."""
-    assert steps_annotated(WindowProfiler(1, 2, Nsys(), GPU), 5) == [1, 2]
+    assert steps_annotated(WindowProfiler(1, 2, partial(record_by_nsys, GPU)), 5) == [1, 2]
     assert calls == ["wait for cuda:0", "start", "forward", "forward", "wait for cuda:0", "stop"]
     for session, rank, device in ((None, 0, GPU), ("1", 0, GPU), ("1", 1, GPU), ("1", 0, CPU)):
         calls.clear()

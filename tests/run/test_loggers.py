@@ -108,19 +108,6 @@ def test_a_new_run_replaces_the_records_and_a_resumed_one_continues_them(tmp_pat
         assert recorded(tmp_path) == list(kept)
 
 
-def test_a_half_written_line_is_removed(tmp_path: Path) -> None:
-    """A line that lacks its line end, to which the next record would be appended."""
-    with closing(start(tmp_path)) as run:
-        record(run, range(4))
-    lines = (tmp_path / "metrics.jsonl").read_text()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4')
-    with closing(start(tmp_path, 3)) as again:
-        record(again, range(4, 6))
-    assert recorded(tmp_path) == list(range(6))
-    assert (tmp_path / "metrics.jsonl").read_text().startswith(lines), "kept lines are unchanged"
-
-
 def test_non_finite_values_are_not_recorded(tmp_path: Path) -> None:
     with closing(start(tmp_path)) as run:
         run.scalars({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": 2}, 3)
@@ -285,11 +272,7 @@ def test_a_fault_is_one_warning_and_the_training_continues(
         (None, "[wandb]", "needs the package wandb; pip install -e '.[wandb]'"),
         (stand_in(0, login=[False]), "[tensorboard, wandb]", "no API key; run `wandb login`"),
         (stand_in(0, login=ValueError("key: too\nshort")), "[wandb]", "refuses its settings: key: too short"),
-        (
-            None,
-            "[tensorbord]",
-            "loggers: unknown name tensorbord; known: tensorboard, wandb; did you mean tensorboard?",
-        ),
+        (None, "[tensorbord]", "unknown name tensorbord; known: tensorboard, wandb; did you mean tensorboard?"),
     ],
 )
 def test_a_logger_that_cannot_be_used_is_one_line(

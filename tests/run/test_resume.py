@@ -1,5 +1,6 @@
 """A resumed run ends as an uninterrupted one: same bits, same records, each once. It is finished with its summary."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -7,9 +8,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from disks import fill, small_disk
 from log_lines import messages, other_lines
 from processes import GENEROUS, run_ranks
 from trainings import (
@@ -231,60 +232,18 @@ def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flag
         assert factors[0] == pytest.approx(factors[1], rel=1e-5)
 
 
-def refused_and_continued(world: World, flags: list[str]) -> bool:
-    """Continues the newest run, which was stopped on another number of ranks, by the flag that the refusal gives."""
-    with pytest.raises(UserError, match="on other ranks than 2ranks; to continue it in a new directory, ") as caught:
-        run(world, [*flags, "--resume"])
-    return run(world, [*flags, str(caught.value).split("give ")[1]])
-
-
-def test_resume_on_another_number_of_ranks_does_not_start_from_scratch(
-    tmp_path: Path, data_flags: list[str], command: Any
-) -> None:
-    """A fixed bug: --resume looked only at the runs on the same number of ranks."""
-    stopped, continued = directory(tmp_path), directory(tmp_path, 2)
-    assert not run(ALONE, [*data_flags, f"--set=expdir={tmp_path}", "--resume"], 11)
-    assert run_ranks(refused_and_continued, 2, [*data_flags, f"--set=expdir={tmp_path}"]) == [True, True]
-    assert last(stopped).state.step == 11
-    assert min(record["step"] for record in metrics(continued)) > 11, "it has resumed"
-    assert os.listdir(continued.parent) == ["00"], "the refusal creates nothing"
-    before = contents(tmp_path)
-    code, stderr = command("--resume")
-    line = (
-        f"--resume: the newest run is {continued}, on other ranks than 1ranks; to continue it in a new directory, give"
-    )
-    assert (code, stderr.splitlines()[-1].partition(line)[2]) == (2, f" --resume={continued}")
-    assert contents(tmp_path) == before
-    assert command("--resume", "--run_num=other", "--num_epochs=1")[0] == 0, "another run number is another run"
-
-
 @pytest.fixture
-def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]):
-    """command(*flags, after=f): a training run of config 'test' by its command line -> (exit code, stderr)."""
+def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """command(*flags, after=f, code=0): a training run of config 'test' that ends with this exit code -> its stderr."""
 
-    def start(*flags: str, after: Callable[[int], None] = lambda step: None) -> tuple[int, str]:
+    def start(*flags: str, after: Callable[[int], None] = lambda step: None, code: int = 0) -> str:
         HookedStep.hook(after)
-        code: Any = 0
         basics = [f"--yaml_config={YAML}", "--config=test", *data_flags, "--set=report_baselines=false"]
-        try:
+        with pytest.raises(SystemExit, match=f"^{code}$") if code else contextlib.nullcontext():
             train.main([*basics, f"--set=expdir={tmp_path}", *flags], HookedStep)
-        except SystemExit as stop:
-            code = stop.code
-        return code, capsys.readouterr().err
+        return capsys.readouterr().err
 
     return start
-
-
-@pytest.fixture
-def start(tmp_path: Path, command: Any) -> Callable[..., tuple[Path, str]]:
-    """start(*flags): as `command`, of a run that ends well -> (its directory, stderr)."""
-
-    def run(*flags: str) -> tuple[Path, str]:
-        code, stderr = command(*flags)
-        assert code == 0, stderr
-        return directory(tmp_path), stderr
-
-    return run
 
 
 def contents(run: Path) -> dict[str, Any]:
@@ -294,30 +253,19 @@ def contents(run: Path) -> dict[str, Any]:
 
 
 def test_a_run_resumes_with_damaged_records(command: Any, finished: Path) -> None:
-    """All at once, and the link. provenance.json and a metrics line once ended it with a traceback."""
-    for name in ("provenance.json", "config.yaml"):
-        (finished / name).write_text("")
-    (finished / "summary.json").unlink()
-    (finished / "checkpoints" / BEST).unlink()
-    with (finished / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 99, "Loss/va')
-    code, stderr = command("--resume", "--num_epochs=3")
-    assert code == 0, stderr
-    assert json.loads((finished / "summary.json").read_text())["steps"] == 24
-    assert json.loads((finished / "provenance.json").read_text())["run_num"] == "00"
-    assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
-    assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
-
-
-def test_a_run_resumes_with_records_of_another_form(command: Any, finished: Path) -> None:
-    """Valid JSON that the program does not write, as after an edit by hand, was a traceback at each restart."""
-    for epochs, record in enumerate(("[]", '{"run_num": "00"}', '{"earlier": [3]}', '{"earlier": 3}'), start=3):
+    """Truncated, or valid JSON of another form, as after an edit by hand. They were tracebacks at each restart."""
+    (finished / "config.yaml").write_text("")
+    for name in ("summary.json", f"checkpoints/{BEST}"):
+        (finished / name).unlink()
+    for epochs, record in enumerate(("", "[]", '{"run_num": "00"}', '{"earlier": [3]}', '{"earlier": 3}'), start=3):
         (finished / "provenance.json").write_text(record)
         with (finished / "metrics.jsonl").open("a") as file:
-            file.write('5\n[]\n{"loss": 1}\n{"step": "x"}\n')
-        code, stderr = command("--resume", f"--num_epochs={epochs}")
-        assert code == 0, stderr
+            file.write('5\n[]\n{"loss": 1}\n{"step": "x"}\n{"step": 99, "Loss/va')
+        command("--resume", f"--num_epochs={epochs}")
         assert json.loads((finished / "summary.json").read_text())["steps"] == 8 * epochs
+    assert json.loads((finished / "provenance.json").read_text())["run_num"] == "00"
+    assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [*range(0, 57, 8)]
+    assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
 
 
 def test_a_new_run_that_ends_before_it_begins_resumes_no_other(command: Any, finished: Path, monkeypatch: Any) -> None:
@@ -327,14 +275,12 @@ def test_a_new_run_that_ends_before_it_begins_resumes_no_other(command: Any, fin
     for module, function in ((build, "open_loaders"), (runs, "_remove_run")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, lambda *_: sys.exit(143))
-            assert command("--resume=no", "--num_epochs=1")[0] == 143
+            command("--resume=no", "--num_epochs=1", code=143)
         assert saved_steps(finished / "checkpoints") == before, "nothing is removed before the new run starts"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    code, stderr = command("--resume=no", "--num_epochs=1")
-    assert code == 0, stderr
-    assert "Resuming" not in stderr
+    assert "Resuming" not in command("--resume=no", "--num_epochs=1")
     assert saved_steps(finished / "checkpoints") == [8]
-    assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new run"
+    assert "Resuming" in command("--resume=no"), "from then on a restart resumes the new run"
 
 
 def test_only_the_summary_is_missing_if_the_run_itself_had_trained_all_epochs(whole: Path) -> None:
@@ -371,8 +317,7 @@ def test_an_unusable_start_is_one_line(tmp_path: Path, command: Any, whole: Path
     source = step_directory(whole / "checkpoints", 16)
     (shutil.copytree(source, tmp_path / "new" / "damaged") / WEIGHTS).write_text("damaged")
     flags = flag.format(new=tmp_path / "new", source=source).split()
-    code, stderr = command(*flags, "--num_epochs=3")
-    assert code == 2, stderr
+    stderr = command(*flags, "--num_epochs=3", code=2)
     (line,) = [line for line in other_lines(stderr) if line.startswith("error: ")]
     assert line == stderr.splitlines()[-1]
     assert says in line
@@ -388,24 +333,11 @@ def test_the_checkpoint_of_another_run_is_resumed_once(tmp_path: Path, command: 
     shutil.rmtree(step_directory(source / "checkpoints", 15))
     before = contents(source)
     flags = [f"--resume={source}{given}", "--set=checkpoint.every_steps=1"]
-    code, stderr = command(*flags, after=lambda step: sys.exit(143) if step == 3 else None)
-    assert code == 143, stderr
+    stderr = command(*flags, after=lambda step: sys.exit(143) if step == 3 else None, code=143)
     assert f"Resuming from {source}/checkpoints/step_00000012, after step 12" in messages(stderr, "INFO")
-    code, stderr = command(*flags)
-    assert code == 0, stderr
-    assert f"Resuming from {run}/checkpoints" in stderr, "its own checkpoint comes first"
+    assert f"Resuming from {run}/checkpoints" in command(*flags), "its own checkpoint comes first"
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
     assert contents(source) == before
-
-
-def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    path = step_directory(whole / "checkpoints", 8) / WEIGHTS
-    code, stderr = command(f"--init_from={path}", "--set=seed=7", "--num_epochs=1")
-    assert code == 0, stderr
-    assert f"Weights of {path}" in messages(stderr, "INFO")
-    end = last(directory(tmp_path))
-    assert (end.state.step, end.state.initial_loss) == (8, checkpoint.read_weights(path)["final_loss"])
-    assert {int(state["step"]) for state in end.training["optimizer"]["state"].values()} == {8}
 
 
 def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: list[str]) -> None:
@@ -428,7 +360,7 @@ def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, co
     now = [0.0]
     monkeypatch.setattr("utils.training.metrics.time", SimpleNamespace(perf_counter=lambda: now[0]))
     flags = ["--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99"]
-    assert command(*flags, after=lambda step: now.append(now.pop() + 60))[0] == 0
+    command(*flags, after=lambda step: now.append(now.pop() + 60))
     assert saved_steps(directory(tmp_path) / "checkpoints") == [16, 14, 11, 8, 6, 3]
 
 
@@ -443,10 +375,30 @@ def test_the_size_of_a_checkpoint_is_known_before_training(tmp_path: Path, data_
     assert 1 < size / build.model_size(config.for_world(1)).checkpoint < 1.02
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB; mounting it requires root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command).returncode:
+        pytest.skip("cannot mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)  # lazily: log files in it may still be open
+
+
+def fill(path: Path) -> None:
+    """Writes a file until the disk is full to the last byte."""
+    with open(path, "wb", buffering=0) as file:
+        for size in (2**16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
+def test_a_full_disk_ends_no_training(disk: Path, command: Any, whole: Path) -> None:
     """Checkpoints, logs, curves and pictures are on it; it stays full to the end, and has space at the restart."""
-    disk = tmp_path / "disk"
     run = directory(disk)
     flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={disk}", "--set=report_pictures=true"]
 
@@ -455,25 +407,21 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
             for thread in threading.enumerate():
                 if thread.name == "checkpoint":
                     thread.join(GENEROUS)
-            fill(disk)
+            fill(disk / "filler")
 
-    with small_disk(disk, "2m"):
-        code, stderr = command(*flags, after=after)
-        assert code == 2, stderr
-        fault = "No space left on device"
-        assert f"\nerror: the checkpoint of step 16 is not in {run}/checkpoints: {fault}; run the command" in stderr
-        warnings = messages(stderr, "WARNING")
-        assert sum(f": {fault}; earlier ones are kept" in line for line in warnings) == 3, "of steps 8, 12 and 16"
-        assert warnings.count(f"Cannot record scalars in {run}: {fault}; the run continues") == 1
-        assert len(warnings) <= 5, "at most one more, about pictures"
-        assert "Traceback" not in stderr
-        (disk / "filler").unlink()
-        code, stderr = command(*flags)
-        assert code == 0, stderr
-        assert f"Resuming from {run}/checkpoints/step_00000004, after step 4" in messages(stderr, "INFO")
-        assert_equal(last(run).weights["network"], last(whole).weights["network"])
-        assert metrics(run) == metrics(whole)
-        assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
+    stderr = command(*flags, after=after, code=2)
+    fault = "No space left on device"
+    assert f"\nerror: the checkpoint of step 16 is not in {run}/checkpoints: {fault}; run the command" in stderr
+    warnings = messages(stderr, "WARNING")
+    assert sum(f": {fault}; earlier ones are kept" in line for line in warnings) == 3, "of steps 8, 12 and 16"
+    assert warnings.count(f"Cannot record scalars in {run}: {fault}; the run continues") == 1
+    assert len(warnings) <= 5, "at most one more, about pictures"
+    assert "Traceback" not in stderr
+    (disk / "filler").unlink()
+    assert f"Resuming from {run}/checkpoints/step_00000004, after step 4" in messages(command(*flags), "INFO")
+    assert_equal(last(run).weights["network"], last(whole).weights["network"])
+    assert metrics(run) == metrics(whole)
+    assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -490,14 +438,14 @@ def train_and_die(argv: list[str]) -> None:
     train.main(argv)
 
 
-def test_a_restart_writes_a_missing_summary(tmp_path: Path, start: Any, whole: Path, data_flags: list[str]) -> None:
+def test_a_restart_writes_a_missing_summary(tmp_path: Path, command: Any, whole: Path, data_flags: list[str]) -> None:
     """A run killed between its last checkpoint and its end once never got its hparam scalars."""
     argv = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
     killed(train_and_die, argv)
     run = directory(tmp_path)
     assert not (run / "summary.json").exists()
     before = contents(run)
-    assert "The summary of this run is missing" in start("--set=report_pictures=true")[1]
+    assert "The summary of this run is missing" in command("--set=report_pictures=true")
     assert scalars(run) == scalars(whole), "each value once"
     assert {"loss_curves.png", "slices.png", "slices_largest_error.png"} < {*os.listdir(run)}
     assert (summary(run)["steps"], summary(run)["final_loss"]) == (16, summary(whole)["final_loss"])
@@ -506,41 +454,42 @@ def test_a_restart_writes_a_missing_summary(tmp_path: Path, start: Any, whole: P
         assert after[str(run / name)] == before[str(run / name)], f"{name} is that of the process that trained"
 
 
-def test_a_run_that_never_beat_the_untrained_network_warns_at_its_end(start: Any) -> None:
+def test_a_run_that_never_beat_the_untrained_network_warns_at_its_end(tmp_path: Path, command: Any) -> None:
     """Fixed: only predict.py and export.py reported it, as a run that had no best checkpoint yet."""
-    run, printed = start("--set=lr_schedule.start_lr=1e-30", "--num_epochs=1")
-    (warning,) = messages(printed, "WARNING")
-    assert f"{checkpoint.NO_BEST}; --checkpoint {run}/checkpoints/step_00000008 uses the last one" in warning
+    (warning,) = messages(command("--set=lr_schedule.start_lr=1e-30", "--num_epochs=1"), "WARNING")
+    assert (
+        f"{checkpoint.NO_BEST}; --checkpoint {directory(tmp_path)}/checkpoints/step_00000008 uses the last one"
+        in warning
+    )
 
 
-def test_a_finished_run_is_left_unchanged(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_left_unchanged(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     """The same command trains again, in a directory of its own; with --resume it has nothing to do."""
-    run, printed = start()
-    assert messages(printed, "WARNING") == []
+    run = directory(tmp_path)
+    assert messages(command(), "WARNING") == []
     before = contents(run)
-    _, printed = start("--set=log_interval=3")
+    printed = command("--set=log_interval=3")
     assert f"Run directory: {run}-2 (00 is finished; " in printed
     assert "Resuming" not in printed
     assert summary(run.with_name("00-2"))["steps"] == 16
     shutil.rmtree(run.with_name("00-2"))
-    _, printed = start("--set=log_interval=3", "--resume")
-    assert messages(printed)[-2].startswith("Nothing was trained: ")
-    start(f"--resume={run}", "--run_num=new")  # A fixed bug: it got the config and the summary of the other run.
+    assert messages(command("--set=log_interval=3", "--resume"))[-2].startswith("Nothing was trained: ")
+    command(f"--resume={run}", "--run_num=new")  # A fixed bug: it got the config and the summary of the other run.
     monkeypatch.setattr(Benchmark, "run", lambda benchmark: None)
-    start("--resume", "--enable_benchy")
+    command("--resume", "--enable_benchy")
     assert contents(run) == before, "a benchmark writes to no run directory"
     assert [path.name for path in run.parent.iterdir()] == ["00"]
 
 
-def test_more_epochs_replace_the_summary_and_continue_the_records(start: Any) -> None:
+def test_more_epochs_replace_the_summary_and_continue_the_records(tmp_path: Path, command: Any) -> None:
     """All lines are in out.log, with those from before it was open."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    run, first = start()
+    run, first = directory(tmp_path), command()
     records = metrics(run)
     assert "valid.h5: the inputs are " in messages(first)[0], "of the checks, before anything is written"
-    _, second = start("--num_epochs=3", "--resume")
+    second = command("--num_epochs=3", "--resume")
     assert messages((run / "out.log").read_text()) == messages(first) + messages(second)
     assert "num_epochs 2 -> 3" in second
     assert metrics(run)[: len(records)] == records
@@ -553,15 +502,13 @@ def test_more_epochs_replace_the_summary_and_continue_the_records(start: Any) ->
     assert shown["num_epochs"].number_value == 3, "those of the shorter run were shown with the new loss"
 
 
-def test_a_summary_that_cannot_be_written_is_no_success(command: Any, start: Any, monkeypatch: Any) -> None:
+def test_a_summary_that_cannot_be_written_is_no_success(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     """The run ended with exit code 0 and a warning."""
     with monkeypatch.context() as patch:
         full = mock.Mock(side_effect=OSError(28, "No space left on device"))
         patch.setattr(runs, "asdict", full)
-        code, stderr = command()
-    assert code == 2
+        stderr = command(code=2)
     remedy = "the network is saved; the same command writes it"
     assert re.search(f"summary.json: No space left on device; .*{remedy}$", stderr.splitlines()[-1])
-    run, printed = start()
-    assert "The summary of this run is missing" in printed
-    assert summary(run)["steps"] == 16
+    assert "The summary of this run is missing" in command()
+    assert summary(directory(tmp_path))["steps"] == 16

@@ -84,7 +84,6 @@ def test_the_port_depends_on_job_and_step_and_equals_that_of_read_launch(system:
 
 
 def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) -> None:
-    """scontrol names it, where it is installed and works."""
     lists = {
         "nid[001004-001007,2]": "nid001004",
         "a1,b[2-3]": "a1",
@@ -105,7 +104,6 @@ def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) ->
 
 
 def test_a_task_gets_the_settings_of_the_program(system: dict[str, str]) -> None:
-    """Those of `network.settings`, from any directory; set variables stay, and one turns the table off."""
     Path(system["SYSFS"], "class/net/hsn0").mkdir(parents=True)
     task = {**system, **STEP}
     _, expected = settings(read_launch(STEP), task)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, Program, free_port, rank_variables
+from processes import GENEROUS, TOP, start_ranks
 from slurm_cluster import Cluster, Job, Unavailable, private_cluster
 from trainings import assert_same_training, directory
 
@@ -48,12 +48,8 @@ def flags(data_flags: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """The same run on four ranks without Slurm and without interruption."""
-    folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
-    command = ["train.py", *flags, f"--set=expdir={folder}"]
-    ranks = [
-        Program(command, folder / str(rank), environment={**os.environ, **rank_variables(rank, 4, port)})
-        for rank in range(4)
-    ]
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    ranks = start_ranks(["train.py", *flags, f"--set=expdir={folder}"], 4, folder)
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
     return directory(folder, 4)
 
@@ -71,7 +67,6 @@ def training(cluster: Cluster, tmp_path: Path, flags: list[str]) -> tuple[Job, l
 
 
 def has_pending_signal(pid: int) -> bool:
-    """True if a signal has been sent to the stopped process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return re.search(r"^ShdPnd:\s*0*[1-9a-f]", status, re.MULTILINE) is not None
 
@@ -92,10 +87,7 @@ def stopped_after(job: Job, by: str) -> int:
 def test_an_interrupted_training_run_is_requeued_and_resumes(
     cluster: Cluster, training: tuple[Job, list[int]], uninterrupted: Path, tmp_path: Path, by: str
 ) -> None:
-    """After a preemption, a warning of the time limit, or the failure of a node: from its last checkpoint.
-
-    One file has the output of both starts, from rank 0.
-    """
+    """After a preemption, a warning of the time limit, or the failure of a node. Both starts write to one file."""
     (job, ranks), run = training, directory(tmp_path / LOGS, 4)
     newest = saved_steps(run / "checkpoints")[0]
     saved = [newest, newest + 8]  # the next one may have been half written when the ranks were suspended

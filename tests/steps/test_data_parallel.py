@@ -54,10 +54,7 @@ def build_step(world: World, name: str, **options) -> EagerStep:
 
 
 def train(world: World, name: str, **options) -> list[np.ndarray]:
-    """The parameters after twenty steps, each rank on its part of the batch, and the statistics that SOAP would save.
-
-    Each rank follows some of the statistics. A save between two renewals collects the others.
-    """
+    """The parameters after twenty steps, and the statistics that SOAP would save, of which each rank follows some."""
     step = build_step(world, name, **options)
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)
@@ -99,10 +96,7 @@ def distance(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
-    """All ranks end with the same bits, and within rounding with the parameters of one rank on the whole batch.
-
-    With micro-batches and either exchange, too. Measuring the noise scale changes no bit.
-    """
+    """All ranks end with the same bits, and within rounding with those of one rank. The noise scale changes no bit."""
     for name, several in CASES.items():
         before = flat_parameters(build_step(world_on("cpu"), name)).numpy()
         assert distance(alone[name][0], before) > 1e-2, f"{name}: training must have changed the parameters"

@@ -59,7 +59,6 @@ def test_one_step_is_forward_backward_clip_and_update_at_the_given_learning_rate
 
 
 def test_float16_halves_its_scale_at_an_overflow_and_saves_it(tmp_path) -> None:
-    """The saved state includes the scale and the number of finite steps since its last change."""
     first, second = (make_step("adam", enable_amp=True, precision="float16") for _ in range(2))
     before, scale = flat_parameters(first), first._scaler.get_scale()
     first(bad_batch("inf in targets"), LR)

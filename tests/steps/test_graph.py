@@ -60,10 +60,7 @@ def buffers(count: int, device: str) -> list[Batch]:
 
 
 def curve(step: EagerStep, slots: list[Batch], steps: int = STEPS, before: Any = lambda number: None) -> torch.Tensor:
-    """Losses and gradient norms, [steps, 2]. Rate and batch change in each step; conditions are in new memory.
-
-    `before` is called before each step, with its number.
-    """
+    """Losses and gradient norms, [steps, 2]. Rate and batch change in each step, before which `before` is called."""
     generator = torch.Generator().manual_seed(1)
     values = torch.zeros(steps, 2, device=slots[0].inputs.device)
     for number in range(steps):
@@ -83,18 +80,14 @@ def curve(step: EagerStep, slots: list[Batch], steps: int = STEPS, before: Any =
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "backends", "words"),
-    [
-        (4, {}, "cpu:gloo,cuda:nccl", None),
-        (4, {}, "gloo", "NCCL is needed"),
-        (4, {"noddp": True}, "gloo", None),
-    ],
+    ("noddp", "backends", "words"),
+    [(False, "cpu:gloo,cuda:nccl", None), (False, "gloo", "NCCL is needed"), (True, "gloo", None)],
 )
-def test_exchanges_that_a_graph_cannot_hold_are_refused(monkeypatch, ranks, options, backends, words) -> None:
+def test_exchanges_that_a_graph_cannot_hold_are_refused(monkeypatch, noddp, backends, words) -> None:
     monkeypatch.setattr(graph.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(graph.dist, "get_backend_config", lambda: backends)
     with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
-        GraphStep.check(Config(**options), world_on("cuda", ranks))
+        GraphStep.check(Config(noddp=noddp), world_on("cuda", 4))
     with pytest.raises(UserError, match=r"the run's device is cpu.*; use train\.py"):
         GraphStep.check(Config(), world_on("cpu"))
 
@@ -138,10 +131,7 @@ class FakeGraph:
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces CUDA streams and graphs by fakes on the CPU.
-
-    Streams run everything at once; tests/data/loaders/test_prefetcher.py tests their order.
-    """
+    """Fake streams and graphs on the CPU, without the order of streams, which test_prefetcher.py tests."""
     cuda, record = graph.torch.cuda, GraphStep._record
     recording: list[GraphStep] = []
     monkeypatch.setattr(GraphStep, "_record", lambda self, batch: recording.append(self) or record(self, batch))
@@ -181,7 +171,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ids=str,
 )
 def test_replayed_steps_equal_eager_steps(device: str, optimizer: Any, count: int, options: dict[str, Any]) -> None:
-    """Same losses, norms and weights for any number of loader buffers, with a bounded number of graphs."""
     steps = WARMUP_STEPS + 2 * count + 3
     plain, recorded = (make(kind, optimizer, device, **options) for kind in (EagerStep, GraphStep))
     start, slots = snapshot(recorded), buffers(count, device)

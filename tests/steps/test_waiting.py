@@ -50,10 +50,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def train(config: Config, recorded: bool = False) -> tuple[set[str], list[str]]:
-    """Two steps, the first of which creates the optimizer's state, and what an integrity check computes.
-
-    Returns the names of the kernels, and large tensors in another order than channels-last.
-    """
+    """Kernels of two steps and of an integrity check; large tensors in them in another order than channels-last."""
     trace = Trace()
     with fake_gpu() as launches:
         model, world = build.network_with_loss(config), World(Launch("test"), CPU)
@@ -89,7 +86,6 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("value", "kernel"), [("auto", "strided_convolution"), ("cudnn", "blocks_l1")])
 def test_no_large_tensor_leaves_the_channels_last_order(value: str, kernel: str, monkeypatch: Any) -> None:
-    """The full-size network at batch 64."""
     pytest.importorskip("triton")
     monkeypatch.setattr(plan, "not_hopper", lambda device: "")
     config = configs.load(str(FOLDER / "UNet.yaml"), "bs64_opt", {"kernels": value, "device": "cpu"}).for_world(1)

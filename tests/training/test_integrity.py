@@ -1,6 +1,7 @@
 """Integrity checks find flipped bits and devices that compute wrong, name the rank, and change no bit of a run."""
 
 import contextlib
+import copy
 import itertools
 import logging
 import math
@@ -47,7 +48,12 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 class CountingStep(EagerStep):
+    """Flips a bit of `flipped` after a step."""
+
     steps = 0
+
+    def flipped(self):
+        return torch.zeros(1)
 
     @property
     def flips(self) -> bool:
@@ -55,23 +61,20 @@ class CountingStep(EagerStep):
 
     def __call__(self, *arguments):
         self.steps += 1
-        return super().__call__(*arguments)
+        loss = super().__call__(*arguments)
+        if self.flips:
+            flip(self.flipped())
+        return loss
 
 
 class WeightFlips(CountingStep):
-    def __call__(self, *arguments):
-        loss = super().__call__(*arguments)
-        if self.flips:
-            flip(self._parameters[0])
-        return loss
+    def flipped(self):
+        return self._parameters[0]
 
 
 class MomentFlips(CountingStep):
-    def __call__(self, *arguments):
-        loss = super().__call__(*arguments)
-        if self.flips:
-            flip(self.optimizer.state[self._parameters[-1]]["exp_avg_sq"])
-        return loss
+    def flipped(self):
+        return self.optimizer.state[self._parameters[-1]]["exp_avg_sq"]
 
 
 class GradientFlips(CountingStep):
@@ -262,10 +265,7 @@ class ComputesWrongAfterTheFirstCheck(EagerStep):
 
 
 def test_a_restart_after_wrong_replays_resumes_before_them(tmp_path: Path, data_flags: list[str], capfd: Any) -> None:
-    """A fixed bug: torchrun's restart resumed from a checkpoint that the line named as wrong.
-
-    One rank alone repeats its own micro-batch.
-    """
+    """A fixed bug: torchrun's restart resumed from a checkpoint that the line named as wrong. Also on one rank."""
     flags = flags_of(tmp_path, data_flags, "--set=checkpoint.every_steps=1")
     with pytest.raises(SystemExit) as end:
         train.main([f"--yaml_config={YAML}", *flags], ComputesWrongAfterTheFirstCheck)
@@ -281,18 +281,6 @@ def test_a_restart_after_wrong_replays_resumes_before_them(tmp_path: Path, data_
 
 def repeats(step: EagerStep) -> bool:
     return Integrity(Config(), step, ALONE)._repeats(batch(), 0)
-
-
-@pytest.mark.parametrize("layer", [nn.Identity, nn.Dropout, lambda: nn.BatchNorm3d(4), lambda: nn.SyncBatchNorm(4)])
-def test_networks_that_draw_numbers_or_have_batch_norms_are_replayed(layer: Any, monkeypatch: Any) -> None:
-    """Fixed: dropout and batch norms had no replays. The training does not change."""
-    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm3d.forward)  # it needs a GPU
-    monkeypatch.setattr(nn.SyncBatchNorm, "_check_input_dim", lambda *_: None)
-    step = make_step(network=nn.Sequential(layer(), nn.Conv3d(4, 5, 1)))
-    before = [buffer.clone() for buffer in step.network.buffers()], torch.get_rng_state()
-    assert repeats(step) == (not isinstance(step.network[0], nn.SyncBatchNorm))
-    assert_equal(step.recompute(batch()), step.recompute(batch()))
-    assert_equal([*before], [[*step.network.buffers()], torch.get_rng_state()])
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(256, 1), (2, 256)])
@@ -327,23 +315,26 @@ class Noise(nn.Module):
         return x + torch.rand((), generator=self.own[0]) if self.source == "own torch" else x
 
 
-@pytest.mark.parametrize(
-    ("source", "is_replayed"),
-    [
-        *((source, True) for source in ("", "python", "numpy")),
-        *((source, False) for source in ("calls", "own python", "own numpy", "own torch", "lock")),
-    ],
-)
-def test_hidden_state_of_networks_gives_no_false_alarm_and_is_not_changed(source: str, is_replayed: bool) -> None:
-    """A fixed bug: runs of good devices ended with exit code 77, and the first check changed the calls that follow."""
-    noise = Noise(source)
-    step = make_step(network=nn.Sequential(nn.Conv3d(4, 5, 1), noise))
-    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    assert repeats(step) == is_replayed
-    if source != "lock":
-        step.recompute(batch())
-    assert noise.calls == 0
-    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+REPLAYED = [nn.Identity(), nn.Dropout(), nn.BatchNorm3d(4), *map(Noise, ("", "python", "numpy"))]
+OTHERS = [nn.SyncBatchNorm(4), *map(Noise, ("calls", "own python", "own numpy", "own torch", "lock"))]
+
+
+@pytest.mark.parametrize("layer", [*REPLAYED, *OTHERS], ids=lambda layer: getattr(layer, "source", str(layer)))
+def test_hidden_state_of_networks_gives_no_false_alarm_and_is_not_changed(layer: Any, monkeypatch: Any) -> None:
+    """Fixed: good devices ended with exit code 77, checks changed later calls, and dropout and batch norms had none."""
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm3d.forward)  # it needs a GPU
+    monkeypatch.setattr(nn.SyncBatchNorm, "_check_input_dim", lambda *_: None)
+    step = make_step(network=nn.Sequential(layer, nn.Conv3d(4, 5, 1)))
+
+    def state() -> list[Any]:
+        numbers = torch.get_rng_state(), [*random.getstate()], np.random.get_state()[1].tolist()  # noqa: NPY002
+        return [[*layer.buffers()], getattr(layer, "calls", 0), *numbers]
+
+    before = copy.deepcopy(state())
+    assert Integrity(Config(), step, ALONE)._repeats(batch(), 0) == (layer in REPLAYED)
+    if layer in REPLAYED:
+        assert_equal(step.recompute(batch()), step.recompute(batch()))
+    assert_equal(before, state())
 
 
 @pytest.mark.parametrize(

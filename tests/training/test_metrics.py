@@ -41,7 +41,6 @@ def on_rank(world: World) -> tuple[Any, ...]:
 
 
 def test_losses_and_means_are_averaged_over_ranks() -> None:
-    """Mean loss, largest norm, and the first rank that is not finite; a weighted mean also if a rank has no samples."""
     for good, bad, mean in run_ranks(on_rank, 2):
         assert good == [StepRecord(1.5, 2.0), StepRecord(2.5, 4.0)]
         assert bad == [(1, False, False, "nan"), (0, False, False, "1.0"), (None, False, True, "inf")]
@@ -219,10 +218,6 @@ def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale_with_any_buckets(
     for rank in run_ranks(measure_all, 2):
         assert [[*estimates] for estimates in rank.values()] == [TRUE] * 4
         assert rank["buckets"] == rank["one bucket"] == rank["manual"]
-
-
-def test_a_step_without_parts_has_no_probe() -> None:
-    assert make_step(log_noise_scale=True).probe is make_step(accumulation_steps=2).probe is None
 
 
 def test_the_advice_in_the_log() -> None:

@@ -88,7 +88,6 @@ class Diagnoser:
 
 
 def failure(rank: int, report: Report, error: BaseException) -> Diagnosis:
-    """The diagnosis about an exception of a rank."""
     if isinstance(error, LocalError):  # prints its own line
         return Diagnosis(rank, "", EXIT_USER_ERROR)
     text = " ".join(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].split())[:400].rstrip(": ")

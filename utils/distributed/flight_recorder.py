@@ -2,27 +2,13 @@
 
 import contextlib
 import faulthandler
-import os
 from pathlib import Path
 
-from utils.errors import UserError
 from utils.files import atomic_write
 
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the second one in CUDA builds only
 RECORD = "flight_recorder_rank{}.json"
 LIMIT_SECONDS = 10.0
-ENTRIES = "TORCH_FR_BUFFER_SIZE"
-MAX_ENTRIES = 2**31 - 1
-
-
-def check_entries() -> None:
-    """Raises UserError for a number of entries that PyTorch cannot read: the process group would wait forever."""
-    text = os.environ.get(ENTRIES, "0")
-    if not (text.isascii() and text.isdecimal() and int(text) <= MAX_ENTRIES):
-        raise UserError(
-            f"the environment variable {ENTRIES} is {text!r}; unset it, or set it to the number of collectives that "
-            f"PyTorch's flight recorder keeps, from 0 to {MAX_ENTRIES}"
-        )
 
 
 def write_collectives(folder: Path, rank: int) -> None:

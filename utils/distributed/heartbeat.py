@@ -104,7 +104,6 @@ class Heartbeat:
     def __init__(
         self, timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS, launch: Launch | None = None, store: dist.Store | None = None
     ) -> None:
-        """A single rank needs no store."""
         launch = launch or Launch("single process")
         self.rank, self._size = launch.rank, launch.world_size
         # For the last collectives and the diagnosis; a training run sets its directory and its log.
@@ -249,8 +248,7 @@ class Heartbeat:
         self._reports.release(self.rank, self.diagnoser.reading_ranks(self._now, diagnosis), seconds)
 
     def _print(self, line: str) -> None:
-        """Writes the line to stderr and to the run's log, without the lock of the logging module: this thread must not
-        wait for one that hangs."""
+        """Writes the line to stderr and the run's log, without the lock of `logging`, which another thread may keep."""
         _write(f"error: {line}\n")
         with contextlib.suppress(OSError), open(self.log, "r+", encoding="utf-8") as log:
             log.seek(0, os.SEEK_END)

@@ -11,7 +11,7 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,17 +46,6 @@ class Node:
         return self.kind == "Slingshot"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A variable, its value where `applies` is true, the reason, and who publishes it."""
-
-    name: str
-    value: str
-    applies: Callable[[Node], bool]
-    reason: str
-    source: str
-
-
 def _at(*sites: str) -> Callable[[Node], bool]:
     """True on Slingshot at these sites, "" is each that publishes nothing; at all if none is named."""
     return lambda node: node.slingshot and (not sites or node.site in sites)
@@ -75,18 +64,19 @@ HPE, CSCS = "HPE's ccl_env.sh, 2026-04", "CSCS's nccl_env_vars, 2025-11"
 NERSC = f"NERSC's NCCL module; {HPE}"
 ALL = f"{NERSC}; {CSCS}; ALCF's page on NCCL, 2025-01"
 STALE = "NCCL from 2.27 on may deliver stale halves of 128-byte lines, without an error"
-SETTINGS = (
-    Setting("NCCL_SOCKET_IFNAME", "hsn", _at(), "ranks connect over Slingshot, not the first network interface", NERSC),
-    Setting("NCCL_CROSS_NIC", "1", _at(), "a ring may enter and leave a node through different cards", ALL),
-    Setting("NCCL_NET_GDR_LEVEL", "PHB", _with_gpu_direct, "cards read GPUs behind the same host bridge", ALL),
-    Setting("NCCL_PROTO", "^LL128", _on_grace_hopper, STALE, f"{CSCS}; NVIDIA/nccl, issue 2001"),
-    Setting("FI_CXI_DISABLE_HOST_REGISTER", "1", _at(), "may deadlock with CUDA's allocations", ALL),
-    Setting("FI_MR_CACHE_MONITOR", "userfaultfd", _at(), "hooks in malloc may deadlock with CUDA's allocations", ALL),
-    Setting("FI_CXI_DEFAULT_CQ_SIZE", "131072", _at(), "the default is too small for large jobs", ALL),
-    Setting("FI_CXI_DEFAULT_TX_SIZE", "16384", _at("CSCS"), "more sends at a time", CSCS),
-    Setting("FI_CXI_DEFAULT_TX_SIZE", "2048", _at(""), "more sends at a time", HPE),
-    Setting("FI_CXI_RX_MATCH_MODE", "software", _at("CSCS"), "a card's matching entries may run out", CSCS),
-    Setting("FI_CXI_RX_MATCH_MODE", "hybrid", _at(""), "a card's matching entries may run out", HPE),
+# A variable, its value, the nodes that get it, the reason, and who publishes it.
+SETTINGS: tuple[tuple[str, str, Callable[[Node], bool], str, str], ...] = (
+    ("NCCL_SOCKET_IFNAME", "hsn", _at(), "ranks connect over Slingshot, not the first network interface", NERSC),
+    ("NCCL_CROSS_NIC", "1", _at(), "a ring may enter and leave a node through different cards", ALL),
+    ("NCCL_NET_GDR_LEVEL", "PHB", _with_gpu_direct, "cards read GPUs behind the same host bridge", ALL),
+    ("NCCL_PROTO", "^LL128", _on_grace_hopper, STALE, f"{CSCS}; NVIDIA/nccl, issue 2001"),
+    ("FI_CXI_DISABLE_HOST_REGISTER", "1", _at(), "may deadlock with CUDA's allocations", ALL),
+    ("FI_MR_CACHE_MONITOR", "userfaultfd", _at(), "hooks in malloc may deadlock with CUDA's allocations", ALL),
+    ("FI_CXI_DEFAULT_CQ_SIZE", "131072", _at(), "the default is too small for large jobs", ALL),
+    ("FI_CXI_DEFAULT_TX_SIZE", "16384", _at("CSCS"), "more sends at a time", CSCS),
+    ("FI_CXI_DEFAULT_TX_SIZE", "2048", _at(""), "more sends at a time", HPE),
+    ("FI_CXI_RX_MATCH_MODE", "software", _at("CSCS"), "a card's matching entries may run out", CSCS),
+    ("FI_CXI_RX_MATCH_MODE", "hybrid", _at(""), "a card's matching entries may run out", HPE),
 )
 
 
@@ -112,12 +102,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-def spans_nodes(launch: Launch, env: Mapping[str, str]) -> bool:
-    if local := env.get("LOCAL_WORLD_SIZE"):  # set by torchrun
-        return local != str(launch.world_size)
-    return launch.world_size > 1 and launch.master_addr not in ("127.0.0.1", "localhost")
-
-
 def reversed_gpus(node: Node, launch: Launch, env: Mapping[str, str]) -> str:
     """The visible GPUs in reversed order, if their NUMA domains descend and the rank sees all of them; else empty.
 
@@ -135,10 +119,13 @@ def reversed_gpus(node: Node, launch: Launch, env: Mapping[str, str]) -> str:
 
 def settings(launch: Launch, env: Mapping[str, str] = os.environ) -> tuple[Node, dict[str, str]]:
     """This node, and the variables that the table sets for it."""
-    node = find_node(env, spans_nodes(launch, env))
+    several = launch.world_size > 1 and launch.master_addr not in ("127.0.0.1", "localhost")
+    if local := env.get("LOCAL_WORLD_SIZE"):  # set by torchrun
+        several = local != str(launch.world_size)
+    node = find_node(env, several)
     if env.get(SWITCH) == "0":
         return node, {}
-    chosen = {row.name: row.value for row in SETTINGS if row.applies(node) and row.name not in env}
+    chosen = {name: value for name, value, applies, *_ in SETTINGS if applies(node) and name not in env}
     if gpus := reversed_gpus(node, launch, env):
         chosen["CUDA_VISIBLE_DEVICES"] = gpus
     return node, chosen
@@ -169,33 +156,24 @@ def _use_local_cache() -> None:
             os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
 
 
-class NcclNetwork:
-    """The network that NCCL chooses, from its own log; of rank 0, on several nodes, unless NCCL_DEBUG is set."""
-
-    def __init__(self, node: Node, rank: int) -> None:
-        self._node, self._file = node, None
-        if node.several and rank == 0 and "NCCL_DEBUG" not in os.environ:
-            self._file = Path(tempfile.mkdtemp(prefix="nccl_")) / "log"
-            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(self._file))
-
-    def report(self) -> None:
-        """Logs the network, and warns of TCP on a Slingshot machine. Called once, after NCCL has connected."""
-        if self._file is None:
-            return
-        name = chosen_network(_text(self._file))
-        shutil.rmtree(self._file.parent, ignore_errors=True)  # NCCL holds the file open
-        if name == "Socket" and self._node.slingshot:
-            log.warning(
-                "NCCL found no plug-in for Slingshot and uses TCP, which is much slower; load the site's module of it "
-                "or add it to the container (docs/cluster.md)"
-            )
-        elif name:
-            log.info("NCCL's network: %s", name)
-
-
-def chosen_network(text: str) -> str:
-    """The last network in NCCL's log; empty if there is none."""
-    return next(iter(re.findall(r"NCCL INFO Using network (.+)", text)[::-1]), "").strip()
+@contextlib.contextmanager
+def logged_network(node: Node, rank: int) -> Iterator[None]:
+    """Context in which NCCL connects; rank 0 of several nodes then logs the network, unless NCCL_DEBUG is set."""
+    if not node.several or rank > 0 or "NCCL_DEBUG" in os.environ:
+        yield
+        return
+    file = Path(tempfile.mkdtemp(prefix="nccl_")) / "log"
+    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(file))
+    yield
+    *_, name = ["", *re.findall(r"NCCL INFO Using network (.*\S)", _text(file))]
+    shutil.rmtree(file.parent, ignore_errors=True)  # NCCL holds the file open
+    if name == "Socket" and node.slingshot:
+        log.warning(
+            "NCCL found no plug-in for Slingshot and uses TCP, which is much slower; load the site's module of it "
+            "or add it to the container (docs/cluster.md)"
+        )
+    elif name:
+        log.info("NCCL's network: %s", name)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device, device_identity
-from utils.distributed.flight_recorder import check_entries
 from utils.distributed.launch import Launch, name_ranks
 from utils.errors import EXIT_USER_ERROR, LocalError, UserError, record_exit_code
 
@@ -104,7 +103,6 @@ def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identit
     try:
         chosen = choose_device(device, launch.local_rank)
         call["device"] = device_identity(chosen)
-        check_entries()
     except UserError as error:
         call["error"] = str(error)
     exchange = _call_root if launch.rank else _answer_calls

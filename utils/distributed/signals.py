@@ -133,13 +133,9 @@ def _exit(line: str, code: int) -> None:
 
 
 class StopCoordinator:
-    """Exchanges the ranks' requests without waiting: an answer covers the requests made some steps earlier.
+    """Exchanges requests without waiting: an answer is to those of a step earlier, on many ranks of several."""
 
-    On few ranks that is one step earlier. Gloo's ring passes a number twice around all ranks, which on many ranks takes
-    the time of several steps.
-    """
-
-    RANKS_PER_STEP = 32
+    RANKS_PER_STEP = 32  # gloo's ring passes a number twice around all ranks
 
     def __init__(self, world: World) -> None:
         self._world = world

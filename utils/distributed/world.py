@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device, synchronize
-from utils.distributed.flight_recorder import ENTRIES
 from utils.distributed.heartbeat import DEFAULT_TIMEOUTS, Heartbeat
 from utils.distributed.launch import Launch, read_launch
-from utils.distributed.network import NcclNetwork, configure
+from utils.distributed.network import configure, logged_network
 from utils.distributed.pulse import Pulse
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
@@ -117,7 +116,6 @@ class World:
         return value if self.is_root else torch.load(file, map_location="cpu", weights_only=True)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, on every rank."""
         if self.size > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor)
@@ -222,21 +220,20 @@ def connect(
         nccl = nccl and chosen.type == "cuda" and not shared
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-        os.environ.setdefault(ENTRIES, "2000")  # in older versions of PyTorch the flight recorder is off by default
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # older versions of PyTorch record nothing by default
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        network = NcclNetwork(node, launch.rank) if nccl else None
         if not nccl:
             _lower_debug_level()
         # Gloo's own limit is that of a collective.
         heartbeat.diagnoser.hang_seconds = min(timeouts.hang or timeouts.rendezvous, timeouts.rendezvous)
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
-        world = World(launch, chosen, heartbeat)
-        set_threads(world.rank, world.hosts, world.gather_json)
-        if network and node.several:
-            dist.all_reduce(torch.zeros((), device=chosen))  # NCCL connects with the first tensor
-            network.report()
+        with logged_network(node, launch.rank) if nccl else contextlib.nullcontext():
+            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit)
+            world = World(launch, chosen, heartbeat)
+            set_threads(world.rank, world.hosts, world.gather_json)
+            if nccl and node.several:
+                dist.all_reduce(torch.zeros((), device=chosen))  # NCCL connects with the first tensor
         heartbeat.diagnoser.hang_seconds = timeouts.hang
         with _leaving_group():
             yield world

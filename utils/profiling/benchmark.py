@@ -1,7 +1,4 @@
-"""Benchmark mode (`--enable_benchy`): the throughput of the loader, of the step, and of both together.
-
-docs/performance.md explains the measurements.
-"""
+"""Benchmark mode (`--enable_benchy`; docs/performance.md): the throughput of loader, step, and both together."""
 
 import contextlib
 import itertools
@@ -59,10 +56,7 @@ class Settings(Section):
 
 
 def read_settings(world: World) -> Settings:
-    """The settings of the file BENCHY_CONFIG_FILE, or of the shipped one; BENCHY_OUTPUT replaces the output's name.
-
-    Every rank calls it.
-    """
+    """The settings of the file BENCHY_CONFIG_FILE or of the shipped one, with BENCHY_OUTPUT; every rank calls it."""
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
     values = _translate(parse_value(path.read_text(encoding="utf-8"), str(path)) or {}, str(path))
     settings = validate_section(Settings, values, str(path))

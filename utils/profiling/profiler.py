@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,74 +21,62 @@ from utils.training.trainer import Profiler
 
 log = logging.getLogger(__name__)
 
-
-class Nsys:
-    """Starts and stops the capture range of Nsight Systems, which runs around the command and writes the file."""
-
-    def named_range(self, name: str) -> Range:
-        return torch.cuda.nvtx.range(name)
-
-    def start(self) -> None:
-        torch.cuda.profiler.start()
-
-    def stop(self, steps: str) -> None:
-        torch.cuda.profiler.stop()
-        log.info("Profile of %s: end of the capture range of nsys", steps)
-
-
-class TorchProfiler:
-    """Records the host and, if used, the GPU with torch.profiler; writes a trace and a table to the run's directory."""
-
-    def __init__(self, directory: RunDirectory, on_gpu: bool) -> None:
-        self._trace, self._table = directory.profile
-        self._on_gpu = on_gpu
-        self._profile: Any = None
-
-    def named_range(self, name: str) -> Range:
-        return torch.profiler.record_function(name)
-
-    def start(self) -> None:
-        kinds = torch.profiler.ProfilerActivity
-        self._profile = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if self._on_gpu else [])])
-        self._profile.start()
-
-    def stop(self, steps: str) -> None:
-        """Writes the files. If that fails, logs a warning: a failed profile must not stop the run."""
-        profile, self._profile = self._profile, None
-        profile.stop()
-        with errors_as_warnings(f"Cannot write the profile {self._trace}"):
-            profile.export_chrome_trace(str(self._trace))
-            order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-            self._table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
-            log.info("Profile of %s: %s (for https://ui.perfetto.dev), %s", steps, self._trace, self._table)
+Record = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def _recording(tool: Nsys | TorchProfiler, device: torch.device, content: Callable[[], str]) -> Iterator[None]:
-    """Context that the tool records; `content` describes it at its end."""
-    synchronize(device)  # otherwise kernels of earlier steps would be recorded
-    tool.start()
-    annotate.named_range = tool.named_range
+def _named_ranges(create: Callable[[str], Range], device: torch.device) -> Iterator[None]:
+    annotate.named_range = create
     try:
         yield
     finally:
         synchronize(device)  # otherwise kernels of the last step would be missing
         annotate.named_range = None
-        tool.stop(content())
+
+
+@contextlib.contextmanager
+def record_by_nsys(device: torch.device, content: Callable[[], str]) -> Iterator[None]:
+    """Context that Nsight Systems captures, which runs around the command; `content` describes it at its end."""
+    synchronize(device)  # otherwise kernels of earlier steps would be recorded
+    torch.cuda.profiler.start()
+    try:
+        with _named_ranges(torch.cuda.nvtx.range, device):
+            yield
+    finally:
+        torch.cuda.profiler.stop()
+        log.info("Profile of %s: end of the capture range of nsys", content())
+
+
+@contextlib.contextmanager
+def record_by_torch(directory: RunDirectory, device: torch.device, content: Callable[[], str]) -> Iterator[None]:
+    """Context that torch.profiler records; writes a trace and a table. If that fails, logs a warning."""
+    (trace, table), on_gpu, kinds = directory.profile, device.type == "cuda", torch.profiler.ProfilerActivity
+    profile: Any = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])])
+    synchronize(device)  # otherwise kernels of earlier steps would be recorded
+    profile.start()
+    try:
+        with _named_ranges(torch.profiler.record_function, device):
+            yield
+    finally:
+        profile.stop()
+        with errors_as_warnings(f"Cannot write the profile {trace}"):
+            profile.export_chrome_trace(str(trace))
+            order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+            table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
+            log.info("Profile of %s: %s (for https://ui.perfetto.dev), %s", content(), trace, table)
 
 
 class WindowProfiler(Profiler):
     """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the run."""
 
-    def __init__(self, first: int, length: int, tool: Nsys | TorchProfiler, device: torch.device) -> None:
-        self._first, self._end = first, first + length
-        self._tool, self._device = tool, device
+    def __init__(self, first: int, length: int, record: Record) -> None:
+        self._first, self._end, self._record = first, first + length, record
         self._step: int | None = None  # the latest step
         self._recording = contextlib.ExitStack()
 
     def before_step(self, step: int) -> None:
         if step == self._first:
-            steps = _recording(self._tool, self._device, lambda: f"steps {self._first} to {self._step}, counted from 0")
+            steps = self._record(lambda: f"steps {self._first} to {self._step}, counted from 0")
             self._recording.enter_context(steps)
         elif step == self._end:
             self.close()
@@ -110,15 +99,12 @@ def nsys_capture(world: World, content: str) -> Iterator[None]:
     captures, on_gpu = world.is_root and _runs_under_nsys(), world.device.type == "cuda"
     if captures and not on_gpu:
         log.warning("No profile: nsys captures GPUs, but this run uses %s", world.device)
-    with _recording(Nsys(), world.device, lambda: content) if captures and on_gpu else contextlib.nullcontext():
+    with record_by_nsys(world.device, lambda: content) if captures and on_gpu else contextlib.nullcontext():
         yield
 
 
 def build_profiler(config: Config, world: World, directory: RunDirectory) -> Profiler:
-    """The profiler of rank 0, if the config asks for a profile; else one that does nothing.
-
-    Raises UserError, on every rank, if the config asks for an impossible profile.
-    """
+    """The profiler of rank 0, if the config asks for one; UserError, on every rank, if that profile is impossible."""
     if not config.enable_manual_profiling:
         if world.is_root and (_runs_under_nsys() or os.environ.get("ENABLE_PROFILING") == "1"):
             log.warning("No profile: nsys captures nothing without --enable_manual_profiling; add it")
@@ -132,8 +118,8 @@ def build_profiler(config: Config, world: World, directory: RunDirectory) -> Pro
         return Profiler()
     if with_nsys and not _runs_under_nsys():
         log.warning("No nsys runs around this command; if no profile appears, use --profiler=torch")
-    tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu)
-    return WindowProfiler(first, options.steps, tool, world.device)
+    record = partial(record_by_nsys, world.device) if with_nsys else partial(record_by_torch, directory, world.device)
+    return WindowProfiler(first, options.steps, record)
 
 
 def _first_step(config: Config) -> int:

@@ -1,7 +1,4 @@
-"""Chooses the directory of a run: a new one, or that of an earlier run, which the command continues.
-
-docs/reliability.md has the rules in a table, in the order in which `choose` applies them.
-"""
+"""Chooses the directory of a run, a new or an earlier one; docs/reliability.md has a table of the rules, in order."""
 
 import contextlib
 import os

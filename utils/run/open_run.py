@@ -56,10 +56,8 @@ class Run:
     def open(cls, request: RunRequest, volumes: Volumes, world: World) -> "Iterator[Run | None]":
         """Chooses, creates and locks the directory, and reads the checkpoint to start from; every rank enters.
 
-        None, with a warning, if another job has continued the run of a restarted job in the meantime.
-
-        Nothing else is written before `restore`. A directory in which nothing was written is removed again, so that bad
-        input leaves none.
+        None, with a warning, if another job has continued the run of a restarted job in the meantime. Nothing else is
+        written before `restore`; a directory that stays empty is removed again, so that bad input leaves none.
         """
         check_loggers(request.config.loggers, world)
         with contextlib.ExitStack() as files:
@@ -119,10 +117,8 @@ class Run:
         return state
 
     def goodput(self, step_seconds: float) -> float | None:
-        """The share of `step_seconds` in the time of all processes of the run so far, on rank 0; None if unknown."""
-        if self.start.is_complete:
-            return None  # this process trains nothing
-        return step_seconds / self.process_seconds()
+        """The share of `step_seconds` in the time of all processes of the run, on rank 0; None without training."""
+        return None if self.start.is_complete else step_seconds / self.process_seconds()
 
     def process_seconds(self) -> float:
         return self.earlier_seconds + time.perf_counter() - STARTED
@@ -158,9 +154,8 @@ class Run:
         recover(directory.path)
         directory.remove_evaluations_after(start.state.step)
         record["code"] = own_code(config.model_dump())
-        changes: list[str] = []
-        if not start.is_complete:  # otherwise the records of the process that trained it stay
-            changes = self._write_records(record)
+        # The records of the process that trained a complete run stay.
+        changes = [] if start.is_complete else self._write_records(record)
         directory.removal.unlink(missing_ok=True)
         directory.summary.unlink(missing_ok=True)
         self._open_files.enter_context(log_file(directory.log))

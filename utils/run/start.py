@@ -6,7 +6,7 @@ The run directory is locked when these functions are called. Its checkpoints sta
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from utils import config as configs
 from utils.config.sections import ChannelsConfig
 from utils.distributed.devices import random_state
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.errors import UserError, value_errors_for_users
 from utils.lookup import warn_of_other_code
 from utils.run import checkpoint
 from utils.run.checkpoint import WEIGHTS, Checkpoint, load_weights, stored_config, verify
@@ -122,15 +122,10 @@ def _checkpoint_of_flag(resume: str) -> Checkpoint:
     return saved
 
 
-@contextlib.contextmanager
-def _must_fit(source: str, remedy: str) -> Iterator[None]:
-    """Converts the errors of weights and state that belong to another run to UserErrors."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{source} does not fit this run: {error}; {remedy}") from error
+def _must_fit(source: str, remedy: str) -> contextlib.AbstractContextManager[None]:
+    """Context in which errors mean that weights or state belong to another run."""
+    kinds = ValueError, LookupError, TypeError
+    return value_errors_for_users(lambda error: f"{source} does not fit this run: {error}; {remedy}", kinds)
 
 
 def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
@@ -144,10 +139,6 @@ def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
             )
     before, now = configs.flatten(before), configs.flatten(now)
     _check_ranges(str(saved.path), before, now)
-    return _differences(before, now)
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
 
 

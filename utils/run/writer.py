@@ -148,7 +148,6 @@ class BackgroundWriter(CheckpointWriter):
         return self._thread is None or not self._thread.is_alive()
 
     def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-        """Writes one checkpoint, points the link to the best one, and removes old ones."""
         step, best_step, checked = weights["step"], weights["best_step"], training["state"]["checked"]
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:

@@ -128,7 +128,6 @@ class GraphStep(EagerStep):
         return self._graphs[key]
 
     def _record(self, batch: Batch) -> RecordedStep:
-        """Records the step's kernels without running them."""
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads, such as DALI's, may allocate memory meanwhile without ending the recording.

@@ -89,15 +89,11 @@ class Integrity:
             self._pending.append((step, digest(self._step.replicated()), self._sums, replays))
 
     def before_save(self, step: int) -> None:
-        """Queues a comparison of the digests."""
         if self._every:
             self._pending.append((step, digest(self._step.replicated()), None, None))
 
     def compare(self, state: TrainState) -> None:
-        """Compares what is queued, which waits for the device; sets `state.checked`, the last step of a good check.
-
-        Raises CorruptionError, on every rank, at the first difference. Sums are gathered through the host.
-        """
+        """Compares what is queued, and so waits for the device; CorruptionError, on all ranks, at a difference."""
         pending, self._pending = self._pending, []
         for step, digests, sums, replays in pending:
             found = [] if sums is None else differences(self._world.gather(sums.cpu()), self._parts).T.tolist()
@@ -169,10 +165,7 @@ def measure(row: torch.Tensor, parameter: torch.Tensor, gradient: torch.Tensor) 
 
 @contextlib.contextmanager
 def measured(parameters: Iterable[nn.Parameter], sums: torch.Tensor) -> Iterator[None]:
-    """Measures the rank's own gradients in the block, and their mean at its end, in sums [parameters, 2 + 2].
-
-    Hooks of the parameters see the gradients before the exchange, which is the same with them as without.
-    """
+    """Measures the rank's gradients before the exchange, by hooks, and their mean after it, in sums [parameters, 4]."""
     rows = [*zip(parameters, sums[:, :2], sums[:, 2:], strict=True)]
     hooks = [parameter.register_hook(functools.partial(measure, own, parameter)) for parameter, own, _ in rows]
     yield

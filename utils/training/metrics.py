@@ -101,10 +101,7 @@ class SlowestRank(NamedTuple):
 
 
 class LossRecorder:
-    """Keeps each step's loss and gradient norm on the device, to be read once per logging interval.
-
-    Reading a value waits for the device; recording one does not. The times of all ranks are read with them.
-    """
+    """Keeps losses and gradient norms of steps on the device until they are read, with the times of all ranks."""
 
     def __init__(self, interval: int, world: World, timer: StepTimer) -> None:
         self._world, self._timer = world, timer

@@ -20,10 +20,7 @@ class NoiseScale:
     """
 
     def __init__(self, part: float, batch: float, sums: dict[str, float]) -> None:
-        """`part` < `batch`, both in samples.
-
-        `sums` has the SUMS by name, none at first; they are updated in place.
-        """
+        """`part` < `batch`, in samples. `sums` has the SUMS by name, none at first, and is updated in place."""
         self._part, self._batch, self._sums = part, batch, sums
         sums.update({name: sums.get(name, 0.0) for name in SUMS})
 
@@ -44,7 +41,6 @@ class NoiseScale:
 
     @property
     def result(self) -> float | None:
-        """The noise scale after enough steps."""
         return self.samples if self._sums["steps"] >= MIN_STEPS else None
 
     def scalars(self) -> dict[str, float]:

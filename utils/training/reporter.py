@@ -25,10 +25,7 @@ START_REMEDY = "check the data with --preflight, and the initial weights (weight
 
 
 class Reporter:
-    """Words and records the loop's progress; reads the device once per logging interval, and before a save.
-
-    The methods get the trainer's state, to which they add losses and skipped updates.
-    """
+    """Logs and records the loop's progress, also in the trainer's state; reads the device per interval and save."""
 
     def __init__(self, config: Config, parts: Parts, run: Run, schedule: Schedule, state: TrainState) -> None:
         step, steps = parts.step, len(parts.loaders.train)  # steps: of an epoch

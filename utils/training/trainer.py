@@ -74,11 +74,7 @@ class Trainer:
         self._save_is_due = False  # equal on all ranks; at the end of an epoch it waits for the validation
 
     def fit(self) -> FitResult:
-        """Trains the remaining epochs.
-
-        Raises Stopped, on every rank, after a stop signal; UserError if too many updates in a row or all of them are
-        skipped, or the validation loss is not finite.
-        """
+        """Trains the remaining epochs; raises, on every rank, Stopped after a stop signal, UserError if it diverges."""
         with closing(self.checkpoint_writer), closing(self.profiler), self._pulse.using(stop=self._stop_if_requested):
             epochs = self.config.num_epochs
             if self.state.epoch < epochs:
@@ -127,7 +123,6 @@ class Trainer:
             log.info(f"Warm-up, first forward and backward pass: {clock.seconds():.3f} sec")
 
     def _train_epoch(self) -> None:
-        """Trains the remaining steps of the current epoch."""
         state, steps = self.state, len(self.loaders.train)
         clock, self.reporter.interval = Stopwatch(), Stopwatch()
         with (

@@ -1,7 +1,4 @@
-"""Loggers by name: where a run records its scalars, pictures and results in addition to out.log and metrics.jsonl.
-
-To add one, write a subclass of Logger in a module of its own and add a line to LOGGERS.
-"""
+"""Loggers of scalars, pictures and results, by name. A new one is a subclass of Logger and a line in LOGGERS."""
 
 from collections.abc import Sequence
 from typing import Any
