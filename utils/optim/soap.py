@@ -30,10 +30,10 @@ def weight_sides(shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:2], math.prod(shape[2:])) if shape[2:] else tuple(shape)
 
 
-def learned_sides(shape: Sequence[int], options: OptimizerConfig) -> list[int]:
-    """The numbers of the sides whose basis follows the gradients: those of the channels of a small weight."""
-    is_small = math.prod(shape) <= options.max_precondition_size
-    return [number for number, size in enumerate(shape[:2]) if is_small and 1 < size <= LONGEST_SIDE]
+def learned_sides(sides: Sequence[int], options: OptimizerConfig) -> list[int]:
+    """The numbers of the sides whose basis follows the gradients: none of a large weight."""
+    is_small = math.prod(sides) <= options.max_precondition_size
+    return [number for number, size in enumerate(sides) if is_small and 1 < size <= LONGEST_SIDE]
 
 
 def has_kernel(weight: torch.Tensor) -> bool:
@@ -73,17 +73,17 @@ def _side_by_side(streams: Sequence[torch.cuda.Stream]) -> Iterator[Iterator[tor
 class Soap(AdamByWeight):
     """Adam whose moments are kept in an orthonormal basis B_i for sides i of a weight.
 
-    Along the cells of a convolution's kernel, it is the discrete cosine transform. Along the channels of small weights
-    it is learned: S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately
-    the eigenvectors B_i. After every `precondition_frequency` updates a step of power iteration follows it, B_i ←
-    QR(S_i B_i), and the first moment is rotated to the new basis. In between, the gradient is rotated to the basis and
-    Adam's direction back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the
-    parameters of normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
+    For small weights it is learned: S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i,
+    has approximately the eigenvectors B_i. After every `precondition_frequency` updates a step of power iteration
+    follows it, B_i ← QR(S_i B_i), and the first moment is rotated to the new basis. In between, the gradient is rotated
+    to the basis and Adam's direction back. The first update only starts S_i and, by an exact decomposition, B_i. Large
+    convolutions have one basis, along the cells of the kernel: the discrete cosine transform. Biases and the parameters
+    of normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
     The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes what
     ranks exchange and what the host waits for. On a GPU, products with a basis are in TF32 if the process allows it,
     and the statistics of several sides from bfloat16 values; renewals are in float32. There, the kernel of cells.py
-    updates weights without learned bases.
+    updates large convolutions.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
@@ -91,7 +91,7 @@ class Soap(AdamByWeight):
         self._frequency = options.precondition_frequency
         weights = self.param_groups[0]["params"]
         self._sides = {weight: weight_sides(weight.shape) for weight in weights}
-        self._learned = {weight: learned_sides(weight.shape, options) for weight in weights}
+        self._learned = {weight: learned_sides(sides, options) for weight, sides in self._sides.items()}
         kernels = {weight.shape[2:]: weight for weight in weights if weight.shape[2:].numel() > 1}
         self._fixed = {kernel: {2: cosine_basis(kernel, like=weight)} for kernel, weight in kernels.items()}
         self._by_kernel = {weight for weight in weights if not self._learned[weight] and has_kernel(weight)}
@@ -212,7 +212,8 @@ class Soap(AdamByWeight):
 
     def _bases(self, parameter: torch.Tensor) -> Bases:
         """All bases of a weight; that of its kernel is the last."""
-        return self._matrices(parameter, "basis") | self._fixed.get(parameter.shape[2:], {})
+        learned = self._matrices(parameter, "basis")
+        return learned if 2 in learned else learned | self._fixed.get(parameter.shape[2:], {})
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
