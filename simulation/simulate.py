@@ -84,9 +84,8 @@ class SimulationOptions:
             raise UserError(f"grid is {self.grid}; give {GRIDS[0]} to {GRIDS[1]} cells per side")
         low, high = (limit * self.grid for limit in CELLS)
         if not low <= self.box_length <= high:
-            raise UserError(
-                f"box_size is {self.box_size}; for {self.grid} cells per side give {low:g} to {high:g} Mpc/h"
-            )
+            fault = f"box_size is {self.box_size}; for {self.grid} cells per side"
+            raise UserError(f"{fault} give {low:g} to {high:g} Mpc/h")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}; give a number from 0 to 2**63 - 1")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -270,10 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = len(members) * 4 * 9 * options.grid**3
         make_output_directory(target.parent, size, "give another --output or a smaller --grid")
         if options.cell > LARGEST_CELL:
-            sys.stderr.write(
-                f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
-                f"temperature depends on them. Give --box_size {LARGEST_CELL * options.grid:g} at most\n"
-            )
+            fault = f"cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas"
+            remedy = f"Give --box_size {LARGEST_CELL * options.grid:g} at most"
+            sys.stderr.write(f"warning: {fault}, and its temperature depends on them. {remedy}\n")
         if options.n_steps < FEWEST_STEPS:
             sys.stderr.write(f"warning: {options.n_steps} steps are for tests only; give --n_steps 40\n")
         for target, member in members.items():

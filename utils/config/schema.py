@@ -173,9 +173,8 @@ class Config(NeutralKeys):
             parts = f"{world_size} ranks{steps}"
             raise UserError(f"global_batch_size {total} is not divisible by {parts}; use a multiple of {multiple}")
         if self.Nsamples < total:
-            raise UserError(
-                f"Nsamples {self.Nsamples} is less than global_batch_size {total}; raise it or lower the batch size"
-            )
+            fault = f"Nsamples {self.Nsamples} is less than global_batch_size {total}"
+            raise UserError(f"{fault}; raise it or lower the batch size")
         return self.model_copy(update={"local_batch_size": total // world_size, "global_batch_size": total})
 
     @model_validator(mode="after")

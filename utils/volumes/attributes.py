@@ -263,10 +263,8 @@ def conditions_of(network: NetworkConfig, path: str, simulation: Simulation) -> 
         if not isinstance(value, float) or not math.isfinite(value):
             attribute = "box_size_mpc_h" if name == "cell" else CONDITIONS[name]
             fault = "is not stated as a number" if value is None else f"is {value!r}"
-            raise UserError(
-                f"{path}: {attribute}, which network.conditions {name} needs, {fault}; set it, in Python: "
-                f"h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
-            )
+            remedy = f"set it, in Python: h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
+            raise UserError(f"{path}: {attribute}, which network.conditions {name} needs, {fault}; {remedy}")
         values.append(value)
     return values
 
@@ -275,9 +273,8 @@ def warn_of_untrained_conditions(network: NetworkConfig, path: str, conditions: 
     """Logs a warning for each condition of a volume outside the range of the training volumes."""
     for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
         if not _is_close(value, min(max(value, low), high)):
-            log.warning(
-                f"{path}: {name} {value:.6g} is outside the trained range {low:.6g} to {high:.6g}; check the prediction"
-            )
+            trained = f"the trained range {low:.6g} to {high:.6g}"
+            log.warning(f"{path}: {name} {value:.6g} is outside {trained}; check the prediction")
 
 
 def _is_close(first: float | str, second: float | str) -> bool:

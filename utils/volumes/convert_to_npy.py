@@ -20,9 +20,8 @@ from utils.config.channels import SIDES
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory, to_json
 from utils.progress import Progress
-from utils.volumes.hdf5 import DATASETS, FieldReader, checked_dataset, stored_slabs
+from utils.volumes.hdf5 import DATASETS, FieldReader, check_storage, checked_dataset, open_file, stored_slabs
 from utils.volumes.npy import ENDINGS, channels_file
-from utils.volumes.storage import check_storage, open_file
 
 
 def convert(

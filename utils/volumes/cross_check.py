@@ -21,8 +21,7 @@ from utils.files import GIB
 from utils.log import once_per_job
 from utils.progress import Progress
 from utils.volumes.attributes import CELL
-from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, cells_text, slab_planes
-from utils.volumes.storage import reading
+from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, cells_text, reading, slab_planes
 
 FEWEST_CELLS = 24  # along each side; smaller volumes are not checked
 BLOCKS, FEW_BLOCKS = 32, 8  # along each side at most, and along x of a large volume; the means of blocks are compared

@@ -93,10 +93,9 @@ class Volumes:
         volumes = cls(config, reads)
         if not volumes.has_files:
             if config.network.conditions:
-                raise UserError(
-                    f"network.conditions: data_loader_config {config.data_loader_config} reads no volumes that state "
-                    f"them; remove network.conditions, or choose another loader"
-                )
+                fault = f"data_loader_config {config.data_loader_config} reads no volumes that state them"
+                remedy = "remove network.conditions, or choose another loader"
+                raise UserError(f"network.conditions: {fault}; {remedy}")
             return volumes
         volumes = volumes.changed(**_in_data_dir(config))
         volumes = dataclasses.replace(volumes, config=volumes._with_channels())
@@ -147,10 +146,8 @@ class Volumes:
         for volume in volumes:
             for name, values, count, key in zip(volume.names, volume.fields, counts, keys, strict=True):
                 if values.shape[0] != count:
-                    raise UserError(
-                        f"{volume.path}: {name} is {values.shape}, expected ({count}, X, Y, Z); give files with the "
-                        f"same channels for training and validation, or set {key}"
-                    )
+                    remedy = f"give files with the same channels for training and validation, or set {key}"
+                    raise UserError(f"{volume.path}: {name} is {values.shape}, expected ({count}, X, Y, Z); {remedy}")
         if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
             sizes = [self._box(name, named=False) for name in SPLITS]
             fault = f"the volume has {shape[0]} cells per side, but box_size is {box}"
@@ -159,10 +156,9 @@ class Volumes:
             if min(volume.shape) < crop:
                 shapes = [volume.shape for name in SPLITS for volume in self._available(name)]
                 fitting, scales = largest_crop(min(map(min, shapes)))
-                raise UserError(
-                    f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do "
-                    f"not fit; set data_size={fitting} and network.scales={scales}, or choose another file"
-                )
+                fault = f"the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do not fit"
+                remedy = f"set data_size={fitting} and network.scales={scales}, or choose another file"
+                raise UserError(f"{volume.path}: {fault}; {remedy}")
         return volumes
 
     def for_loader(self, world: World, npy: bool = False) -> dict[str, list[Volume]]:
@@ -205,10 +201,8 @@ class Volumes:
             return [self._open(path, key) for path in sources]
         for name, listed in zip(keys, paths, strict=True):
             if listed and len(listed) != len(sources):
-                raise UserError(
-                    f"{name} and {key} list {len(listed)} and {len(sources)} files; list the .npy file of each HDF5 "
-                    f"file, in the same order"
-                )
+                fault = f"{name} and {key} list {len(listed)} and {len(sources)} files"
+                raise UserError(f"{fault}; list the .npy file of each HDF5 file, in the same order")
         volumes = []
         for source, *pair in itertools.zip_longest(sources, *paths):
             # Without copies it must be there to be converted.

@@ -22,8 +22,7 @@ import numpy as np
 from utils.config import did_you_mean
 from utils.errors import UserError
 from utils.volumes.attributes import CELL, TYPES, UNIVERSE, cubic_cell, domain_of, plain_attributes, universe_of
-from utils.volumes.hdf5 import DATASETS, NATIVE, cells_text, check_real
-from utils.volumes.storage import check_storage, contents, open_file, reading
+from utils.volumes.hdf5 import DATASETS, NATIVE, cells_text, check_real, check_storage, contents, open_file, reading
 
 Shape = tuple[int, int, int]
 
@@ -193,11 +192,10 @@ def _other_layout(path: Path, file: h5py.File) -> UserError:
         kind = "seems to be a file of yt"
     if any(name.startswith("PartType") for name in file):
         kind, first = "seems to be a snapshot of particles (Gadget, SWIFT)", "deposit them on a grid, and "
-    return UserError(
-        f"{path} {kind}; it contains {contents(file)}; {first}link each grid to its name in docs/data.md, in Python: "
-        f"h5py.File('{path}', 'a')['{NATIVE}/{FIELDS[0]}'] = h5py.SoftLink('/NAME'); then give --box_size_mpc_h, "
-        f"--redshift"
-    )
+    link = f"h5py.File('{path}', 'a')['{NATIVE}/{FIELDS[0]}'] = h5py.SoftLink('/NAME')"
+    remedy = f"{first}link each grid to its name in docs/data.md, in Python: {link}"
+    fault = f"{path} {kind}; it contains {contents(file)}"
+    return UserError(f"{fault}; {remedy}; then give --box_size_mpc_h, --redshift")
 
 
 def _nyx_field(path: Path, field: str, dataset: h5py.Dataset) -> GridField:
