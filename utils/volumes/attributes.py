@@ -86,13 +86,11 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
 def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> None:
     """Writes the attributes of datasets and groups by name, and of the file under "". Missing groups are created."""
     for name, values in attributes.items():
-        # The bytes of a path may be no UTF-8, which HDF5 requires.
-        texts = {
-            key: value.encode(errors="backslashreplace") for key, value in values.items() if isinstance(value, str)
-        }
-        values = {**values, **{key: text.decode() for key, text in texts.items()}}
         place = name or "/"
-        (file[place] if place in file else file.create_group(place)).attrs.update(values)
+        owner = file[place] if place in file else file.create_group(place)
+        for key, value in values.items():
+            # The bytes of a path may be no UTF-8, which HDF5 requires.
+            owner.attrs[key] = value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
@@ -231,12 +229,9 @@ def implausible(simulation: Mapping[str, Any], limits: Mapping[str, tuple[float,
 
 def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
     """The values that all simulations state and agree on."""
-    first, *remaining = simulations
-    return {
-        name: value
-        for name, value in first.items()
-        if all(name in simulation and _is_close(simulation[name], value) for simulation in remaining)
-    }
+    first, *others = simulations or [{}]
+    shared = [name for name in first if all(name in other and _is_close(other[name], first[name]) for other in others)]
+    return {name: first[name] for name in shared}
 
 
 def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:

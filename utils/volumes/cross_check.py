@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.config.channels import DARK_MATTER, GAS, Channel, density_place, velocity_places
+from utils.config.channels import DARK_MATTER, GAS, Channel, Channels, density_place, velocity_places
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import GIB
@@ -127,7 +127,7 @@ class _Species:
 def cross_check(
     volume: Volume | FieldReader,
     fields: Sequence[Any],
-    channels: Sequence[Sequence[Channel]],
+    channels: Sequence[Channels],
     world: World,
     limit: float = math.inf,
 ) -> CrossCheck:
@@ -165,7 +165,7 @@ def cross_check(
     return _Comparison(volume, species).check()
 
 
-def check_file(path: str, channels: Sequence[Sequence[Channel]]) -> None:
+def check_file(path: str, channels: Sequence[Channels]) -> None:
     """Logs the cross-check of a file with inputs and perhaps targets, by one rank."""
     fields = [FieldReader(path, name, None) for name, _ in zip(DATASETS, channels, strict=False)]
     alone = World(Launch("cross-check"), torch.device("cpu"))

@@ -30,17 +30,19 @@ from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, channel_attr
 from utils.volumes.cross_check import check_file
 from utils.volumes.hdf5 import DATASETS, cells_text, open_volume, stored_slabs
 from utils.volumes.import_config import write_config
-from utils.volumes.import_fields import FieldChannel, check_values, own_channels
 from utils.volumes.opened import SPLITS
 from utils.volumes.snapshots import (
     DARK_MATTER_DENSITY,
     GAS_DENSITY,
     OTHER,
     UNITS,
+    FieldChannel,
     GridField,
     Shape,
     Snapshot,
+    check_values,
     open_snapshot,
+    own_channels,
 )
 from utils.volumes.values import MEDIANS, check_distinct
 

@@ -28,6 +28,7 @@ from utils.volumes.values import check_all, check_distinct, check_samples, warn_
 
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
+SAMPLES_KEYS = {"train": "Nsamples", "valid": "Nsamples_val"}
 PUBLISHED = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}  # names of the published data set
 OTHER_NAMES = PUBLISHED | {published: name for name, published in PUBLISHED.items()}
 
@@ -37,10 +38,6 @@ log = logging.getLogger(__name__)
 def npy_keys(*keys: str) -> list[str]:
     """The keys of the `.npy` files of inputs and targets, by the keys of the HDF5 files."""
     return [name for key in keys for name in (f"{key}_npy_data", f"{key}_npy_label")]
-
-
-def split_samples(config: Config, split: str) -> int:
-    return config.Nsamples if split == "train" else config.Nsamples_val
 
 
 def volume_names(config: Config, split: str) -> list[str]:
@@ -107,7 +104,7 @@ class Volumes:
             ranges = config.network.condition_ranges or ranges
             volumes = volumes.changed(network=config.network.model_copy(update={"condition_ranges": ranges}))
         simulations = [volume.simulation for volume in volumes._available("train")]
-        return dataclasses.replace(volumes, simulation=attributes.common_simulation(simulations) if simulations else {})
+        return dataclasses.replace(volumes, simulation=attributes.common_simulation(simulations))
 
     @property
     def has_files(self) -> bool:
