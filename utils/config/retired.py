@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from utils.config import flatten
+from utils.config import flatten, with_value
 from utils.config.channels import TRANSFORM, Side, known_channels
 from utils.config.schema import CHANNELS_KEYS
 from utils.errors import UserError
@@ -69,7 +69,7 @@ def _channels(side: Side, count: int, values: Mapping[str, Any]) -> list[dict[st
 
 def update(config: Mapping[str, Any], source: object) -> dict[str, Any]:
     """The config of a checkpoint with this version's keys; UserError if a value of `source` has no equivalent."""
-    values, updated = flatten(config), dict[str, Any]()
+    values = flatten(config)
     for side, key in CHANNELS_KEYS.items() if any(key.startswith("transform.") for key in values) else ():
         values[f"channels.{side}"] = _channels(side, values[key], values)
     for key, retired in RETIRED.items():
@@ -80,10 +80,7 @@ def update(config: Mapping[str, Any], source: object) -> dict[str, Any]:
             except ValueError as reason:
                 before = f"{source} was trained with {key} {value!r:.80} ({retired.meaning})"
                 raise UserError(f"{before}: {reason}; use the version that trained it") from None
+    updated = dict[str, Any]()
     for key, value in values.items():
-        *sections, name = key.split(".")
-        place = updated
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+        updated = with_value(updated, key.split("."), value, str(source))
     return updated
