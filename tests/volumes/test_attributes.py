@@ -85,12 +85,8 @@ def test_a_file_states_all_that_its_channels_are(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"scale": [1.0] * 4}, "Hydro has 5 channels, but 4 values in attribute scale; correct it"),
-        ({"center": [1.0] * 6}, "Hydro has 5 channels, but 6 values in attribute center; correct it"),
         ({"scale": h5py.Empty("f8")}, "Hydro has 5 channels, but 0 values in attribute scale; correct it"),
         ({"scale": [1.0, 0.0, 1.0, 1.0, 1.0]}, "attributes of .*a.h5: Hydro: .*scale must be greater than 0, got 0.0"),
-        ({"scale": [math.nan] * 5}, "attributes of .*a.h5: Hydro: .*scale must be a finite number, got nan"),
-        ({"channels": ["a", "b", "c", "a", "d"]}, "two channels have the name a; rename one"),
-        ({"component": ["", "v x", "", "v z", ""]}, "the vector v has no component y; add it, or make all scalars"),
         ({"component": ["", "v x", "v y", "v z", "v z"]}, "two channels are the component v z; correct one"),
         ({"component": ["", "v1", "v2", "v3", ""]}, "component must match .*, got 'v1'"),
     ],
@@ -112,20 +108,12 @@ def test_transforms_of_files_win_over_the_config_with_one_warning(caplog: Any) -
     (warning,) = warnings_of(caplog)
     difference = "gas velocity x value / (1000 km/s) instead of value / (900 km/s)"
     assert warning == f"a.h5 has other channels than the config, and overrides it: {difference}"
+    with pytest.raises(UserError, match=r"^b\.h5 and a\.h5 have different channels: gas velocity x .* / \(500 km/s\)"):
+        from_files(OTHER, SIMULATED, given=PUBLISHED)
     rounded = of(velocity_scale_km_s=500.001, temperature_log10_center=4.0)
     assert from_files(OTHER, given=rounded) == of(**OTHER)
     assert from_files(OTHER, given=of(velocity_scale_km_s=None, temperature_log10_center=4.0)) == of(**OTHER)
     assert warnings_of(caplog) == [], "an unknown transform contradicts none"
-
-
-def test_files_with_other_transforms_are_refused() -> None:
-    says = (
-        r"^b\.h5 and a\.h5 have different channels: gas velocity x value / \(1000 km/s\) instead of .* / \(500 km/s\)"
-    )
-    with pytest.raises(UserError, match=says):
-        from_files(OTHER, SIMULATED, given=PUBLISHED)
-    near = {"velocity_scale_km_s": 500.0001}
-    assert from_files(OTHER, OTHER | near) == of(**OTHER)
 
 
 @pytest.mark.parametrize(
@@ -188,22 +176,15 @@ def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_it(caplog: An
     [
         ("periodic", "False", False),
         ("periodic", np.bytes_("no"), False),
-        ("periodic", "0", False),
-        ("periodic", [True, True, True], True),
         ("periodic", [True, True, False], "expected true or false"),
         ("periodic", h5py.Empty("b"), "expected true or false"),
         ("box_size_mpc_h", [20.0, 20.0, 20.0], 20.0),
         ("box_size_mpc_h", "20", 20.0),
         ("box_size_mpc_h", "20 Mpc/h", "expected a number"),
-        ("box_size_mpc_h", "nan", "make it a length"),
         ("box_size_mpc_h", 0.0, "make it a length"),
-        ("box_size_mpc_h", np.inf, "make it a length"),
         ("redshift", [np.bytes_("3"), np.bytes_("2")], r"\['3', '2'\], expected a number"),
         ("redshift", np.bytes_("3.0"), 3.0),
         ("redshift", [], "expected a number"),
-        ("cosmology_H0", "67.7", 67.7),
-        ("density_log_scale", [14.0, 14.0], 14.0),
-        ("density_log_scale", h5py.Empty("f8"), "expected a number"),
         ("velocity_scale_km_s", "fast", "expected a number above 0"),
         ("velocity_scale_km_s", 0.0, "expected a number above 0"),
     ],
