@@ -66,15 +66,6 @@ def test_large_scale_power_is_that_of_linear_theory(large: Fields) -> None:
     np.testing.assert_allclose(power[resolved] / linear[resolved], 1, atol=0.1)
 
 
-def test_initial_modes_have_the_linear_power_with_scatter() -> None:
-    options = SimulationOptions(grid=32, box_size=100.0, seed=5, threads=1)
-    cosmology = linear_theory.make_cosmology(options.cosmology)
-    k, power = power_spectrum(fourier.backward(simulate.initial_modes(options, cosmology), 1).numpy(), 100.0)
-    ratio = power / linear_theory.linear_power(cosmology, k)
-    assert np.ptp(ratio[:4]) > 0.05
-    assert ratio[4:].mean() == pytest.approx(1, abs=0.05)
-
-
 def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
     """Checks amplitude and phase of div v = -a H f delta for linear waves."""
     contrast, velocity = large[0][0] - 1, large[0][1:]

@@ -118,7 +118,6 @@ class Config(NeutralKeys):
 
     @property
     def volume_channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-        """The channels of inputs and targets."""
         inputs = self.channels.inputs or known_channels("inputs", self.N_in_channels)
         return tuple(inputs), tuple(self.channels.targets or known_channels("targets", self.N_out_channels))
 

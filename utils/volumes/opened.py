@@ -137,12 +137,11 @@ class Volumes:
 
     def split(self, split: str, npy: bool | None = None) -> list[Volume]:
         """One split's volumes; UserError for contradictions. `npy` None: the `.npy` files if HDF5 files are missing."""
-        keys = [*CHANNELS_KEYS.values()]
-        volumes, counts = self._open_split(split, npy), [getattr(self.config, key) for key in keys]
+        volumes = self._open_split(split, npy)
         box, shape, crop = self.config.box_size[SPLITS[split]], volumes[0].shape, self.config.data_size
         for volume in volumes:
-            for name, values, count, key in zip(volume.names, volume.fields, counts, keys, strict=True):
-                if values.shape[0] != count:
+            for name, values, key in zip(volume.names, volume.fields, CHANNELS_KEYS.values(), strict=True):
+                if values.shape[0] != (count := getattr(self.config, key)):
                     remedy = f"give files with the same channels for training and validation, or set {key}"
                     raise UserError(f"{volume.path}: {name} is {values.shape}, expected ({count}, X, Y, Z); {remedy}")
         if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
