@@ -47,7 +47,6 @@ def of_waves(modes: np.ndarray, grid: int) -> np.ndarray:
 def simulated(options: argparse.Namespace, grid: int, seed: int, sign: int) -> str:
     """The file of one mesh of a box, in --runs."""
     from simulation import simulate
-    from simulation.channels import to_channels
     from simulation.linear_theory import make_cosmology
 
     shared = {"box_size": options.box_size, "redshift": options.redshift, "seed": seed, "paired": sign}
@@ -60,7 +59,7 @@ def simulated(options: argparse.Namespace, grid: int, seed: int, sign: int) -> s
             modes = simulate.initial_modes(finest, make_cosmology(finest.cosmology))
             dark, gas = simulate.simulate_fields(mesh, torch.from_numpy(of_waves(modes.numpy(), grid)))
             path.parent.mkdir(parents=True, exist_ok=True)
-            simulate.write(path, (to_channels(dark), to_channels(gas)), mesh)
+            simulate.write(path, (simulate.to_channels(dark), simulate.to_channels(gas)), mesh)
     return str(path)
 
 

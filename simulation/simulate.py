@@ -9,6 +9,7 @@ physics. With --format nyx it writes the physical fields instead, in the layout 
 utils.volumes.import_volume reads. The command needs about 150 bytes of memory per cell.
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -21,19 +22,21 @@ import h5py
 import numpy as np
 import torch
 from colossus.cosmology import cosmology as colossus
+from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from simulation import channels, evolution
+from simulation import evolution
 from simulation.cooling import PrimordialGas
-from simulation.fourier import backward, forward, multiplied, one_thread
+from simulation.fourier import backward, forward, in_order, multiplied, one_thread
 from simulation.linear_theory import COSMOLOGIES, GrowthClock, linear_power, make_cosmology, velocity_unit
 from simulation.particle_mesh import lpt_particles, mass_and_momentum
 from utils.cli import Parser, positive
+from utils.config.channels import known_channels
 from utils.distributed.threads import usable_cpus
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-from utils.volumes.attributes import channel_attributes, write_attributes
+from utils.volumes.attributes import DENSITY_FLOOR, FLOOR, channel_attributes, write_attributes
 from utils.volumes.hdf5 import DATASETS
 from utils.volumes.page_cache import memory_limit
 from utils.volumes.snapshots import FIELDS, FORMATS, nyx_attributes, nyx_datasets
@@ -47,6 +50,16 @@ FEWEST_STEPS = 20  # fewer are for tests
 START_REDSHIFT = 49.0  # of the initial conditions
 GRIDS = 8, 1290  # cells per side; those of larger grids have numbers beyond int32
 CORES = len(usable_cpus())
+FILL_LENGTH = 2.0  # cells, distance over which velocities are extended into empty cells
+FILL_WEIGHT = 1e-3  # weight of the extended velocity, relative to the density of the cell in units of the mean
+# The channels lie roughly in [-1, 1]. They are not clipped, so that the physical values can be recovered.
+TRANSFORM = {
+    "density_log_scale": 14.0,
+    "velocity_scale_km_s": 1000.0,
+    "temperature_log10_center": 5.0,
+    "temperature_log10_scale": 2.5,
+}
+CHANNELS = known_channels("inputs", 4, TRANSFORM), known_channels("targets", 5, TRANSFORM)
 
 
 @dataclass(frozen=True)
@@ -71,9 +84,8 @@ class SimulationOptions:
             raise UserError(f"grid is {self.grid}; give {GRIDS[0]} to {GRIDS[1]} cells per side")
         low, high = (limit * self.grid for limit in CELLS)
         if not low <= self.box_length <= high:
-            raise UserError(
-                f"box_size is {self.box_size}; for {self.grid} cells per side give {low:g} to {high:g} Mpc/h"
-            )
+            fault = f"box_size is {self.box_size}; for {self.grid} cells per side"
+            raise UserError(f"{fault} give {low:g} to {high:g} Mpc/h")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}; give a number from 0 to 2**63 - 1")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -145,16 +157,48 @@ def simulate_fields(options: SimulationOptions, modes: Tensor | None = None) -> 
         del gas
         dark = mass_and_momentum(particles, threads, progress).cpu().numpy()
         del particles
-        channels.mass_weighted_velocity(dark[0], dark[1:], options.threads)
+        mass_weighted_velocity(dark[0], dark[1:], options.threads)
         dark[1:] *= np.float32(velocity_unit(cosmology, options.redshift) * options.cell)
         progress.advance()
     return dark, baryons
 
 
+def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:
+    """Momentum / density, continued smoothly from the neighborhood into empty cells.
+
+    v = (p + w <p>) / (rho + w <rho>) with < > a Gaussian of FILL_LENGTH cells and w = FILL_WEIGHT: the velocity of a
+    cell with matter changes by about w / rho, an empty cell gets that of its neighbors (normalized convolution,
+    Knutsson & Westin 1993). Overwrites and returns `momentum`. The number of threads does not change the result.
+    """
+    # In real space, where the weights are positive; each field by one thread.
+    smoothed = functools.partial(gaussian_filter, sigma=FILL_LENGTH, mode="wrap", output=np.float32)
+    around = in_order(smoothed, (density, *momentum), threads)
+    weight = np.float32(FILL_WEIGHT)
+    # The lower bound matters only in voids wider than the Gaussian, where the velocity becomes zero.
+    total = np.maximum(density + weight * next(around), np.float32(1e-12))
+    for component, neighbors in zip(momentum, around, strict=True):
+        component += weight * neighbors
+        component /= total
+    return momentum
+
+
+def to_channels(fields: np.ndarray) -> np.ndarray:
+    """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place.
+
+    Not `Channel.from_physical`, whose rounding differs: boxes of the same seed keep their bits.
+    """
+    density_scale, velocity_scale, center, temperature_scale = map(np.float32, TRANSFORM.values())
+    fields[0] = np.log(np.maximum(fields[0], np.float32(DENSITY_FLOOR))) / density_scale
+    fields[1:4] /= velocity_scale
+    if len(fields) == 5:
+        fields[4] = (np.log10(fields[4]) - center) / temperature_scale
+    return fields
+
+
 def simulate(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, as the channels that `channels.py` defines."""
+    """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, as CHANNELS."""
     nbody, hydro = simulate_fields(options)
-    return channels.to_channels(nbody), channels.to_channels(hydro)
+    return to_channels(nbody), to_channels(hydro)
 
 
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
@@ -170,14 +214,16 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
         **{name: getattr(options, name) for name in (*stored, *(["paired"] if options.paired else []))},
         **{f"cosmology_{name}": float(getattr(cosmology, name)) for name in parameters},
         **evolution.ATTRIBUTES,
-        **channels.ATTRIBUTES,
+        "velocity_fill_length_cells": FILL_LENGTH,
+        "velocity_fill_weight": FILL_WEIGHT,
+        FLOOR: DENSITY_FLOOR,
     }
 
 
 def write(target: Path, fields: tuple[np.ndarray, np.ndarray], options: SimulationOptions) -> None:
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
     datasets, attributes = dict(zip(DATASETS, fields, strict=True)), {"": file_attributes(options)}
-    attributes |= zip(DATASETS, map(channel_attributes, channels.CHANNELS), strict=True)
+    attributes |= zip(DATASETS, map(channel_attributes, CHANNELS), strict=True)
     if options.format == "nyx":
         datasets = nyx_datasets(dict(zip(FIELDS, itertools.chain(*fields), strict=True)))
         attributes = nyx_attributes(FIELDS, (options.grid,) * 3, options.cell, attributes[""])
@@ -223,10 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = len(members) * 4 * 9 * options.grid**3
         make_output_directory(target.parent, size, "give another --output or a smaller --grid")
         if options.cell > LARGEST_CELL:
-            sys.stderr.write(
-                f"warning: cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas, and its "
-                f"temperature depends on them. Give --box_size {LARGEST_CELL * options.grid:g} at most\n"
-            )
+            fault = f"cells of {options.cell:g} Mpc/h are too large for the shocks that heat the gas"
+            remedy = f"Give --box_size {LARGEST_CELL * options.grid:g} at most"
+            sys.stderr.write(f"warning: {fault}, and its temperature depends on them. {remedy}\n")
         if options.n_steps < FEWEST_STEPS:
             sys.stderr.write(f"warning: {options.n_steps} steps are for tests only; give --n_steps 40\n")
         for target, member in members.items():

@@ -51,8 +51,6 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: Any, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--config=shrt"], ["unknown config shrt in ./config/UNet.yaml", "did you mean short?"]),
-        (["--yaml_config=/no.yaml"], ["cannot read /no.yaml", "--yaml_config"]),
         (["--set=data_size=6"], ["data_size 6 is not a multiple of 4"]),
         (["--data_loader_config=low_mem"], ["low_mem; known: lowmem, inmem, ", "did you mean lowmem?"]),
         (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], ["train_path_npy_data is not set"]),
@@ -115,26 +113,18 @@ last_channels = {"Nbody": np.stack([cube] * 4, -1), "Hydro": np.stack([cube] * 5
         # Fixed: the run trained on the real parts, and succeeded.
         ({"dtype": "c8"}, len, "Nbody holds complex64, expected real numbers; write it as float32"),
         ({"box": 24}, len, "has 24 cells per side, but box_size is 16; set box_size"),
-        ({"box": (16, 7, 16)}, len, "crops of data_size 8 do not fit; set data_size=4"),
         ({}, lambda file: [file.clear(), file.update(last_channels)], "channels come first: write numpy.moveaxis(val"),
-        ({}, lambda file: file.pop("Hydro"), "has no dataset Hydro; it contains Nbody; choose another file, or set "),
         ({}, lambda file: [file.clear(), file.update({"native_fields/a": cube})], "is a snapshot of Nyx; import it wi"),
-        ({}, lambda file: setitem(file["Hydro"], 1, 1000 * file["Hydro"][1]), "Hydro[1] holds physical values (up to"),
-        ({}, lambda file: setitem(file["Hydro"], 2, np.nan), "Hydro[2, 0, 0, 0] is nan; correct or remove it"),
         # Fixed: the run ended with a ZeroDivisionError after its last epoch.
         ({}, lambda file: setitem(file["Hydro"], ..., 0), "Hydro is 0 everywhere; write its values"),
-        ({}, None, "the file is truncated"),
     ],
 )
 def test_invalid_data_file_is_refused_in_one_line_with_its_name(
-    refuse: Refuse, tmp_path: Path, options: dict[str, Any], change: Callable[[h5py.File], Any] | None, says: str
+    refuse: Refuse, tmp_path: Path, options: dict[str, Any], change: Callable[[h5py.File], Any], says: str
 ) -> None:
     path = write_volume(tmp_path / "bad.h5", **options)
-    if change is None:
-        path.write_bytes(path.read_bytes()[:-1000])
-    else:
-        with h5py.File(path, "r+") as file:
-            change(file)
+    with h5py.File(path, "r+") as file:
+        change(file)
     before = path.read_bytes()
     for key in ("train_path", "val_path"):
         refuse(f"--set={key}={path}", says=(str(path), says))

@@ -137,10 +137,6 @@ def test_two_ranks_learn_digits(epochs: int, samples: int, validated: int, accur
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
         (["--config=digits_bn", "--set=metrics=[recal]"], "name recal; known: accuracy, top5_accuracy; .* my_module.f"),
         (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use l"),
-        (
-            ["--config=test", "--set=metrics=[accuracy]"],
-            "metrics: accuracy is no metric of volumes; name one of your own",
-        ),
     ],
 )
 def test_invalid_input_is_reported_in_one_line(flags: list[str], says: str, tmp_path: Path, capsys: Any) -> None:

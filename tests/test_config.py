@@ -290,23 +290,18 @@ def test_batch_sizes_are_resolved_for_the_number_of_ranks(tmp_path: Path) -> Non
 
 
 def test_contradictions_are_refused_with_a_remedy() -> None:
+    def vector(**axes: Any) -> dict[str, Any]:
+        named = [{"name": axis, "component": f"v {axis}", **keys} for axis, keys in axes.items()]
+        return {"channels": {"targets": named}}
+
+    alike = "channels: the components of v need one unit, one scale, no center and no logarithm"
     for values, ranks, says in (
         ({"enable_benchy": True, "enable_manual_profiling": True}, 1, "cannot be combined"),
         ({"channels": {"targets": [{"name": "a"}] * 2}}, 1, "channels: two channels have the name a; rename one"),
-        (
-            {"channels": {"inputs": [{"name": axis, "component": f"v {axis}"} for axis in "xz"]}},
-            1,
-            "channels: the vector v has no component y; add it, or make all scalars",
-        ),
-        *(
-            (
-                {"channels": {"targets": [{"name": a, "component": f"v {a}", **changed.get(a, {})} for a in "xyz"]}},
-                1,
-                says,
-            )
-            for says in ("channels: the components of v need one unit, one scale, no center and no logarithm",)
-            for changed in ({"y": {"scale": 2.0}}, {"z": {"unit": "G"}}, {a: {"center": 1.0} for a in "xyz"})
-        ),
+        (vector(x={}, z={}), 1, "channels: the vector v has no component y; add it, or make all scalars"),
+        (vector(x={}, y={"scale": 2.0}, z={}), 1, alike),
+        (vector(x={}, y={}, z={"unit": "G"}), 1, alike),
+        (vector(**{axis: {"center": 1.0} for axis in "xyz"}), 1, alike),
         ({"channels": {"targets": [{"name": "a"}]}, "channel_weights": [1.0, 2.0]}, 1, "channel_weights must have 1 v"),
         ({"data_loader_config": "classification"}, 1, "classification and dataset.name must be set together"),
         ({"global_batch_size": 64}, 3, "global_batch_size 64 is not divisible by 3 ranks; use a multiple of 3"),

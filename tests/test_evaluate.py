@@ -25,7 +25,7 @@ import predict
 from analysis.evaluation import report, results
 from analysis.evaluation.volume import VolumeFields, fit_gas
 from analysis.inference.trained_network import TrainedNetwork
-from simulation import channels
+from simulation.simulate import CHANNELS, TRANSFORM
 from simulation.simulate import main as simulate
 from utils.config import Config
 from utils.config.channels import SIDES
@@ -86,8 +86,8 @@ def test_baselines_are_fitted_to_the_relations_of_another_volume(tmp_path: Path)
     with h5py.File(path, "w") as file:
         file["Nbody"] = dark.astype(np.float32)
         file["Hydro"] = np.stack([logarithm / 14, *dark[1:], temperature]).astype(np.float32)
-        file.attrs.update({**channels.TRANSFORM, "box_size_mpc_h": 8.0})
-    config = Config.model_validate({"channels": dict(zip(SIDES, channels.CHANNELS, strict=True))})
+        file.attrs.update({**TRANSFORM, "box_size_mpc_h": 8.0})
+    config = Config.model_validate({"channels": dict(zip(SIDES, CHANNELS, strict=True))})
     fit = fit_gas(str(path), config, ALONE)
     assert (fit.kelvin, fit.gamma) == (pytest.approx(9000, rel=0.02), pytest.approx(1.45, abs=0.01))
     np.testing.assert_allclose(fit.transfer, 0.8, rtol=1e-4)

@@ -20,7 +20,7 @@ import export
 from analysis.inference.export import METADATA, ExportedNetwork, without_directories
 from analysis.inference.trained_network import TrainedNetwork
 from networks.physical import PhysicalNetwork
-from simulation import channels as simulated
+from simulation import simulate as simulated
 from utils import config as configs
 from utils.config import Config
 from utils.config.channels import TRANSFORM, Side, known_channels

@@ -19,9 +19,8 @@ import train
 from networks.ops import plan
 from utils.data.loaders import Loader
 from utils.data.loaders.base import memory_format
-from utils.data.loaders.crop_kernels import TritonGather, device_plan
 from utils.data.loaders.dali import DaliLoader
-from utils.data.loaders.gpu_resident import GpuResidentLoader, load_resident
+from utils.data.loaders.gpu_resident import GpuResidentLoader, TritonGather, device_plan, load_resident
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.signals import Signals

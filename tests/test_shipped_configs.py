@@ -79,9 +79,7 @@ def test_shipped_configs_are_valid_for_several_ranks_and_read_back(tmp_path: Pat
         assert load(str(tmp_path / "saved.yaml"), name) == resolved
 
 
-def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_two_keys(
-    tmp_path: Path,
-) -> None:
+def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_two_keys(tmp_path: Path) -> None:
     path = tmp_path / "original.yaml"
     path.write_text(TUTORIAL_KEYS)
     assert load(str(path), "base").symmetries == "full"

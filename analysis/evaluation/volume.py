@@ -25,8 +25,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
 from utils.volumes.attributes import differences_of, file_channels, resolve_channels
-from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, open_field
-from utils.volumes.storage import open_file, reading
+from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, open_field, open_file, reading
 from utils.volumes.values import check_sample
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,10 @@ from scipy import integrate
 from scipy.optimize import brentq
 
 from analysis.lyman_alpha.flux import TEMPERATURE_DENSITY
-from simulation import cooling, evolution, hydro, ionization, linear_theory
-from simulation.cooling import PrimordialGas
+from simulation import cooling, evolution, hydro, linear_theory
+from simulation.cooling import CollisionRates, Equilibrium, PrimordialGas
 from simulation.evolution import GasPhysics
 from simulation.hydro import GAMMA, Gas
-from simulation.ionization import CollisionRates, Equilibrium
 from simulation.particle_mesh import Particles
 from utils.errors import UserError
 from utils.progress import Progress
@@ -219,7 +218,7 @@ def test_photo_ionized_and_collisional_hydrogen_follow_closed_forms() -> None:
     temperature, density = torch.tensor([1e4, 3e4], dtype=torch.float64), torch.tensor([[1e-6]], dtype=torch.float64)
     rates = CollisionRates.at(temperature)
     light = Equilibrium.of(density, 2.0, rates)
-    expected = rates.recombination[0] * density * light.electrons / ionization.background(2.0)[0, 0]
+    expected = rates.recombination[0] * density * light.electrons / cooling.background(2.0)[0, 0]
     torch.testing.assert_close(light.ions[0], expected, rtol=2e-4, atol=0)
     dark = Equilibrium.of(density, 9.0, rates)
     torch.testing.assert_close(dark.ions[1] / dark.ions[0], (rates.ionization[0] / rates.recombination[0])[None])
@@ -231,10 +230,10 @@ def test_iterated_electrons_are_those_of_the_ions(gas: PrimordialGas, monkeypatc
         _, hydrogen, neutral, singly, doubly = state.ions
         torch.testing.assert_close(state.electrons, hydrogen + singly + 2 * doubly, rtol=0, atol=1e-12)
         with monkeypatch.context() as patch:
-            patch.setattr(ionization, "ITERATIONS", 2 * ionization.ITERATIONS)
+            patch.setattr(cooling, "ITERATIONS", 2 * cooling.ITERATIONS)
             again = gas._equilibrium(redshift)
         torch.testing.assert_close(state.electrons, again.electrons, rtol=1e-3, atol=1e-9)
-        torch.testing.assert_close(neutral + singly + doubly, torch.full_like(neutral, ionization.HELIUM))
+        torch.testing.assert_close(neutral + singly + doubly, torch.full_like(neutral, cooling.HELIUM))
 
 
 @pytest.mark.parametrize("end", [7.5, 7.499])
@@ -266,13 +265,6 @@ def test_flow_of_a_linear_rate_is_an_exponential() -> None:
         torch.testing.assert_close(cooling.flow(nodes, speed * (1.5 - nodes), start, duration), expected)
 
 
-def test_twice_the_substeps_change_no_entry_by_a_percent_and_expansion_alone_none(gas: PrimordialGas) -> None:
-    for steps in ((4.0, 3.9), (2.1, 2.0), (7.7, 7.4)):
-        change, finer = gas.change(*steps), gas.change(*steps, cooling.LONGEST_SUBSTEP / 2)
-        assert (change - finer).abs().max() < 0.01
-    assert gas.change(30.0, 20.0)[:, cooling.THETAS.exp() < 1000].abs().max() < 1e-6
-
-
 def test_interpolated_change_is_that_of_direct_integration(gas: PrimordialGas) -> None:
     nodes = torch.linspace(math.log(300), math.log(1e8), 4000, dtype=torch.float64)
     rates = CollisionRates.at(nodes.exp())
@@ -285,8 +277,8 @@ def test_interpolated_change_is_that_of_direct_integration(gas: PrimordialGas) -
             """d ln(a² theta) / d ln(1 + z)."""
             scale = math.exp(time)
             state = Equilibrium.of(torch.tensor([[density * mean * scale**3]]).double(), scale - 1, rates)
-            rising = ionization.HELIUM * cooling.HELIUM_HEAT * ionization.ELECTRONVOLT
-            rising *= scale / abs(np.subtract(*ionization.HELIUM_REDSHIFTS))
+            rising = cooling.HELIUM * cooling.HELIUM_HEAT * cooling.ELECTRONVOLT
+            rising *= scale / abs(np.subtract(*cooling.HELIUM_REDSHIFTS))
             heat = state.heating() / (COSMOLOGY.Hz(scale - 1) / cooling.MEGAPARSEC) + rising
             return -np.interp(value[0] + 2 * time, state.theta_logarithms()[0], (heat / state.energy())[0])
 

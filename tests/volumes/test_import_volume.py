@@ -57,23 +57,23 @@ def run(box: Path, capsys: Any) -> Any:
 
 def write_layout(folder: Path, name: str) -> tuple[Path, list[str]]:
     """The fields in a layout, and the flags that it needs; `arrays`: attributes are arrays of one element."""
+    fields = FIELDS
+    if name in ("compressed", "raw"):  # with the velocity as one field of vectors
+        velocity = np.stack([FIELDS[key] for key in GAS[1:4]], -1)
+        fields = {**{key: values for key, values in FIELDS.items() if key not in GAS[1:4]}, "velocity": velocity}
     if name in ("nyx", "compressed", "arrays"):
-        storage = {"chunks": (5, 4, 3), "compression": "gzip"} if name == "compressed" else {}
-        path = write_nyx(folder / "snapshot.h5", {**FIELDS, DARK: DENSER * FIELDS[DARK]}, **storage)
+        storage = {"chunks": True, "compression": "gzip"} if name == "compressed" else {}
+        path = write_nyx(folder / "snapshot.h5", {**fields, DARK: DENSER * FIELDS[DARK]}, **storage)
         if name == "arrays":
             with h5py.File(path, "r+") as file:
                 file.attrs["periodic"] = np.array([0])
                 for dataset in file["native_fields"].values():
                     dataset.attrs["units"] = np.array([dataset.attrs["units"]])
         return path, []
-    flags = [*ABOUT, "--velocity_units=cm/s"]
-    for key, values in FIELDS.items():
-        stored = values * (CM_PER_KM if key.startswith("velocity") else 1)
-        if name == "raw":
-            stored.astype("<f4").tofile(folder / f"{key}.f32")
-        else:
-            np.save(folder / f"{key}.npy", stored.astype(">f8"))
-    return folder, [*flags, "--shape=12,6,8"] if name == "raw" else flags
+    stored = {key: values * (CM_PER_KM if key.startswith("velocity") else 1) for key, values in fields.items()}
+    ending, dtype = ("f32", "f4") if name == "raw" else ("npy", ">f8")
+    source = files(ending, dtype, **{**dict.fromkeys(FIELDS), **stored})(folder)
+    return source, [*ABOUT, "--velocity_units=cm/s", "--shape=12,6,8"]
 
 
 @pytest.mark.parametrize("name", ["nyx", "compressed", "arrays", "raw", "npy"])
@@ -161,29 +161,22 @@ def test_missing_fields_leave_out_channels_and_the_written_config_fits(
 
 
 @pytest.mark.parametrize(
-    ("cells", "found", "machine", "reason", "parent", "crop", "scales"),
+    ("cells", "found", "machine", "reason", "crop"),
     [
-        (64, "cuda", None, "a GPU was found", "bs64_fast", 64, 0),
-        (64, "qsub", None, "qsub was found", "bs64_fast", 64, 0),
-        (64, "", "gpu", "of --for gpu", "bs64_fast", 64, 0),
-        (64, "cuda", "cpu", "of --for cpu", "demo", 32, 0),
-        (64, "", None, "neither a GPU nor sbatch or qsub was found; --for gpu writes one for a GPU", "demo", 32, 0),
-        (63, "cuda", "gpu", "crops of bs64_fast have 64 cells per side, and a side has 63", "demo", 32, 0),
-        (13, "", "cpu", "of --for cpu", "demo", 8, 2),
+        (64, "cuda", None, "a GPU was found", 64),
+        (64, "qsub", None, "qsub was found", 64),
+        (64, "", "gpu", "of --for gpu", 64),
+        (64, "cuda", "cpu", "of --for cpu", 32),
+        (64, "", None, "neither a GPU nor sbatch or qsub was found; --for gpu writes one for a GPU", 32),
+        (63, "cuda", "gpu", "crops of bs64_fast have 64 cells per side, and a side has 63", 32),
+        (13, "", "cpu", "of --for cpu", 8),
     ],
 )
 def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
-    tmp_path: Path,
-    monkeypatch: Any,
-    cells: int,
-    found: str,
-    machine: Any,
-    reason: str,
-    parent: str,
-    crop: int,
-    scales: int,
+    tmp_path: Path, monkeypatch: Any, cells: int, found: str, machine: Any, reason: str, crop: int
 ) -> None:
     """Fixed: base has the tutorial's recipe, and login nodes have no GPU. Paths may have a dollar sign."""
+    parent, scales = "bs64_fast" if crop == 64 else "demo", 2 if crop == 8 else 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found == "cuda")
     monkeypatch.setattr(shutil, "which", lambda name: name if name == found else None)
     folder = tmp_path / "my $HOME"
@@ -252,6 +245,7 @@ def datasets(*names: str) -> Any:
 
 
 TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
+AS_VALIDATION = ["--input={good}", "--validation={source}"]
 
 
 @pytest.mark.parametrize(
@@ -260,23 +254,14 @@ TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
         (nyx(temperature=FIELDS["temperature"][:, :, 1:]), [], "give one grid"),
         (nyx(temperature=np.log10(FIELDS["temperature"])), [], "K is implausible; write temperatures in K, no"),
         (nyx(velocity_y=np.zeros(SHAPE)), [], "velocity_y is 0 everywhere; give another file"),
-        (nyx(baryon_density=1e-30 * FIELDS[DARK]), [], "1e-30 mean density is implausible; correct its attribute"),
         (nyx(velocity_x=None), [], "all components of a velocity"),
         (nyx("domain", "size", [6.0, 3.0, 4.1]), [], "are not cubes"),
-        (
-            nyx("universe", "hubble", 67.5),
-            [],
-            "cosmology_H0 is 6750, expected 10 to 200; correct it: --hubble is H0 / (100 km/s/Mpc)",
-        ),
-        (nyx("universe", "redshift", np.nan), [], "redshift is nan, expected 0 to 10000"),
-        (nyx("universe", "omega_m", "flat"), [], "attribute universe omega_m is 'flat', expected a number"),
+        (nyx("universe", "hubble", 67.5), [], "_H0 is 6750, expected 10 to 200; correct it: --hubble is H0 / (100 km"),
         (nyx("domain", "size", [6.0, 3.0]), [], "snapshot.h5: operands could not be broadcast together"),
-        (nyx("/", "periodic", "maybe"), [], "attribute periodic is 'maybe', expected true or false"),
         (nyx(TEMPERATURE, (3, 4, 5), np.nan), [], "native_fields/temperature[3, 4, 5] is nan"),
         (nyx(TEMPERATURE, (0, 1, 2), 0), [], "native_fields/temperature[0, 1, 2] is 0, which is impossible"),
         (nyx(), ["--velocity_units=km/s"], "velocity_x states cm/s, not km/s; correct it, or remove --v"),
         (nyx(VELOCITY, "units", "kpc/yr"), [], "velocity_x is in kpc/yr; give --velocity_units (km/s, m/s, cm/s)"),
-        (nyx(VELOCITY, "units", "m/s"), [], "km/s is implausible; correct its attribute units or, wi"),
         (nyx(), ["--redshift=2"], "states redshift 3, not 2; remove --redshift"),
         (nyx(), ["--split=0.9"], "leaves -15 training and 11 validation planes of 12, with two gaps of 8; give a box"),
         (lambda folder: write_nyx(folder / "a.h5", physical_fields((40, 2, 2))), ["--split=20"], "0.05 to 0.55"),
@@ -284,11 +269,7 @@ TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
         (datasets("Nbody", "Hydro"), [], "is a volume already; set train_path to it, or give it to predict.py"),
         (datasets(*map("grid/{:02}".format, range(14))), [], "grid/11 and 2 more; link each grid to its name in docs"),
         (nyx(), ["--output={source}", "--overwrite"], "is the input; give another --output"),
-        (
-            nyx(temperature=None),
-            ["--input={good}", "--validation={source}"],
-            "training and validation need the same fields",
-        ),
+        (nyx(temperature=None), AS_VALIDATION, "training and validation need the same fields"),
         (files("f32"), ["--velocity_units=cm/s"], "give --shape X,Y,Z"),
         (files("f32"), ["--shape=12,6,8"], "velocity_x.f32 is in an unknown unit; give --velocity_units"),
         (files("f32"), ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
@@ -300,19 +281,13 @@ TEMPERATURE, VELOCITY = "native_fields/temperature", "native_fields/velocity_x"
         (nyx(velocity=np.ones(SHAPE)), [], "native_fields/velocity is (12, 6, 8), expected (X, Y, Z, 3)"),
         (files("npy"), ["--index=1"], "is (12, 6, 8); choose a box of (N, X, Y, Z)"),
         (nyx(), ["--field=pressure=P"], "in/snapshot.h5 has no field P; correct --field"),
-        (files("npy"), ["--velocity_units=km/s", "--input_field=pressure=P"], "in has no field P; correct --field"),
         (nyx(P=PRESSURE), ["--field=pressure"], "argument --field: pressure is not NAME=VALUE"),
-        (nyx(P=PRESSURE), ["--field=pressure=P", "--unit=K/cm3"], "argument --unit: K/cm3 is not NAME=VALUE"),
         (nyx(P=PRESSURE), ["--field=v=P,P"], "--field v=P,P: give one field, or the components along x, y and z"),
         (nyx(P=0 * PRESSURE + 3), ["--field=pressure=P"], "native_fields/P is 300000 everywhere; give another file"),
-        (
-            nyx("native_fields/P", (3, 4, 5), np.nan, P=PRESSURE),
-            ["--field=pressure=P"],
-            "native_fields/P[3, 4, 5] is n",
-        ),
+        (nyx("native_fields/P", (3, 4, 5), np.nan, P=PRESSURE), ["--field=pressure=P"], "fields/P[3, 4, 5] is nan"),
         (
             nyx("native_fields/P", (3, 4, 5), 0, P=PRESSURE),
-            ["--input={good}", "--validation={source}", "--field=pressure=P"],
+            [*AS_VALIDATION, "--field=pressure=P"],
             "in/snapshot.h5: native_fields/P has values of 0 or less, which have no logarithm; raise them in the file",
         ),
         (files("npy", dtype="c8"), [], "holds complex64, expected real numbers"),  # fixed: imaginary parts were dropped
@@ -433,21 +408,6 @@ def test_a_cut_out_of_an_overdense_part_has_the_channels_that_it_has_in_the_box(
         assert not attributes["periodic"]
         for name, values in imported.items():
             np.testing.assert_allclose(values, expected[name][(slice(None), *zoom)], atol=1e-6)
-
-
-@pytest.mark.parametrize("ending", ["npy", "f32", "h5"])
-def test_vectors_of_three_components_are_velocities(run: Any, box: Path, tmp_path: Path, ending: str) -> None:
-    """Fixed: they had to be split into files."""
-    velocity = np.stack([FIELDS[name] for name in GAS[1:4]], -1)
-    fields = {**dict.fromkeys(GAS[1:4]), "dark_matter_velocity": velocity, "velocity": -velocity}
-    present = {name: values for name, values in {**FIELDS, **fields}.items() if values is not None}
-    if ending == "h5":
-        run(write_nyx(tmp_path / "in.h5", present, chunks=True))
-    else:
-        run(files(ending, **fields)(tmp_path / "in"), "--velocity_units=km/s", "--shape=12,6,8")
-    imported, _ = contents(box)
-    for name, sign in (("Nbody", 900), ("Hydro", -900)):
-        np.testing.assert_allclose(sign * imported[name][1:4], np.moveaxis(velocity, -1, 0), rtol=1e-5)
 
 
 def test_the_recipe_for_gadget_arepo_and_tng_ends_in_an_import_without_warnings(

@@ -32,7 +32,7 @@ def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Co
     if "global_batch_size" in overrides:  # It replaces a local batch size in the file.
         values = {**values, "local_batch_size": None}
     for key, value in overrides.items():
-        values = _replace(values, key.split("."), value, name)
+        values = with_value(values, key.split("."), value, name)
     return validate(values, name)
 
 
@@ -121,7 +121,7 @@ def to_yaml(config: Config, name: str) -> str:
     return dump({name: config.model_dump(mode=FOR_A_FILE)})
 
 
-def _replace(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> dict[str, Any]:
+def with_value(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> dict[str, Any]:
     """A copy of `values` with the value at a dotted path replaced."""
     first, *rest = path
     if not rest:
@@ -129,4 +129,4 @@ def _replace(values: Mapping[str, Any], path: list[str], value: Any, name: str) 
     inner = values.get(first, {})
     if not isinstance(inner, Mapping):
         raise UserError(f"config '{name}': {first} is not a section, so {'.'.join(path)} cannot be set")
-    return {**values, first: _replace(inner, rest, value, name)}
+    return {**values, first: with_value(inner, rest, value, name)}

@@ -6,7 +6,6 @@ A channel x holds ln(value) or the value itself, scaled: value = exp(center + sc
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -68,15 +67,14 @@ class Channel:
 
 
 Channels = Sequence[Channel]
+Transform = Mapping[str, float | None]  # None: unknown, and so the physical values are
 # The transforms of the published data, and of files that state no others: see `known_channels`.
-TRANSFORM: Mapping[str, float | None] = MappingProxyType(
-    {
-        "density_log_scale": 14.0,  # x = ln(density / mean) / scale
-        "velocity_scale_km_s": 900.0,  # x = velocity / scale
-        "temperature_log10_center": 12.0 / math.log(10.0),  # x = (log10(T / K) - center) / scale
-        "temperature_log10_scale": 8.0 / math.log(10.0),
-    }
-)
+TRANSFORM: Transform = {
+    "density_log_scale": 14.0,  # x = ln(density / mean) / scale
+    "velocity_scale_km_s": 900.0,  # x = velocity / scale
+    "temperature_log10_center": 12.0 / math.log(10.0),  # x = (log10(T / K) - center) / scale
+    "temperature_log10_scale": 8.0 / math.log(10.0),
+}
 # Quantities by number of channels, in files that do not name their channels.
 QUANTITIES: Mapping[Side, Mapping[int, Sequence[str]]] = {
     "inputs": {4: ("density", "velocity"), 1: ("density",)},
@@ -87,17 +85,13 @@ QUANTITIES: Mapping[Side, Mapping[int, Sequence[str]]] = {
         1: ("density",),
     },
 }
-VELOCITY = ((1, 2, 3),)  # the channels of the velocity, in datasets that have one
 
 
 def known_channels(
-    side: Side,
-    count: int,
-    transform: Mapping[str, float | None] = TRANSFORM,
-    vectors: Sequence[Sequence[int]] | None = None,
+    side: Side, count: int, transform: Transform = TRANSFORM, vectors: Sequence[Sequence[int]] | None = None
 ) -> list[Channel]:
     """The channels of a dataset that does not name them; unknown ones for other numbers or other vectors."""
-    usual = [list(triple) for triple in VELOCITY if max(triple) < count]
+    usual = [[1, 2, 3]] if count > 3 else []  # the velocity
     triples, quantities = usual if vectors is None else [*map(list, vectors)], QUANTITIES[side].get(count, ())
     if quantities and triples == usual:
         prefix = DARK_MATTER if side == "inputs" else GAS

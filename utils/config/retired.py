@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from utils.config import flatten
-from utils.config.channels import TRANSFORM, Side, known_channels
+from utils.config import flatten, with_value
+from utils.config.channels import TRANSFORM, known_channels
 from utils.config.schema import CHANNELS_KEYS
 from utils.errors import UserError
 
@@ -60,18 +60,13 @@ RETIRED = {
 }
 
 
-def _channels(side: Side, count: int, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The channels of a config with the sections `transform` and `vector_channels`."""
-    transform = {name: values.get(f"transform.{name}", value) for name, value in TRANSFORM.items()}
-    known = known_channels(side, count, transform, values.get(f"vector_channels.{side}"))
-    return [asdict(channel) for channel in known]
-
-
 def update(config: Mapping[str, Any], source: object) -> dict[str, Any]:
     """The config of a checkpoint with this version's keys; UserError if a value of `source` has no equivalent."""
-    values, updated = flatten(config), dict[str, Any]()
+    values = flatten(config)
+    transform = {name: values.get(f"transform.{name}", value) for name, value in TRANSFORM.items()}
     for side, key in CHANNELS_KEYS.items() if any(key.startswith("transform.") for key in values) else ():
-        values[f"channels.{side}"] = _channels(side, values[key], values)
+        known = known_channels(side, values[key], transform, values.get(f"vector_channels.{side}"))
+        values[f"channels.{side}"] = [asdict(channel) for channel in known]
     for key, retired in RETIRED.items():
         if key in values:
             value = values.pop(key)
@@ -80,10 +75,7 @@ def update(config: Mapping[str, Any], source: object) -> dict[str, Any]:
             except ValueError as reason:
                 before = f"{source} was trained with {key} {value!r:.80} ({retired.meaning})"
                 raise UserError(f"{before}: {reason}; use the version that trained it") from None
+    updated = dict[str, Any]()
     for key, value in values.items():
-        *sections, name = key.split(".")
-        place = updated
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+        updated = with_value(updated, key.split("."), value, str(source))
     return updated

@@ -118,7 +118,6 @@ class Config(NeutralKeys):
 
     @property
     def volume_channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-        """The channels of inputs and targets."""
         inputs = self.channels.inputs or known_channels("inputs", self.N_in_channels)
         return tuple(inputs), tuple(self.channels.targets or known_channels("targets", self.N_out_channels))
 
@@ -173,9 +172,8 @@ class Config(NeutralKeys):
             parts = f"{world_size} ranks{steps}"
             raise UserError(f"global_batch_size {total} is not divisible by {parts}; use a multiple of {multiple}")
         if self.Nsamples < total:
-            raise UserError(
-                f"Nsamples {self.Nsamples} is less than global_batch_size {total}; raise it or lower the batch size"
-            )
+            fault = f"Nsamples {self.Nsamples} is less than global_batch_size {total}"
+            raise UserError(f"{fault}; raise it or lower the batch size")
         return self.model_copy(update={"local_batch_size": total // world_size, "global_batch_size": total})
 
     @model_validator(mode="after")

@@ -122,10 +122,8 @@ class NetworkConfig(Section):
         if len(set(self.conditions)) < len(self.conditions):
             raise ValueError(f"conditions {', '.join(self.conditions)} has a name twice; remove one")
         if self.condition_ranges and len(self.condition_ranges) != len(self.conditions):
-            raise ValueError(
-                f"condition_ranges has {len(self.condition_ranges)} ranges for {len(self.conditions)} conditions; set "
-                f"[lowest, highest] for each condition, or remove condition_ranges"
-            )
+            fault = f"condition_ranges has {len(self.condition_ranges)} ranges for {len(self.conditions)} conditions"
+            raise ValueError(f"{fault}; set [lowest, highest] for each condition, or remove condition_ranges")
         for low, high in self.condition_ranges:
             if low > high:
                 raise ValueError(f"condition_ranges has [{low:g}, {high:g}]; set [lowest, highest]")

@@ -96,9 +96,8 @@ def _apply_merge_keys(value: Any, name: str, visited: set[int]) -> None:
         _apply_merge_keys(part, name, visited)
     for parent in parents:
         if not isinstance(parent, dict):
-            raise UserError(
-                f"{name}: {MERGE} takes an alias such as *base, got {parent!r:.80}; to name a config, write {EXTENDS}"
-            )
+            fault = f"{name}: {MERGE} takes an alias such as *base, got {parent!r:.80}"
+            raise UserError(f"{fault}; to name a config, write {EXTENDS}")
         _inherit(value, parent)
 
 
@@ -153,10 +152,8 @@ def find(path: str, name: str) -> NamedConfig:
         raise UserError(f"config {name} is in {' and in '.join(matches)}; choose one with --yaml_config")
     for config in matches.values():
         return config
-    raise UserError(
-        f"unknown config {name} in {path} and the other YAML files of its directory{did_you_mean(name, known)}; "
-        f"known: {', '.join(known)}{faults}"
-    )
+    fault = f"unknown config {name} in {path} and the other YAML files of its directory{did_you_mean(name, known)}"
+    raise UserError(f"{fault}; known: {', '.join(known)}{faults}")
 
 
 def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Configs]:
@@ -184,10 +181,8 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
         if not isinstance(name, str):
             raise UserError(f"{path}: the name of a config must be a text, got {name!r}; write it in quotes")
         if not isinstance(values, dict) and name != EXTENDS:
-            raise UserError(
-                f"{path} must hold named configs, such as base: {{seed: 1}}, but {name} is {values!r:.100}"
-                f"{did_you_mean(name, [EXTENDS])}"
-            )
+            fault = f"{path} must hold named configs, such as base: {{seed: 1}}, but {name} is {values!r:.100}"
+            raise UserError(f"{fault}{did_you_mean(name, [EXTENDS])}")
     file, inherited = configs.pop(EXTENDS, None), Configs()
     if file is not None:
         extended, further = _read(_extended_file(path, str(file)), (*extended_by, path))

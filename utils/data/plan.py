@@ -47,11 +47,6 @@ class SamplePlan:
         """Number of equal parts of an epoch that no batch crosses: the volumes of validation, as each has a loss."""
         return len(self.boxes) if self.split == "valid" else 1
 
-    @property
-    def is_augmented(self) -> bool:
-        """True if samples are rotated and reflected; validation samples never are."""
-        return self.mode != "none" and self.split != "valid"
-
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch. No position occurs twice as long as there are enough of them.
 
@@ -72,7 +67,8 @@ class SamplePlan:
             places = flat[chosen] - (end - math.prod(grid))
             origins[chosen] = np.stack(np.unravel_index(places, grid), axis=1)
         choices = np.array(symmetry.TUTORIAL if self.mode == "tutorial" else range(symmetry.COUNT))
-        choices = choices if self.is_augmented else choices[[symmetry.IDENTITY]]
+        if fixed or self.mode == "none":
+            choices = choices[[symmetry.IDENTITY]]
         return EpochPlan(volumes, origins, choices[_below(words, len(choices), self.samples)])
 
     def _volume_by_volume(self) -> EpochPlan:

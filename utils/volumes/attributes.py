@@ -86,13 +86,11 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
 def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> None:
     """Writes the attributes of datasets and groups by name, and of the file under "". Missing groups are created."""
     for name, values in attributes.items():
-        # The bytes of a path may be no UTF-8, which HDF5 requires.
-        texts = {
-            key: value.encode(errors="backslashreplace") for key, value in values.items() if isinstance(value, str)
-        }
-        values = {**values, **{key: text.decode() for key, text in texts.items()}}
         place = name or "/"
-        (file[place] if place in file else file.create_group(place)).attrs.update(values)
+        owner = file[place] if place in file else file.create_group(place)
+        for key, value in values.items():
+            # The bytes of a path may be no UTF-8, which HDF5 requires.
+            owner.attrs[key] = value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
@@ -231,12 +229,9 @@ def implausible(simulation: Mapping[str, Any], limits: Mapping[str, tuple[float,
 
 def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
     """The values that all simulations state and agree on."""
-    first, *remaining = simulations
-    return {
-        name: value
-        for name, value in first.items()
-        if all(name in simulation and _is_close(simulation[name], value) for simulation in remaining)
-    }
+    first, *others = simulations or [{}]
+    shared = [name for name in first if all(name in other and _is_close(other[name], first[name]) for other in others)]
+    return {name: first[name] for name in shared}
 
 
 def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:
@@ -263,10 +258,8 @@ def conditions_of(network: NetworkConfig, path: str, simulation: Simulation) -> 
         if not isinstance(value, float) or not math.isfinite(value):
             attribute = "box_size_mpc_h" if name == "cell" else CONDITIONS[name]
             fault = "is not stated as a number" if value is None else f"is {value!r}"
-            raise UserError(
-                f"{path}: {attribute}, which network.conditions {name} needs, {fault}; set it, in Python: "
-                f"h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
-            )
+            remedy = f"set it, in Python: h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
+            raise UserError(f"{path}: {attribute}, which network.conditions {name} needs, {fault}; {remedy}")
         values.append(value)
     return values
 
@@ -275,9 +268,8 @@ def warn_of_untrained_conditions(network: NetworkConfig, path: str, conditions: 
     """Logs a warning for each condition of a volume outside the range of the training volumes."""
     for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
         if not _is_close(value, min(max(value, low), high)):
-            log.warning(
-                f"{path}: {name} {value:.6g} is outside the trained range {low:.6g} to {high:.6g}; check the prediction"
-            )
+            trained = f"the trained range {low:.6g} to {high:.6g}"
+            log.warning(f"{path}: {name} {value:.6g} is outside {trained}; check the prediction")
 
 
 def _is_close(first: float | str, second: float | str) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from utils.cli import Parser
@@ -20,9 +19,8 @@ from utils.config.channels import SIDES
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory, to_json
 from utils.progress import Progress
-from utils.volumes.hdf5 import DATASETS, FieldReader, checked_dataset, stored_slabs
+from utils.volumes.hdf5 import DATASETS, FieldReader, stored_slabs
 from utils.volumes.npy import ENDINGS, channels_file
-from utils.volumes.storage import check_storage, open_file
 
 
 def convert(
@@ -33,39 +31,35 @@ def convert(
 ) -> list[Path]:
     """Writes both `.npy` files and returns their paths; the files appear under their names once both are complete."""
     source, remedy = Path(source), "give another --output_dir"
-    with open_file(str(source)) as file:
-        datasets = [checked_dataset(file, str(source), name, remedy="choose datasets with -d and -l") for name in names]
-        for dataset in datasets:
-            check_storage(dataset)
-        shapes = [dataset.shape for dataset in datasets]
-        if shapes[0][1:] != shapes[1][1:]:
-            raise UserError(f"{source}: {names[0]} is {shapes[0]}, {names[1]} {shapes[1]}; their grids must be equal")
-        directory = source.parent if output_dir is None else Path(output_dir)
-        targets = [directory / f"{source.stem}_{field}.npy" for field in ENDINGS]
-        readers = (FieldReader(str(source), name, None) for name in names)
-        known = [reader.channels(side) for reader, side in zip(readers, SIDES, strict=True)]
-        targets += [channels_file(str(targets[0]))] if all(known) else []
-        for target in targets:
-            check_target(target, overwrite, "--output_dir")
-        make_output_directory(directory, 4 * sum(map(math.prod, shapes)), remedy)
-        with (
-            Progress(f"converting {source.name}", sum(shape[1] for shape in shapes), "planes") as progress,
-            os_errors_for_users(f"cannot write to {directory}", remedy),
-            atomic_write(targets) as partials,
-        ):
-            for dataset, partial in zip(datasets, partials, strict=False):
-                _write_npy(dataset, partial, progress)
-            if all(known):
-                values = {side: [*map(asdict, part or ())] for side, part in zip(SIDES, known, strict=True)}
-                partials[-1].write_text(to_json(values), encoding="utf-8")
+    readers = [FieldReader(str(source), name, None, "choose datasets with -d and -l") for name in names]
+    shapes = [reader.values.shape for reader in readers]
+    if shapes[0][1:] != shapes[1][1:]:
+        raise UserError(f"{source}: {names[0]} is {shapes[0]}, {names[1]} {shapes[1]}; their grids must be equal")
+    directory = source.parent if output_dir is None else Path(output_dir)
+    targets = [directory / f"{source.stem}_{field}.npy" for field in ENDINGS]
+    known = [reader.channels(side) for reader, side in zip(readers, SIDES, strict=True)]
+    targets += [channels_file(str(targets[0]))] if all(known) else []
+    for target in targets:
+        check_target(target, overwrite, "--output_dir")
+    make_output_directory(directory, 4 * sum(map(math.prod, shapes)), remedy)
+    with (
+        Progress(f"converting {source.name}", sum(shape[1] for shape in shapes), "planes") as progress,
+        os_errors_for_users(f"cannot write to {directory}", remedy),
+        atomic_write(targets) as partials,
+    ):
+        for reader, partial in zip(readers, partials, strict=False):
+            _write_npy(reader, partial, progress)
+        if all(known):
+            values = {side: [*map(asdict, part or ())] for side, part in zip(SIDES, known, strict=True)}
+            partials[-1].write_text(to_json(values), encoding="utf-8")
     return targets
 
 
-def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress) -> None:
-    channels, *grid = dataset.shape
+def _write_npy(reader: FieldReader, path: Path, progress: Progress) -> None:
+    channels, *grid = reader.values.shape
     with path.open("wb") as file:  # not mapped: a full disk would end the process without a message
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (*grid, channels)})
-        for _, values in stored_slabs(dataset, dataset.file.filename):
+        for _, values in stored_slabs(reader.values, reader.path):
             file.write(np.ascontiguousarray(np.moveaxis(values, 0, -1)).data)
             progress.advance(values.shape[1])
 

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.config.channels import DARK_MATTER, GAS, Channel, density_place, velocity_places
+from utils.config.channels import DARK_MATTER, GAS, Channel, Channels, density_place, velocity_places
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import GIB
 from utils.log import once_per_job
 from utils.progress import Progress
 from utils.volumes.attributes import CELL
-from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, cells_text, slab_planes
-from utils.volumes.storage import reading
+from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, cells_text, reading, slab_planes
 
 FEWEST_CELLS = 24  # along each side; smaller volumes are not checked
 BLOCKS, FEW_BLOCKS = 32, 8  # along each side at most, and along x of a large volume; the means of blocks are compared
@@ -128,7 +127,7 @@ class _Species:
 def cross_check(
     volume: Volume | FieldReader,
     fields: Sequence[Any],
-    channels: Sequence[Sequence[Channel]],
+    channels: Sequence[Channels],
     world: World,
     limit: float = math.inf,
 ) -> CrossCheck:
@@ -166,7 +165,7 @@ def cross_check(
     return _Comparison(volume, species).check()
 
 
-def check_file(path: str, channels: Sequence[Sequence[Channel]]) -> None:
+def check_file(path: str, channels: Sequence[Channels]) -> None:
     """Logs the cross-check of a file with inputs and perhaps targets, by one rank."""
     fields = [FieldReader(path, name, None) for name, _ in zip(DATASETS, channels, strict=False)]
     alone = World(Launch("cross-check"), torch.device("cpu"))

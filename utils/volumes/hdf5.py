@@ -1,5 +1,7 @@
-"""Simulation volumes on disk: HDF5 with `Nbody` [4, X, Y, Z] and `Hydro` [5, X, Y, Z]; see docs/data.md."""
+"""HDF5 files: volumes, with `Nbody` [4, X, Y, Z] and `Hydro` [5, X, Y, Z], and their values; see docs/data.md."""
 
+import contextlib
+import importlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -10,19 +12,84 @@ import h5py
 import numpy as np
 
 from utils.config.channels import Channels, Side
-from utils.errors import UserError
+from utils.errors import UserError, os_reason, os_remedy
 from utils.log import warn_once
 from utils.progress import Progress
 from utils.volumes import attributes as stated
 from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
-from utils.volumes.storage import IMPORTER, check_storage, contents, open_file, reading
 
 DATASETS = ("Nbody", "Hydro")
 NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent, checked and converted in slabs
 LARGE_CHUNK = 2**28  # bytes
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
+IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
+OF_NPY = f"{IMPORTER} makes one of the .npy files in a directory, named dark_matter_density.npy and so on"
+LISTED = 12  # datasets in a message
+
+
+def open_file(path: str, remedy: str = "give another path") -> h5py.File:
+    if not os.path.isfile(path):
+        fault = f"cannot read {path}: it is not a regular file" if os.path.exists(path) else f"no such file: {path}"
+        if os.path.isdir(path) and any(name.endswith(".npy") for name in os.listdir(path)):
+            remedy = OF_NPY
+        raise UserError(f"{fault}; {remedy}")
+    with reading(path):
+        return h5py.File(path, "r")
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Converts the errors of h5py, which raises many types for a damaged file, to UserErrors."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        text = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        if "truncated" in text:
+            text = "the file is truncated"
+        (remedy,) = os_remedy(error) or ["copy or recreate it"]
+        if "signature" in text:
+            text = "it is not an HDF5 file"
+            if path.endswith(".npy"):
+                remedy = OF_NPY
+        raise UserError(f"cannot read {path}: {text}; {remedy}") from None
+
+
+def contents(file: h5py.File) -> str:
+    """The names of the datasets in a file, of many the first ones."""
+    names: list[str] = []
+    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more or "no dataset"
+
+
+def check_storage(dataset: h5py.Dataset) -> None:
+    """UserError if values are in other files, were never written (HDF5 reads fill values) or cannot be decompressed."""
+    name, size = f"{dataset.file.filename}: {dataset.name.strip('/')}", dataset.nbytes
+    if dataset.is_virtual or dataset.external:
+        raise UserError(f"{name} refers to values in other files; copy them: with h5py, new_file[NAME] = dataset[:]")
+    stored = dataset.id.get_storage_size()
+    if dataset.chunks:
+        _check_filters(dataset, name)
+        chunks = math.prod(-(-side // chunk) for side, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+        stored = size * dataset.id.get_num_chunks() // chunks
+    if stored < size:
+        raise UserError(f"{name}: {1 - stored / size:.3%} of its values were never written; recreate the file")
+
+
+def _check_filters(dataset: h5py.Dataset, name: str) -> None:
+    """Raises UserError if a filter is missing; tries hdf5plugin, if it is installed."""
+    layout = dataset.id.get_create_plist()
+    for code, *_ in map(layout.get_filter, range(layout.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            with contextlib.suppress(ImportError):
+                importlib.import_module("hdf5plugin")  # registers its filters
+        if not h5py.h5z.filter_avail(code):
+            remedy = "install its plugin: pip install hdf5plugin, or write the file without it: h5repack -f NONE"
+            raise UserError(f"{name} needs the HDF5 filter number {code}; {remedy}")
 
 
 @dataclass(frozen=True)

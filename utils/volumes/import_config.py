@@ -31,7 +31,11 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], machine: str
         return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
     smallest = min(map(min, volumes.values()))
     parent, reason = _parent(smallest, machine)
-    keys, crop = {EXTENDS: parent, **_keys(volumes)}, min(CROPS[parent], largest_crop(smallest)[0])
+    crop, first, last = min(CROPS[parent], largest_crop(smallest)[0]), next(iter(volumes)), list(volumes)[-1]
+    paths = {key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))}
+    keys: dict[str, Any] = {EXTENDS: parent, **paths, **dict.fromkeys(npy_keys(*PATH_KEYS.values()))}
+    keys |= {"box_size": [box_entry([volumes[file]]) for file in (first, last)], "dataset_names": list(DATASETS)}
+    keys |= {"symmetries": "full", "expdir": "./runs"}
     if crop < CROPS[parent]:
         keys |= {"data_size": crop, "network": {"scales": largest_crop(smallest)[1]}}
     config = load(str(SHIPPED / "UNet.yaml"), parent)
@@ -43,19 +47,6 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], machine: str
     if crop < CROPS[parent]:
         lines.append(f"warning: crops have {crop} cells per side, because a side has {smallest}; import larger parts")
     return [*lines, "to train:", command]
-
-
-def _keys(volumes: Mapping[Path, Sequence[int]]) -> dict[str, Any]:
-    """The keys that depend on the volumes alone."""
-    first, last = next(iter(volumes)), list(volumes)[-1]
-    return {
-        **{key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))},
-        **dict.fromkeys(npy_keys(*PATH_KEYS.values())),
-        "box_size": [box_entry([volumes[file]]) for file in (first, last)],
-        "dataset_names": list(DATASETS),
-        "symmetries": "full",
-        "expdir": "./runs",
-    }
 
 
 def _parent(smallest: int, machine: str | None) -> tuple[str, str]:

@@ -30,17 +30,19 @@ from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, channel_attr
 from utils.volumes.cross_check import check_file
 from utils.volumes.hdf5 import DATASETS, cells_text, open_volume, stored_slabs
 from utils.volumes.import_config import write_config
-from utils.volumes.import_fields import FieldChannel, check_values, own_channels
 from utils.volumes.opened import SPLITS
 from utils.volumes.snapshots import (
     DARK_MATTER_DENSITY,
     GAS_DENSITY,
     OTHER,
     UNITS,
+    FieldChannel,
     GridField,
     Shape,
     Snapshot,
+    check_values,
     open_snapshot,
+    own_channels,
 )
 from utils.volumes.values import MEDIANS, check_distinct
 
@@ -154,10 +156,9 @@ def stated_means(snapshot: Snapshot, options: Options, is_part: bool) -> dict[st
     is_needed = is_part and any(field.unit != "mean" for field in densities.values())
     means = options.mean_density or ([] if is_needed else [None] * len(densities))
     if len(means) != len(densities) or 0.0 in means:
-        raise UserError(
-            f"{snapshot.path}: give a number above 0 per density, --mean_density {' '.join(densities).upper()}: the "
-            f"mean of the whole box, not of a part, in the unit of the field (1 for a field in units of the mean)"
-        )
+        needed = f"give a number above 0 per density, --mean_density {' '.join(densities).upper()}"
+        text = "the mean of the whole box, not of a part, in the unit of the field (1 for a field in units of the mean)"
+        raise UserError(f"{snapshot.path}: {needed}: {text}")
     return dict(zip(densities, means, strict=True))
 
 
@@ -170,10 +171,8 @@ def plan_channels(snapshot: Snapshot, options: Options, means: Mapping[str, floa
     ):
         quantities = tuple(dict.fromkeys(snapshot.fields[name].quantity for name in names))
         if quantities != QUANTITIES[side].get(len(names), ()) or not (names or others or dataset == DATASETS[1]):
-            raise UserError(
-                f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {DARK_MATTER_DENSITY}, with gas "
-                f"also {GAS_DENSITY}, and all components of a velocity or none"
-            )
+            needed = f"{DARK_MATTER_DENSITY}, with gas also {GAS_DENSITY}, and all components of a velocity or none"
+            raise UserError(f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {needed}")
         channels = known_channels(side, len(names), options.transform)
         rows = ((name, snapshot.fields[name], channel) for name, channel in zip(names, channels, strict=True))
         planned = [(field, channel, _factor(field, options, means.get(name))) for name, field, channel in rows]
@@ -244,10 +243,8 @@ def plan_parts(planes: int, options: Options) -> dict[Path, range]:
     if min(train, valid) < SMALLEST_CROP:
         least, most = SMALLEST_CROP / planes, 1 - (SMALLEST_CROP + 2 * GAP) / planes
         limits = f"--split {least:.3g} to {most:.3g}" if least <= most else "a box with more planes"
-        raise UserError(
-            f"--split {options.split:g} leaves {train} training and {valid} validation planes of {planes}, with two "
-            f"gaps of {GAP}; give {limits}"
-        )
+        left = f"{train} training and {valid} validation planes of {planes}, with two gaps of {GAP}"
+        raise UserError(f"--split {options.split:g} leaves {left}; give {limits}")
     start = train + GAP
     return dict(zip(options.outputs, (range(train), range(start, start + valid)), strict=True))
 

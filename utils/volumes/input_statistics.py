@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool3d
 
 from utils.config import Config
-from utils.volumes.hdf5 import Volume
-from utils.volumes.storage import reading
+from utils.volumes.hdf5 import Volume, reading
 
 CROPS, LEAST_CROPS, LARGEST_CROP = 64, 8, 32  # of all training volumes, of each of them, and cells of a crop's side
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)

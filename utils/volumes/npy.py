@@ -69,7 +69,6 @@ def _open(path: str, grid: tuple[int, ...] | None, channels: int | None, remedy:
     if array.dtype != np.dtype("<f4") or not fits or not array.flags.c_contiguous:
         order = "C" if array.flags.c_contiguous else "Fortran"
         shape = ", ".join(map(str, (*(grid or "XYZ"), channels or "C")))
-        raise UserError(
-            f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 ({shape}) in C order; {remedy}"
-        )
+        found = f"{array.dtype} {array.shape} in {order} order"
+        raise UserError(f"{path} is {found}, expected float32 ({shape}) in C order; {remedy}")
     return np.asarray(array)

@@ -28,6 +28,7 @@ from utils.volumes.values import check_all, check_distinct, check_samples, warn_
 
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
 PATH_KEYS = {"train": "train_path", "valid": "val_path"}  # of the HDF5 files
+SAMPLES_KEYS = {"train": "Nsamples", "valid": "Nsamples_val"}
 PUBLISHED = {"train": "downsamp_2048crop_train", "val": "downsamp_1024crop_valid"}  # names of the published data set
 OTHER_NAMES = PUBLISHED | {published: name for name, published in PUBLISHED.items()}
 
@@ -37,10 +38,6 @@ log = logging.getLogger(__name__)
 def npy_keys(*keys: str) -> list[str]:
     """The keys of the `.npy` files of inputs and targets, by the keys of the HDF5 files."""
     return [name for key in keys for name in (f"{key}_npy_data", f"{key}_npy_label")]
-
-
-def split_samples(config: Config, split: str) -> int:
-    return config.Nsamples if split == "train" else config.Nsamples_val
 
 
 def volume_names(config: Config, split: str) -> list[str]:
@@ -93,10 +90,9 @@ class Volumes:
         volumes = cls(config, reads)
         if not volumes.has_files:
             if config.network.conditions:
-                raise UserError(
-                    f"network.conditions: data_loader_config {config.data_loader_config} reads no volumes that state "
-                    f"them; remove network.conditions, or choose another loader"
-                )
+                fault = f"data_loader_config {config.data_loader_config} reads no volumes that state them"
+                remedy = "remove network.conditions, or choose another loader"
+                raise UserError(f"network.conditions: {fault}; {remedy}")
             return volumes
         volumes = volumes.changed(**_in_data_dir(config))
         volumes = dataclasses.replace(volumes, config=volumes._with_channels())
@@ -108,7 +104,7 @@ class Volumes:
             ranges = config.network.condition_ranges or ranges
             volumes = volumes.changed(network=config.network.model_copy(update={"condition_ranges": ranges}))
         simulations = [volume.simulation for volume in volumes._available("train")]
-        return dataclasses.replace(volumes, simulation=attributes.common_simulation(simulations) if simulations else {})
+        return dataclasses.replace(volumes, simulation=attributes.common_simulation(simulations))
 
     @property
     def has_files(self) -> bool:
@@ -141,16 +137,13 @@ class Volumes:
 
     def split(self, split: str, npy: bool | None = None) -> list[Volume]:
         """One split's volumes; UserError for contradictions. `npy` None: the `.npy` files if HDF5 files are missing."""
-        keys = [*CHANNELS_KEYS.values()]
-        volumes, counts = self._open_split(split, npy), [getattr(self.config, key) for key in keys]
+        volumes = self._open_split(split, npy)
         box, shape, crop = self.config.box_size[SPLITS[split]], volumes[0].shape, self.config.data_size
         for volume in volumes:
-            for name, values, count, key in zip(volume.names, volume.fields, counts, keys, strict=True):
-                if values.shape[0] != count:
-                    raise UserError(
-                        f"{volume.path}: {name} is {values.shape}, expected ({count}, X, Y, Z); give files with the "
-                        f"same channels for training and validation, or set {key}"
-                    )
+            for name, values, key in zip(volume.names, volume.fields, CHANNELS_KEYS.values(), strict=True):
+                if values.shape[0] != (count := getattr(self.config, key)):
+                    remedy = f"give files with the same channels for training and validation, or set {key}"
+                    raise UserError(f"{volume.path}: {name} is {values.shape}, expected ({count}, X, Y, Z); {remedy}")
         if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
             sizes = [self._box(name, named=False) for name in SPLITS]
             fault = f"the volume has {shape[0]} cells per side, but box_size is {box}"
@@ -159,10 +152,9 @@ class Volumes:
             if min(volume.shape) < crop:
                 shapes = [volume.shape for name in SPLITS for volume in self._available(name)]
                 fitting, scales = largest_crop(min(map(min, shapes)))
-                raise UserError(
-                    f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do "
-                    f"not fit; set data_size={fitting} and network.scales={scales}, or choose another file"
-                )
+                fault = f"the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do not fit"
+                remedy = f"set data_size={fitting} and network.scales={scales}, or choose another file"
+                raise UserError(f"{volume.path}: {fault}; {remedy}")
         return volumes
 
     def for_loader(self, world: World, npy: bool = False) -> dict[str, list[Volume]]:
@@ -205,10 +197,8 @@ class Volumes:
             return [self._open(path, key) for path in sources]
         for name, listed in zip(keys, paths, strict=True):
             if listed and len(listed) != len(sources):
-                raise UserError(
-                    f"{name} and {key} list {len(listed)} and {len(sources)} files; list the .npy file of each HDF5 "
-                    f"file, in the same order"
-                )
+                fault = f"{name} and {key} list {len(listed)} and {len(sources)} files"
+                raise UserError(f"{fault}; list the .npy file of each HDF5 file, in the same order")
         volumes = []
         for source, *pair in itertools.zip_longest(sources, *paths):
             # Without copies it must be there to be converted.

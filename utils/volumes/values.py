@@ -10,8 +10,7 @@ import numpy as np
 from utils.config.channels import DENSITY_UNIT, PLAUSIBLE, TEMPERATURE_UNIT, Channel
 from utils.errors import UserError
 from utils.log import warn_once
-from utils.volumes.hdf5 import Volume, nonfinite_place
-from utils.volumes.storage import IMPORTER, reading
+from utils.volumes.hdf5 import IMPORTER, Volume, nonfinite_place, reading
 
 # A channel is taken for physical if a tenth of its values are beyond PHYSICAL. No transform comes close: the published
 # one reaches about 3, and even unscaled logarithms stay within 75 (ln of a density in g/cm³). Velocities in km/s have a
@@ -48,11 +47,10 @@ def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> None
         if values.min() == values.max():
             warn_once(str(_constant(path, f"{name}[{number}]", values[0, 0])))
         if not allow_physical and np.count_nonzero(np.abs(values) > PHYSICAL) > PHYSICAL_SHARE * values.size:
-            raise UserError(
-                f"{path}: {name}[{number}] holds physical values (up to {np.abs(values).max():.3g}), but networks "
-                f"learn channels of about 1; import the original fields with {IMPORTER} (docs/data.md, Your own "
-                f"files), or train with allow_physical_values: true"
-            )
+            fault = f"{path}: {name}[{number}] holds physical values (up to {np.abs(values).max():.3g})"
+            remedy = f"import the original fields with {IMPORTER} (docs/data.md, Your own files)"
+            other = "train with allow_physical_values: true"
+            raise UserError(f"{fault}, but networks learn channels of about 1; {remedy}, or {other}")
 
 
 def check_all(volume: Volume, allow_physical: bool = False) -> None:
@@ -73,10 +71,9 @@ def check_all(volume: Volume, allow_physical: bool = False) -> None:
                 warn_once(str(_constant(volume.path, f"{name}[{number}]", *extremes)))
             farthest = max(extremes, key=abs)
             if abs(farthest) > PHYSICAL and not allow_physical:
-                warn_once(
-                    f"{volume.path}: {name}[{number}] has values from {min(extremes):g} to {max(extremes):g}, "
-                    f"the farthest at {extremes[farthest]}; networks learn channels of about 1: correct or remove them"
-                )
+                values_text = f"{min(extremes):g} to {max(extremes):g}, the farthest at {extremes[farthest]}"
+                remedy = "networks learn channels of about 1: correct or remove them"
+                warn_once(f"{volume.path}: {name}[{number}] has values from {values_text}; {remedy}")
 
 
 def warn_of_units(volume: Volume, channels: Sequence[Sequence[Channel]]) -> None:
@@ -89,10 +86,9 @@ def warn_of_units(volume: Volume, channels: Sequence[Sequence[Channel]]) -> None
                 typical = np.median(np.abs(channel.to_physical(values.astype(np.float64))))
             low, high = MEDIANS[channel.unit]
             if not low <= typical <= high:
-                warn_once(
-                    f"{volume.path}: {name}[{number}], {channel.name}, would be {typical:.3g} {channel.unit} in half "
-                    f"of the cells; correct the transform in the file's attributes or the config (docs/data.md)"
-                )
+                fault = f"{channel.name}, would be {typical:.3g} {channel.unit} in half of the cells"
+                remedy = "correct the transform in the file's attributes or the config (docs/data.md)"
+                warn_once(f"{volume.path}: {name}[{number}], {fault}; {remedy}")
 
 
 def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:

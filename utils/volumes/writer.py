@@ -24,7 +24,7 @@ import numpy as np
 
 from utils.errors import os_errors_for_users
 from utils.files import check_target, make_output_directory, open_locked, read_json
-from utils.volumes.attributes import write_attributes
+from utils.volumes.attributes import Attributes, write_attributes
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ PAGE = 2**16  # bytes; no page of memory is larger
 PLACES = "places"  # in the journal: offset and cells of each dataset
 
 Blocks = Sequence[tuple[slice, slice, slice]]  # cells along x, y and z; together all cells, each once
+Shapes = Mapping[str, tuple[int, ...]]  # of datasets, by name
 
 
 def _paths(target: Path) -> list[Path]:
@@ -45,8 +46,8 @@ class ResumableHDF5File:
     def __init__(
         self,
         target: Path,
-        datasets: Mapping[str, tuple[int, ...]],
-        attributes: Mapping[str, Mapping[str, Any]],
+        datasets: Shapes,
+        attributes: Mapping[str, Attributes],
         identity: Mapping[str, Any],
         blocks: Blocks,
         overwrite: bool = False,
@@ -107,12 +108,7 @@ class ResumableHDF5File:
         """Bytes of the unfinished file and of the record, as far as they exist: blocks do not change them."""
         return [path.stat().st_size for path in (self._partial, self._record) if path.exists()]
 
-    def _create(
-        self,
-        datasets: Mapping[str, tuple[int, ...]],
-        attributes: Mapping[str, Mapping[str, Any]],
-        journal: Mapping[str, Any],
-    ) -> None:
+    def _create(self, datasets: Shapes, attributes: Mapping[str, Attributes], journal: Mapping[str, Any]) -> None:
         self._journal.truncate(0)
         for path in (self._partial, self._record):  # a suspended process may write to the files of an earlier start
             path.unlink(missing_ok=True)

@@ -18,10 +18,16 @@ from triton_interpreter import interpreted
 from volume_files import write_volume
 
 from utils.data import symmetry
-from utils.data.loaders import crop_kernels, gpu_resident
+from utils.data.loaders import gpu_resident
 from utils.data.loaders.base import memory_format
-from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
-from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
+from utils.data.loaders.gpu_resident import (
+    GpuResidentLoader,
+    TritonGather,
+    check_fits,
+    device_plan,
+    load_resident,
+    walks,
+)
 from utils.data.loaders.prefetcher import HostPrefetcher
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.errors import UserError
@@ -42,9 +48,9 @@ def interpreter(monkeypatch: Any) -> Iterator[None]:
     """Kernels compiled in the test run in Triton's interpreter."""
     with interpreted(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        crop_kernels._kernel.cache_clear()
+        gpu_resident._kernel.cache_clear()
         yield
-    crop_kernels._kernel.cache_clear()
+    gpu_resident._kernel.cache_clear()
 
 
 def random_field(channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -83,8 +89,8 @@ def test_all_48_symmetries_and_crops_of_any_size_match_the_definition(monkeypatc
     some = ALL[5::8] if channels_last else np.array([7, 29])
     for tile, crop, symmetries in ((None, 3, ALL), ((2, 4), 5, some), ((2, 4), 1, ALL[:2]), ((2, 4), 7, ALL[29:30])):
         if tile:
-            monkeypatch.setattr(crop_kernels, "TILE_ALL_CHANNELS", tile)
-            monkeypatch.setattr(crop_kernels, "TILE_ONE_CHANNEL", tile)
+            monkeypatch.setattr(gpu_resident, "TILE_ALL_CHANNELS", tile)
+            monkeypatch.setattr(gpu_resident, "TILE_ONE_CHANNEL", tile)
         assert_gathered(field, symmetries, crop, channels_last)
 
 

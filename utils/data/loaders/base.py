@@ -12,7 +12,7 @@ from utils.data.plan import SamplePlan, Shape, rank_batches
 from utils.data.task import task_of
 from utils.distributed.world import World
 from utils.volumes.hdf5 import Volume
-from utils.volumes.opened import SPLITS, Volumes, all_volumes, split_samples, volume_names
+from utils.volumes.opened import SAMPLES_KEYS, SPLITS, Volumes, all_volumes, volume_names
 from utils.volumes.page_cache import warm_page_cache
 
 
@@ -123,7 +123,7 @@ def meta_batch(config: Config, samples: int) -> Batch:
 
 def sample_plan(config: Config, split: str, boxes: Iterable[Shape]) -> SamplePlan:
     """The plan of one split, 'train' or 'valid', for volumes of these shapes."""
-    samples = split_samples(config, split)
+    samples = getattr(config, SAMPLES_KEYS[split])
     plan = SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, config.symmetries)
     return replace(plan, samples=samples - samples % plan.parts)
 

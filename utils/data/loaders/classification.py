@@ -11,7 +11,7 @@ from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.volumes.opened import Volumes, split_samples
+from utils.volumes.opened import SAMPLES_KEYS, Volumes
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,8 @@ def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
 
 def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
     """The order of one split's samples; UserError if the config requests more than the `available` ones."""
-    samples = split_samples(config, split)
+    samples = getattr(config, key := SAMPLES_KEYS[split])
     if samples > available:
-        key = "Nsamples" if split == "train" else "Nsamples_val"
         raise UserError(f"{key} {samples} is more than the {available} {split} samples of {config.dataset.name}")
     return ShufflePlan(samples, available, config.seed, split)
 
@@ -74,13 +73,10 @@ class ClassificationLoader(Loader):
         start = first_batch * len(self._targets)
         for batch in self._batches[first_batch:]:
             size = len(range(self._plan.samples)[batch])
-            yield self._gather(self._order[start : start + size])
+            gathered, rows = Batch(self._values[:size], self._targets[:size]), self._order[start : start + size]
+            raw = torch.index_select(self._inputs, 0, rows, out=self._raw[:size])
+            if self._is_image:
+                torch.mul(raw, self._scale, out=gathered.inputs)
+            torch.index_select(self._labels, 0, rows, out=gathered.targets)
+            yield gathered
             start += size
-
-    def _gather(self, rows: torch.Tensor) -> Batch:
-        batch = Batch(self._values[: len(rows)], self._targets[: len(rows)])
-        raw = torch.index_select(self._inputs, 0, rows, out=self._raw[: len(rows)])
-        if self._is_image:
-            torch.mul(raw, self._scale, out=batch.inputs)
-        torch.index_select(self._labels, 0, rows, out=batch.targets)
-        return batch

@@ -23,7 +23,6 @@ BATCHES_AHEAD = 2
 
 # Writes a crop's inputs and targets: (index of the volume, origin [3], symmetry, two arrays).
 Copy = Callable[[int, np.ndarray, int, Sequence[np.ndarray]], None]
-
 # Symmetries that keep rows in order and read them forwards; they need no scratch block.
 ROW_PRESERVING = {*np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist()}
 

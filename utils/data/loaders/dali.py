@@ -136,8 +136,7 @@ def import_dali() -> tuple[Any, Any, Any]:
     try:
         from nvidia.dali import fn, pipeline_def, types
     except ImportError as error:
-        raise UserError(
-            f"data_loader_config dali-lowmem: NVIDIA DALI cannot be imported ({error}); install it with "
-            f'pip install -e ".[dali]", or use --data_loader_config=lowmem'
-        ) from None
+        remedy = 'install it with pip install -e ".[dali]", or use --data_loader_config=lowmem'
+        fault = f"data_loader_config dali-lowmem: NVIDIA DALI cannot be imported ({error})"
+        raise UserError(f"{fault}; {remedy}") from None
     return fn, types, pipeline_def
