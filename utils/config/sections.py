@@ -141,9 +141,9 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8  # keeps the divisor of an update from being zero
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sgd: decay of the sum of earlier gradients
     weight_decay: Rate = 0.0  # factor of the weights in the gradient; adamw, lamb, soap: in the update
-    # soap: weights with more elements have eigenbases along the cells of their kernel only, not along channels
+    # soap: weights with more elements have no learned bases, but a fixed one along the cells of their kernel
     max_precondition_size: Positive = 10_000_000
-    precondition_frequency: Positive = 10  # soap: updates from one renewal of the eigenbases to the next
+    precondition_frequency: Positive = 10  # soap: updates from one renewal of the learned bases to the next
 
     @model_validator(mode="before")
     @classmethod
