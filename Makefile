@@ -86,7 +86,7 @@ soak: $(TEST_READY)
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.step
 
-# The newest row of docs/records.md again; RECORD="--peer DIR": all rows.
+# The newest row of the record again; RECORD="--peer DIR": all rows.
 record: $(TEST_READY)
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.record $(RECORD)
 

@@ -18,7 +18,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolutions", r"^((strided|transposed)_convolution|(strided|block)_weight_gradient|sum_splits)(_\w+)?$"),
     ("convolutions", r"^(rows_to_blocks|blocks_to_padded_rows)(_\w+)?$"),
     ("communication", r"nccl"),
-    ("layout and casts", r"multi_tensor_apply_kernel.*\bCopy"),
+    ("layout and casts", r"multi_tensor_apply_kernel.*\bCopy|^shuffle_cells"),
     ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))"),
     # From cuDNN, from .contiguous() and .to(), and from inductor if the kernel does nothing else.
     ("layout and casts", r"(?i:n(cd?hw|d?hwc)_?to_?n(cd?hw|d?hwc)|nd?hwcToFolded|foldedNd?hwc|AddPadding_?Kernel)"),

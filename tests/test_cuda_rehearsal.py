@@ -33,6 +33,7 @@ for folder in site.getsitepackages():
     print(*pathlib.Path(folder).glob("nvidia/*/include"), sep="\\n")
 """
 FORWARD = {"strided_convolution", "transposed_convolution", "blocks_to_padded_rows", "rows_to_blocks", "sum_splits"}
+FORWARD |= {"shuffle_cells"}
 HOPPER = {*FORWARD, "strided_weight_gradient", "block_weight_gradient", "bias_activation_backward"}
 
 

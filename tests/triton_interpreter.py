@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 KERNELS = ("pointwise", "l1", "hopper.common", "hopper.convolution", "hopper.transpose", "hopper.weights")
-KERNELS += ("hopper.edges",)
+KERNELS += ("hopper.edges", "shuffle")
 
 
 def kernel_modules() -> list[ModuleType]:

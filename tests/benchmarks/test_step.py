@@ -219,6 +219,7 @@ def test_kernels_are_classified_by_name() -> None:
     """Those of PyTorch and its libraries, and of this project."""
     assert {name: classify(name) for name in NAMES} == NAMES
     known = {"pointwise": ("pointwise.py", "l1.py"), "convolutions": ("hopper/*.py",)}
+    known["layout and casts"] = ("shuffle.py",)
     for category, patterns in known.items():
         sources = [path.read_text() for text in patterns for path in (common.REPOSITORY / "networks/ops").glob(text)]
         names = {name for source in sources for name in re.findall(r"launch\(\s*(\w+),", source)} - {"kernel"}

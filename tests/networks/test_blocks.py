@@ -32,6 +32,18 @@ def operands(samples: int, small: int, few: int, side: int) -> tuple[torch.Tenso
     return rows, cells, values(small, few, 4, 4, 4, seed=2) / 8
 
 
+@pytest.mark.parametrize("channels", [1, 4, 5])
+def test_blocks_of_cells_are_those_of_the_copy_bit_for_bit(interpreter: list[str], channels: int) -> None:
+    from networks.ops.shuffle import cells_to_blocks
+
+    cells = values(3, channels, 8, 6, 10, seed=0)
+    for dtype in (torch.float32, torch.float16):
+        blocks = cells_to_blocks(cells, dtype)
+        assert torch.equal(blocks, space_to_depth(cells, dtype))
+        assert blocks.is_contiguous(memory_format=CHANNELS_LAST)
+    assert interpreter == ["shuffle_cells"] * 2
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_pass_equals_torch_and_itself(interpreter: list[str], shape: tuple[int, int, int, int]) -> None:
     """For one cell and more, all numbers of channels per cell, partial tiles and split sums. Pads are zero."""
@@ -78,7 +90,8 @@ def test_the_gradient_of_an_input_that_needs_none_is_not_computed(interpreter: l
     layer = Down(5, 64).to(memory_format=CHANNELS_LAST)
     layer.operation, layer.dtype = HOPPER, torch.float32
     layer(cells)[0].sum().backward()
-    assert interpreter == ["blocks_to_padded_rows", "bias_activation_backward", "block_weight_gradient"]
+    assert interpreter[0] == "shuffle_cells"
+    assert interpreter[1:] == ["blocks_to_padded_rows", "bias_activation_backward", "block_weight_gradient"]
 
 
 @half_precision("interpreter")
@@ -97,7 +110,7 @@ def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype
     with torch.autocast(device.type, dtype):
         got, again = (layer_results(layer, x) for _ in range(2))
     names = {"rows_to_blocks", "blocks_to_padded_rows", "block_weight_gradient", "bias_activation_backward"}
-    assert names == {*launched} - {"bias_activation_forward"}
+    assert names == {*launched} - {"bias_activation_forward", "shuffle_cells"}
     precise = dtype == torch.bfloat16 and kind is Last
     assert got[0].dtype == (torch.float32 if precise else dtype)
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
