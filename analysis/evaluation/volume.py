@@ -12,8 +12,8 @@ from torch import Tensor
 
 from analysis.evaluation.base import LOG_DENSITY, converted
 from analysis.evaluation.comparison import volume_statistics
-from analysis.evaluation.phase_diagram import PhaseDiagram
 from analysis.evaluation.results import Results
+from analysis.evaluation.statistics import PhaseDiagram
 from analysis.inference.layouts import DEVIATION
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux

@@ -24,9 +24,9 @@ from sample_results import sample_results
 
 from analysis.evaluation import drawing, figures, report, tables
 from analysis.evaluation.base import reference_shells
-from analysis.evaluation.coverage import DENSITIES, Coverage
 from analysis.evaluation.loss_curves import loss_curves
 from analysis.evaluation.results import PICTURES, Results, Spectrum, load, save
+from analysis.evaluation.statistics import DENSITIES, Coverage
 from analysis.evaluation.training_pictures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
 from utils.config.channels import Channel, known_channels

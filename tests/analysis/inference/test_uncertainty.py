@@ -18,8 +18,8 @@ from volume_files import write_volume
 import evaluate
 import predict
 from analysis.evaluation import results
-from analysis.evaluation.coverage import DENSITIES, Coverage
 from analysis.evaluation.fields import Compared
+from analysis.evaluation.statistics import DENSITIES, Coverage
 from analysis.inference.uncertainty import FILE, fit
 from analysis.slabs import SlabFields, Slabs
 from utils.config.channels import known_channels
