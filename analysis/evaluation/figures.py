@@ -1,9 +1,10 @@
-"""Figures of one evaluation: slices, spectra, distributions, and Lyman-alpha flux; the others belong to STATISTICS."""
+"""Figures of an evaluation, except those of STATISTICS: slices, spectra, distributions, flux; and losses of a run."""
 
 import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,11 +18,22 @@ from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import TARGET, Flux
 from utils.config.channels import DARK_MATTER, GAS, Channel, copied_channels
+from utils.run import tags
 
 COLOR_MAPS = {"density": "magma", "temperature": "inferno"}  # by a word of the channel's name
 SIGNED_COLORS, RESIDUAL_COLORS = "RdBu_r", "PuOr_r"  # of vectors, and of differences
 DOTS_PER_INCH = 110
 BARS = 3, 5  # columns of the color bars among the panels of slices
+
+LOSSES = {
+    tags.STEP_LOSS: "training, per interval",
+    tags.TRAIN_LOSS: "training, per epoch",
+    tags.VALID_LOSS: "validation",
+}
+STYLES: dict[str, dict[str, Any]] = {tags.STEP_LOSS: {"color": "0.7"}, tags.STEP_LEARNING_RATE: {"color": "black"}}
+MEASURES = {"l1": "mean absolute error", "mse": "mean squared error"}
+
+Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
 def draw(name: str, results: Results) -> Figure:
@@ -47,9 +59,6 @@ def encode_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-# --- spectra ---------------------------------------------------------------------------------------------------------
-
-
 def spectra(results: Results) -> Figure:
     """Power relative to the target, and correlation with the target, by wavenumber."""
     figure = new_figure(8, 8)
@@ -69,9 +78,6 @@ def spectra(results: Results) -> Figure:
     figure.align_ylabels()
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
-
-
-# --- distributions ---------------------------------------------------------------------------------------------------
 
 
 def distributions(results: Results) -> Figure:
@@ -104,9 +110,6 @@ def _draw_distribution(axes: Axes, name: str, distribution: Distribution) -> Non
     )
     axes.set(xlabel=panels.value_label(name, distribution.unit, distribution.is_log), ylabel="probability density")
     axes.grid(alpha=0.25)
-
-
-# --- Lyman-alpha flux ------------------------------------------------------------------------------------------------
 
 
 def flux(results: Results) -> Figure:
@@ -163,9 +166,6 @@ def flux_3d(results: Results) -> Figure:
         figure, curves, dict(zip(names, panels.PALETTE, strict=False)), r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc"
     )
     return figure
-
-
-# --- slices ----------------------------------------------------------------------------------------------------------
 
 
 def _slices_layout(rows: int) -> tuple[Figure, np.ndarray]:
@@ -261,6 +261,45 @@ def _draw_plane(
     """Draws a plane [Y, Z] with y to the right and z upwards; non-finite values are gray."""
     axes.set_facecolor("0.5")
     return axes.imshow(values.T, origin="lower", extent=extent, cmap=colors, vmin=limits[0], vmax=limits[1])
+
+
+def loss_curves(records: Records, loss: str, run: str) -> Figure:
+    """Losses over steps and, below them, the metrics of each validation and the learning rate.
+
+    `loss` is the config's; `run` is the first part of the title.
+    """
+    names, begin = {name for record in records for name in record}, tags.VOLUME_LOSS
+    volumes = {name: f"validation, {name.removeprefix(begin)}" for name in sorted(names) if name.startswith(begin)}
+    metrics = sorted({name for name in names if name.endswith(tags.VALID_SUFFIX)} - {*LOSSES, *volumes})
+    heights = [3.0, *([2.0] if metrics else []), 1.0]
+    figure = new_figure(7, 1.5 * sum(heights))
+    rows = figure.subplots(len(heights), sharex=True, height_ratios=heights)
+    _draw_curves(rows[0], records, LOSSES | volumes)
+    rows[0].set(ylabel=f"loss ({MEASURES.get(loss, loss.replace('_', '-'))})", yscale="log")
+    if metrics:
+        labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower().replace("$", r"\$") for name in metrics}
+        _draw_curves(rows[1], records, labels)
+        rows[1].set(ylabel="validation")
+    highest = _draw_curves(rows[-1], records, {tags.STEP_LEARNING_RATE: ""})
+    # From zero: limits that follow the values would magnify the rounding of a constant rate.
+    rows[-1].set(xlabel="step", ylabel="learning\nrate", ylim=(0, 1.15 * highest or 1))
+    figure.suptitle(", ".join(filter(None, (run, tags.progress(records)))))
+    figure.align_ylabels()
+    return figure
+
+
+def _draw_curves(axes: Axes, records: Records, labels: Mapping[str, str]) -> float:
+    """Draws a curve for each tag that the records have, and returns the largest value."""
+    highest = 0.0
+    for tag, label in labels.items():
+        points = [(record["step"], record[tag]) for record in records if tag in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **STYLES.get(tag, {"marker": "o", "markersize": 4}))
+            highest = max(highest, *(value for _, value in points))
+    axes.grid(alpha=0.3)
+    if any(labels.values()) and axes.lines:
+        axes.legend()
+    return highest
 
 
 DRAWN = slices, spectra, distributions, flux, flux_3d

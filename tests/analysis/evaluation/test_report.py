@@ -24,7 +24,6 @@ from sample_results import sample_results
 
 from analysis.evaluation import drawing, figures, report, tables
 from analysis.evaluation.base import reference_shells
-from analysis.evaluation.loss_curves import loss_curves
 from analysis.evaluation.results import PICTURES, Results, Spectrum, load, save
 from analysis.evaluation.statistics import DENSITIES, Coverage
 from analysis.evaluation.training_pictures import ERROR, EXAMINED, STRUCTURE, choose_planes
@@ -344,12 +343,12 @@ def test_loss_curves_show_losses_and_metrics() -> None:
         *({"step": step, "Avg iters per sec": 3.0} for step in (5, 10, 15)),
         {"step": 10, "Loss/train": 1.0, "Loss/valid": 1.1, "Accuracy/valid": 0.5, "Learning Rate": 0.1},
     ]
-    figure = loss_curves(records, "cross_entropy", "demo/2ranks/00")
+    figure = figures.loss_curves(records, "cross_entropy", "demo/2ranks/00")
     assert figure.get_suptitle() == "demo/2ranks/00, epoch 2, step 10"
     lines = {line.get_label(): list(line.get_ydata()) for axes in figure.axes[:2] for line in axes.lines}
     ends = {"validation": [2.1, 1.1], "validation, valid": [2.2], "accuracy": [0.5]}
     assert lines == {"training, per interval": [1.5], "training, per epoch": [2.0, 1.0], **ends}
-    assert len(loss_curves(records[:1], "l1", "").axes) == 2, "without metrics"
+    assert len(figures.loss_curves(records[:1], "l1", "").axes) == 2, "without metrics"
 
 
 def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() -> None:
