@@ -7,6 +7,7 @@ import numpy as np
 from reference_samples import ALONE
 from volume_files import smooth_field
 
+from analysis.evaluation.base import Compared
 from analysis.evaluation.comparison import volume_statistics
 from analysis.evaluation.results import Results
 from analysis.lyman_alpha.forest import FluxStatistics
@@ -51,7 +52,7 @@ def sample_results(
     inputs, target = (0.4 * smooth_field(len(names), box, rng) for names in channels)
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
     fields = slab_fields(slabs, *(field.astype(np.float32) for field in (inputs, predicted, target)))
-    results = volume_statistics(sources, targets, cell, fields, slabs, metadata)
+    results = volume_statistics(Compared(sources, targets, cell, fields, slabs), metadata)
     if not flux:
         return results
     volume = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from analysis.evaluation.base import LOG_DENSITY, converted
+from analysis.evaluation.base import LOG_DENSITY, Compared, converted
 from analysis.evaluation.comparison import volume_statistics
 from analysis.evaluation.results import Results
 from analysis.evaluation.statistics import PhaseDiagram
@@ -51,13 +51,13 @@ def evaluate_fields(
     The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume. `options`
     None: those of a training run.
     """
-    inputs, targets = config.volume_channels
     options = options or FluxOptions(flux=config.evaluation.flux, sightlines=config.evaluation.sightlines)
     setup = FluxSetup.of(volume, config, options)
     if setup and options.fitted_on:
         setup = replace(setup, fit=fit_gas(options.fitted_on, config, slabs.world))
     slabs.world.pulse.enter("evaluation")
-    results = volume_statistics(inputs, targets, volume.cell, fields, slabs, metadata, deviation)
+    compared = Compared(*config.volume_channels, volume.cell, fields, slabs, deviation)
+    results = volume_statistics(compared, metadata)
     return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
 
 
@@ -182,7 +182,7 @@ def fit_gas(path: str, config: Config, world: World) -> GasFit:
 
     with closing(source):
         fields = SlabFields(inputs, copied, target)
-        results = volume_statistics(sources, targets, source.inputs.cell, fields, slabs, {})
+        results = volume_statistics(Compared(sources, targets, source.inputs.cell, fields, slabs), {})
     spectrum, diagram = results.spectra[LOG_DENSITY], results.statistics["phase_diagram"]
     assert isinstance(diagram, PhaseDiagram)
     edges = diagram.density_edges, diagram.temperature_edges

@@ -243,16 +243,11 @@ def solve_scale(mean_and_slope: Callable[[float], tuple[float, float]], target: 
 
 
 def power_sums(flux_contrast: Tensor) -> Tensor:
-    """Σ |FFT|² over lines [lines, N] of F / ⟨F⟩ - 1, for the modes 0 … N / 2: [N // 2 + 1], float64."""
+    """Σ |FFT|² over lines [lines, N] of F / ⟨F⟩ - 1, for the modes m = 0 … N / 2: [N // 2 + 1], float64.
+
+    P1D(k) = L / N² ⟨|FFT|²⟩ with L, the length of a line in km/s, and k = 2 π m / L.
+    """
     sums = torch.zeros(flux_contrast.shape[1] // 2 + 1, dtype=torch.float64, device=flux_contrast.device)
     for part in flux_contrast.split(max(1, CELLS_AT_ONCE // flux_contrast.shape[1])):
         sums += torch.view_as_real(torch.fft.rfft(part)).double().square().sum((0, 2))
     return sums
-
-
-def flux_power(sums: Tensor, lines: int, cells: int, width: float) -> Tensor:
-    """P1D(k) in km/s, of `power_sums` over lines of `cells` pixels of `width` km/s.
-
-    P1D(k) = L / N² ⟨|FFT|²⟩ with L = N width, k = 2 π m / L. The constant, m = 0, is not included.
-    """
-    return sums[1:] * (width / (cells * lines))

@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.lyman_alpha.flux import fgpa_relation, flux_power, optical_depth, power_law, power_sums, solve_scale
-from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
+from analysis.lyman_alpha.flux import fgpa_relation, optical_depth, power_law, power_sums, solve_scale
 from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxSetup, GasFit, Placed
-from analysis.modes import Bispectra, Modes
+from analysis.modes import Bispectra, Modes, PowerBins
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.distributed.devices import tf32_products
 from utils.errors import UserError
 
 PDF_BINS = 20  # of F in [0, 1]; as wide as those of published measurements (McDonald et al. 2000, ApJ 543, 1)
+MU_BINS = 4  # of P(k, mu), of equal width in |mu|, as published measurements have
+K_RATIO = 1.25  # of the edges of a bin of k
 TRUNCATE = 4.0  # standard deviations at which the smoothing ends
 VALUES_AT_ONCE = 2**20  # of optical depth, for temporary arrays of a few MiB
 
@@ -71,7 +72,7 @@ class FluxStatistics:
         self._setup, self._slabs, self._world, self._known = setup, slabs, slabs.world, known or KnownFlux()
         self._lines = [Sightlines(axis, slabs, setup.options.sightlines) for axis in range(3)]
         is_complete = all(lines.count * lines.cells == math.prod(slabs.shape) for lines in self._lines)
-        self._power = AnisotropicPower(slabs, setup.cell) if is_complete else None
+        self._power = PowerBins(slabs, setup.cell, K_RATIO, MU_BINS) if is_complete else None
         self._triangles = Bispectra(slabs, setup.cell) if is_complete else None
 
     @torch.no_grad()
@@ -215,7 +216,7 @@ class FluxStatistics:
                 deviation, true_deviation = (part.double() - self._setup.mean_flux for part in (flux, true.to(flux)))
                 products = deviation * true_deviation, deviation.square(), true_deviation.square()
                 moments += torch.stack([product.sum() for product in products])
-            powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width).cpu().numpy())
+            powers.append(world.sum(sums)[1:].cpu().numpy() * (width / (lines.cells * lines.count)))
         (axis_power, power), (p3d, bispectrum) = self._average(powers), self._structure(depths, scale, mean)
         product, square, true_square = world.sum(moments).tolist()
         return FluxField(
@@ -245,9 +246,11 @@ class FluxStatistics:
             if axis == 0:  # [own y, z, x]
                 contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
             contrast = contrast.transpose(1, 2) if axis == 1 else contrast  # axis 1: [x, z, y]
-            sums += self._power.sums(contrast, axis)
+            sums += self._power.sums([contrast], axis)[0]
             bispectra.append(self._triangles.measure(contrast))
-        return self._power.power(sums), np.mean(bispectra, axis=0)
+        with np.errstate(invalid="ignore"):
+            power = self._world.sum(sums).cpu().numpy() / self._power.modes * self._power.volume
+        return power, np.mean(bispectra, axis=0)
 
     def _middle_line(self, depth: Tensor, scale: float) -> np.ndarray:
         lines = self._lines[-1]

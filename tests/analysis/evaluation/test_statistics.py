@@ -15,10 +15,10 @@ from sample_results import slab_fields
 from volume_files import smooth_field
 
 from analysis import modes
+from analysis.evaluation.base import Compared
 from analysis.evaluation.comparison import volume_statistics
 from analysis.evaluation.results import Results, Spectrum, spectrum_names
-from analysis.evaluation.spectra import KShells
-from analysis.modes import Bispectra
+from analysis.modes import Bispectra, PowerBins
 from analysis.slabs import Slabs
 from utils.config.channels import TRANSFORM, Channel, known_channels
 from utils.distributed.launch import Launch
@@ -44,7 +44,7 @@ def evaluated(
     slabs = Slabs(target.shape[1:], world)  # type: ignore[arg-type]
     inputs = 0.5 * target[:4] if len(target) >= 4 else np.zeros((4, *target.shape[1:]), np.float32)
     fields, sources = slab_fields(slabs, inputs, predicted, target), known_channels("inputs", 4)
-    return volume_statistics(sources, channels, cell, fields, slabs, {"epoch": 3})
+    return volume_statistics(Compared(sources, channels, cell, fields, slabs), {"epoch": 3})
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,9 @@ def physical(values: np.ndarray) -> list[np.ndarray]:
 
 
 def spectrum(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> Spectrum:
-    shells = KShells(Slabs(target.shape, ALONE), cell)
-    return shells.spectrum(shells.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)]))
+    bins = PowerBins(Slabs(target.shape, ALONE), cell)  # type: ignore[arg-type]
+    sums = bins.sums([torch.tensor(field, dtype=torch.float32) for field in (predicted, target)])
+    return Spectrum(bins.k[0], bins.modes[0], *(sums.numpy() * bins.volume / bins.modes)[:, 0])
 
 
 def powers(results: Spectrum) -> np.ndarray:
@@ -241,7 +242,7 @@ def unusual(world: World) -> Results:
     order, slabs = [own.index(channel) for channel in UNUSUAL], Slabs(SHAPE, world)
     inputs = np.ascontiguousarray(0.5 * volumes()[1][3::-1])
     fields = slab_fields(slabs, inputs, ours[order], theirs[order])
-    return volume_statistics(known_channels("inputs", 4)[::-1], UNUSUAL, 0.5, fields, slabs, {"epoch": 3})
+    return volume_statistics(Compared(known_channels("inputs", 4)[::-1], UNUSUAL, 0.5, fields, slabs), {"epoch": 3})
 
 
 def test_channels_at_other_places_have_the_bits_of_the_usual_order(results: Results) -> None:

@@ -18,7 +18,7 @@ from volume_files import write_volume
 import evaluate
 import predict
 from analysis.evaluation import results
-from analysis.evaluation.fields import Compared
+from analysis.evaluation.base import Compared
 from analysis.evaluation.statistics import DENSITIES, Coverage
 from analysis.inference.uncertainty import FILE, fit
 from analysis.slabs import SlabFields, Slabs

@@ -15,11 +15,10 @@ from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
 from analysis.lyman_alpha.flux import Universe, fgpa_relation, optical_depth, power_law
-from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
-from analysis.lyman_alpha.power import RATIO, AnisotropicPower
+from analysis.lyman_alpha.forest import K_RATIO, MU_BINS, FluxStatistics, KnownFlux, Sightlines, smooth
 from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, REAL_FGPA, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
-from analysis.modes import Bispectra, bin_edges
+from analysis.modes import Bispectra, PowerBins, bin_edges
 from analysis.slabs import Slabs
 from utils.config import Config
 from utils.config.channels import TRANSFORM as PUBLISHED
@@ -101,14 +100,14 @@ def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
 def structure(taus: list[np.ndarray], field: FluxField) -> tuple[np.ndarray, np.ndarray]:
     """P(k, mu) of all modes along x, y and z, whose sums the last test checks, and the mean bispectra."""
     triangles, bispectra = Bispectra(Slabs(SHAPE, ALONE), CELL), []
-    power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
+    bins, sums = PowerBins(Slabs(SHAPE, ALONE), CELL, K_RATIO, MU_BINS), []
     for axis, tau in enumerate(taus):
         others = [side for number, side in enumerate(SHAPE) if number != axis]
         flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
         contrast = torch.tensor(flux / field.mean - 1).float()
-        sums.append(power.sums(contrast, axis))
+        sums.append(bins.sums([contrast], axis)[0].numpy())
         bispectra.append(triangles.measure(contrast))
-    return power.power(sum(sums)), np.mean(bispectra, axis=0)
+    return sum(sums) * bins.volume / np.where(bins.modes, bins.modes, np.nan), np.mean(bispectra, axis=0)
 
 
 def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
@@ -327,8 +326,8 @@ def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: Any, r
 def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
     """P(k, mu) = (1 + beta mu²)² k**-1.5 (Kaiser 1987): all modes have this power, with random phases."""
     side, model, modes, sums = 24, np.zeros((2, 4, 20)), np.zeros((4, 20)), []
-    volume, edges = (side * CELL) ** 3, bin_edges(side // 2, RATIO)
-    result = AnisotropicPower(Slabs((side,) * 3, ALONE), CELL)
+    volume, edges = (side * CELL) ** 3, bin_edges(side // 2, K_RATIO)
+    result = PowerBins(Slabs((side,) * 3, ALONE), CELL, K_RATIO, MU_BINS)
     waves = np.stack(np.meshgrid(*[np.fft.fftfreq(side) * side] * 3, indexing="ij"))
     k = np.sqrt((waves**2).sum(0))
     for axis in range(3):
@@ -336,12 +335,12 @@ def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
         true = (1 + 0.8 * mu**2) ** 2 * np.maximum(k, 0.5) ** -1.5
         noise = np.fft.fftn(np.random.default_rng(axis).standard_normal([side] * 3))
         field = np.fft.ifftn(noise / np.abs(noise) * np.sqrt(true / volume)).real * side**3
-        sums.append(result.sums(torch.tensor(field).float(), axis))
+        sums.append(result.sums([torch.tensor(field).float()], axis)[0].numpy())
         used = (k > 0.5) & (k < edges[-1])
         place = np.minimum(4 * mu[used], 3).astype(int), np.digitize(k[used], edges) - 1
         for row, values in zip((*model, modes), (true, k, np.ones_like(k)), strict=True):
             np.add.at(row, place, values[used])
-    some, power = slice(len(edges) - 1), result.power(sum(sums))
+    some, power = slice(len(edges) - 1), sum(sums) * result.volume / np.where(result.modes, result.modes, np.nan)
     np.testing.assert_array_equal(result.modes, modes[:, some])
     with np.errstate(invalid="ignore"):
         np.testing.assert_allclose(power, (model[0] / modes)[:, some], rtol=1e-5)
