@@ -85,10 +85,8 @@ class Modes:
         The shape is [2 limit + 1, 2 limit + 1, limit + 1], in the order 0, 1, …, limit, −limit, …, −1 along x and y.
         """
         shape = self._slabs.shape
-        x, y = (
-            [*range(limit + 1), *range(cells - limit, cells)]
-            for limit, cells in zip(limits[:2], shape[:2], strict=True)
-        )
+        pairs = zip(limits[:2], shape[:2], strict=True)
+        x, y = ([*range(limit + 1), *range(cells - limit, cells)] for limit, cells in pairs)
         modes = torch.zeros((len(x), len(y), limits[2] + 1, 2), dtype=torch.float64, device=transformed.device)
         for place, column in enumerate(y):
             if self._own.start <= column < self._own.stop:

@@ -66,10 +66,7 @@ class Compared:
         return self.slabs.world.sum(sums).cpu().numpy()
 
     def stored(self, read: ReadPlanes, place: int, is_exponential: bool = False) -> Tensor:
-        """The own planes [n, Y, Z] of a target channel's physical values, or of their natural logarithms if it is one.
-
-        `is_exponential`: of the logarithm's exponential.
-        """
+        """The own planes [n, Y, Z] of a target's physical value or its ln, or of the exponential of that logarithm."""
         channel, out = self.targets[place], self.slabs.empty()
         with self.slabs.world.raise_together():
             for piece in self.slabs.pieces():

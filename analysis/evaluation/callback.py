@@ -78,16 +78,14 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
 
     Called before anything is written: a run must not begin if its evaluations are bound to fail.
     """
-    if not volumes.config.evaluation.every_epochs:
+    config = volumes.config
+    if not config.evaluation.every_epochs:
         return None
     with world.raise_together():
         if not volumes.has_files:
-            raise UserError(
-                f"evaluation.every_epochs: data_loader_config {volumes.config.data_loader_config} reads no volumes to "
-                f"predict; set it to 0, or choose another loader"
-            )
-        volume, *_ = volumes.split("valid")
-    return volume
+            reason = f"data_loader_config {config.data_loader_config} reads no volumes to predict"
+            raise UserError(f"evaluation.every_epochs: {reason}; set it to 0, or choose another loader")
+        return volumes.split("valid")[0]
 
 
 def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
@@ -98,10 +96,7 @@ def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: R
 def report_on_run(
     config: Config, parts: Parts, run: Run, result: FitResult, evaluation: Evaluation
 ) -> tuple[dict[str, float], list[str]]:
-    """Losses of the baselines on the validation data, and lines about the pictures that it draws.
-
-    Every rank calls it.
-    """
+    """Losses of the baselines on the validation data, and a line for each picture. Every rank calls it."""
     losses: dict[str, float] = {}
     if config.report_baselines:
         log.info("Computing the losses of the baselines")

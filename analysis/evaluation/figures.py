@@ -97,17 +97,14 @@ def distributions(results: Results) -> Figure:
 
 
 def _draw_distribution(axes: Axes, name: str, distribution: Distribution) -> None:
-    edges = distribution.edges
-    target, predicted = (
-        counts / (counts.sum() * np.diff(edges)) for counts in (distribution.target, distribution.predicted)
-    )
+    edges, sides = distribution.edges, (distribution.target, distribution.predicted)
+    target, predicted = (counts / (counts.sum() * np.diff(edges)) for counts in sides)
     axes.stairs(target, edges, fill=True, color="0.8", label="target")
     axes.stairs(target, edges, color="black", linewidth=0.8)
     axes.stairs(predicted, edges, color=panels.PALETTE[1], linewidth=1.5, label="prediction")
     both = np.concatenate([target, predicted])
-    axes.set(
-        yscale="log", ylim=(both[both > 0].min() / 2, both.max() * 2), xlim=panels.occupied(target + predicted, edges)
-    )
+    axes.set(yscale="log", ylim=(both[both > 0].min() / 2, both.max() * 2))
+    axes.set_xlim(panels.occupied(target + predicted, edges))
     axes.set(xlabel=panels.value_label(name, distribution.unit, distribution.is_log), ylabel="probability density")
     axes.grid(alpha=0.25)
 
@@ -157,14 +154,10 @@ def flux_3d(results: Results) -> Figure:
     assert flux_results is not None, "the flux was not computed"
     edges, k = flux_results.mu_edges, flux_results.p3d_k
     names = [f"$\\mu$ = {low:g} to {high:g}" for low, high in itertools.pairwise(edges)]
-    curves = {
-        field: dict(zip(names, zip(k, ratio, strict=True), strict=True))
-        for field, ratio in flux_results.ratios_of("p3d").items()
-    }
+    ratios, colors = flux_results.ratios_of("p3d"), dict(zip(names, panels.PALETTE, strict=False))
+    curves = {field: dict(zip(names, zip(k, ratio, strict=True), strict=True)) for field, ratio in ratios.items()}
     figure = new_figure(8, 4.3)
-    panels.draw_ratios(
-        figure, curves, dict(zip(names, panels.PALETTE, strict=False)), r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc"
-    )
+    panels.draw_ratios(figure, curves, colors, r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc")
     return figure
 
 

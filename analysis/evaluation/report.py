@@ -85,10 +85,7 @@ def write_summary(output: Path, evaluations: Sequence[dict[str, Any]], record: d
 
 
 def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[str, Future[bytes]]) -> Path | None:
-    """Writes report.html, with the last evaluation of a run, into its directory; None if there is no evaluation.
-
-    `drawn` are its pictures; empty: it draws them.
-    """
+    """Writes the report of a run's last evaluation, if it has one; draws its pictures unless `drawn` has them."""
     if not (steps := run.evaluated_steps()):
         return None
     evaluation = results.load(run.evaluation(steps[-1]))

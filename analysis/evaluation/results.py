@@ -1,5 +1,6 @@
 """The results of one evaluation: plain arrays, saved as an .npz file without pickled objects."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -69,9 +70,8 @@ class Spectrum:
         transfer = np.sqrt(self.ratio)
         with np.errstate(divide="ignore"):
             curves = {"r": self.correlation, "T": np.minimum(transfer, 1 / transfer)}
-        return {
-            f"{name} = {level}": self.resolution(curve, level) for name, curve in curves.items() for level in LEVELS
-        }
+        pairs = itertools.product(curves, LEVELS)
+        return {f"{name} = {level}": self.resolution(curves[name], level) for name, level in pairs}
 
 
 def spectrum_names(channels: Channels) -> list[str]:

@@ -39,9 +39,9 @@ def save_and_draw(evaluation: Results, run: Run, step: int, draws: bool) -> dict
 def draw_run(
     step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult, drawn: Mapping[str, Future[bytes]]
 ) -> Iterator[str]:
-    """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file.
+    """Draws all pictures of a run, slices also for TensorBoard, and writes its report; gives a log line for each file.
 
-    `drawn` are the pictures of that evaluation; empty: it draws them. The slices are also in TensorBoard.
+    `drawn` are the pictures of its last evaluation; empty: it draws them.
     """
     directory = run.directory
     with errors_as_warnings(f"Cannot draw pictures in {directory}"):

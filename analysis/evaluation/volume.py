@@ -14,7 +14,7 @@ from analysis.evaluation.base import LOG_DENSITY, Compared, converted
 from analysis.evaluation.comparison import volume_statistics
 from analysis.evaluation.results import Results
 from analysis.evaluation.statistics import PhaseDiagram
-from analysis.inference.layouts import DEVIATION
+from analysis.inference.layouts import DEVIATION, INPUT, OUTPUT
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
@@ -25,13 +25,12 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
 from utils.volumes.attributes import differences_of, file_channels, resolve_channels
-from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, open_field
+from utils.volumes.hdf5 import FieldReader, Volume, open_field
 from utils.volumes.storage import open_file, reading
 from utils.volumes.values import check_sample
 
 log = logging.getLogger(__name__)
 
-INPUT, OUTPUT = DATASETS
 MODERATE, HOT = 0.5, 5.0  # log10 of density / mean and of K: limits of the gas that follows a power law
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
 
@@ -106,12 +105,11 @@ class VolumeFields:
             if output.shape != shape:
                 raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
         if self.prediction:
-            ours, theirs = (
-                file.simulation
-                | {key: str(value) for key, value in file.attributes.items() if key in ("seed", "paired")}
-                for file in (self.prediction, self.inputs)
-            )
-            if differences := differences_of(ours, theirs):
+            stated = []
+            for field in (self.prediction, self.inputs):
+                phases = {key: str(value) for key, value in field.attributes.items() if key in ("seed", "paired")}
+                stated.append({**field.simulation, **phases})
+            if differences := differences_of(*stated):
                 raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
             source = Path(str(self.prediction.attributes.get("input", path)))
             if source.name != Path(path).name or (source.exists() and not source.samefile(path)):
@@ -136,10 +134,8 @@ class VolumeFields:
             assert self.prediction is not None
             predicted = slabs.reader(self.prediction.planes)
         else:
-            with (
-                Progress("predicting", predictor.window_count(), "windows") as bar,
-                world.pulse.using(show=bar.advance),
-            ):
+            count, pulse = predictor.window_count(), world.pulse
+            with Progress("predicting", count, "windows") as bar, pulse.using(show=bar.advance):
                 predicted = slabs.stored(predictor.predict_planes(slabs))
         fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
         deviation = slabs.reader(self.deviation.planes) if self.deviation else None

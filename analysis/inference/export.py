@@ -58,10 +58,8 @@ class ExportedNetwork:
         argument, shape, described = "", "", {}
         if self.conditions:
             argument, shape = ", conditions", f", [N, {len(self.conditions)}]"
-            ranges = [
-                {"name": name, "unit": CONDITION_UNITS.get(name, "1"), "trained_range": [*ends]}
-                for name, ends in self.conditions.items()
-            ]
+            units = ((name, CONDITION_UNITS.get(name, "1"), ends) for name, ends in self.conditions.items())
+            ranges = [{"name": name, "unit": unit, "trained_range": [*ends]} for name, unit, ends in units]
             described = {"conditions": {"shape": shape.lstrip(", "), "dtype": "float32", "columns": ranges}}
         return {
             "format": FORMAT,
@@ -78,11 +76,10 @@ class ExportedNetwork:
         }
 
     def _describe_side(self, channels: Sequence[Channel], **more: Any) -> dict[str, Any]:
-        physical = self.units == "physical"
-        described = [
-            {"name": channel.name, **({"unit": channel.unit} if physical else {"value": channel.formula()})}
-            for channel in channels
-        ]
+        described = []
+        for channel in channels:
+            value = {"unit": channel.unit} if self.units == "physical" else {"value": channel.formula()}
+            described.append({"name": channel.name, **value})
         return {"shape": _shape(channels), "dtype": "float32", **more, "channels": described}
 
     def write(self, target: Path, metadata: dict[str, Any]) -> str:
@@ -93,10 +90,8 @@ class ExportedNetwork:
             with open(partial, "rb") as file:  # torch.export.load refuses the partial file's name
                 difference = self.largest_difference(torch.export.load(file).module())
             if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
-                raise UserError(
-                    f"{target} is not written, because its max relative difference from the network is "
-                    f"{difference:.3g}; try another checkpoint"
-                )
+                reason = f"its max relative difference from the network is {difference:.3g}"
+                raise UserError(f"{target} is not written, because {reason}; try another checkpoint")
         given = f" with conditions [N, {len(self.conditions)}]" if self.conditions else ""
         return (
             f"wrote {target}: {_shape(self.inputs)}{given} -> {_shape(self.targets)} in {self.units} units, X, Y and Z "

@@ -176,11 +176,10 @@ def build_predictor(
     grid = build_window_grid(volume.shape, window, options.overlap, volume.periodic and not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     inputs, outputs = config.N_in_channels, config.N_out_channels
-    forward = (
-        forward_pass(model.network, options.precision, world.device, window, model.config.kernels) for model in networks
-    )
-    scalars = (attributes.conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
-    predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
-    vectors = config.vectors
-    predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), vectors, world, spread)
+    predicts = []
+    for model in networks:
+        forward = forward_pass(model.network, options.precision, world.device, window, model.config.kernels)
+        scalars = attributes.conditions_of(model.config.network, volume.path, volume.simulation)
+        predicts.append(with_conditions(forward, scalars, world.device))
+    predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), config.vectors, world, spread)
     return SlidingWindowPredictor(predict, volume.box, grid, (inputs, outputs * (1 + spread)), batch_size, world)

@@ -213,9 +213,8 @@ def published_mean_flux(redshift: float) -> float:
         return math.exp(0.132 - 0.751 * ((1 + redshift) / 4.5) ** 2.90)
     if 1.7 <= redshift < 2.15:
         return math.exp(-0.0023 * (1 + redshift) ** 3.65)
-    raise UserError(
-        f"no fit of the observed mean flux at redshift {redshift:.4g} (only from 1.7 to 4.85); set mean_flux"
-    )
+    known = "only from 1.7 to 4.85"
+    raise UserError(f"no fit of the observed mean flux at redshift {redshift:.4g} ({known}); set mean_flux")
 
 
 def solve_scale(mean_and_slope: Callable[[float], tuple[float, float]], target: float) -> float:

@@ -40,9 +40,8 @@ class Sightlines:
         self.axis, self.cells = axis, shape[axis]
         sides = [side for index, side in enumerate(shape) if index != axis]
         counts = _line_counts(sides[0], sides[1], limit)
-        self.all_rows, columns = (
-            [number * side // count for number in range(count)] for side, count in zip(sides, counts, strict=True)
-        )
+        pairs = zip(sides, counts, strict=True)
+        self.all_rows, columns = ([number * side // count for number in range(count)] for side, count in pairs)
         self.count = len(self.all_rows) * len(columns)  # of all ranks
         # Rows are planes, except of lines along x.
         self.rows = [row for row in self.all_rows if slabs.planes.start <= row < slabs.planes.stop]
@@ -85,9 +84,8 @@ class FluxStatistics:
         if setup.dark and setup.baseline not in known:
             known |= {name: self._measure(depths) for name, depths in self._baselines(fields.inputs)}
         width = setup.universe.pixel_width(setup.cell)
-        axis_k, k = self._average(
-            [2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines]
-        )
+        modes = ((lines.cells, np.arange(1, lines.cells // 2 + 1)) for lines in self._lines)
+        axis_k, k = self._average([2 * math.pi / (cells * width) * numbers for cells, numbers in modes])
         return Flux(
             redshift=setup.universe.redshift,
             mean_flux=setup.mean_flux,
@@ -155,14 +153,10 @@ class FluxStatistics:
         depth(axis, [count, columns, cells]) -> [columns, cells] computes a row.
         """
         slabs, (along_x, *others) = self._slabs, self._lines
-        sizes = len(along_x.all_rows), len(along_x.columns)
-        columns = [
-            slabs.to_columns(
-                (values(0, number, piece)[:, along_x.all_rows][..., along_x.columns] for piece in slabs.pieces()),
-                *sizes,
-            )
-            for number in range(count)
-        ]
+        y, z, columns = along_x.all_rows, along_x.columns, []
+        for number in range(count):
+            pieces = (values(0, number, piece)[:, y][..., z] for piece in slabs.pieces())
+            columns.append(slabs.to_columns(pieces, len(y), len(z)))
         depths = [along_x.empty()]
         # Contiguous rows: torch may round exponentials of others differently.
         for row, out in enumerate(depths[0]):
