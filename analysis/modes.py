@@ -159,10 +159,10 @@ class PowerBins:
 class Bispectra:
     """Measures bispectra in shells of k. Every rank makes the same calls.
 
-    B(k) = V² ⟨Re δ_1 δ_2 δ_3⟩ over the triangles k_1 + k_2 + k_3 = 0, with V and δ as in PowerBins. The
-    sides of an equilateral triangle are in one shell of k; a squeezed one has two sides there and one in the first
-    shell. The sum over triangles is one over cells: of products of the fields of the shells' waves (Scoccimarro 2000,
-    ApJ 544, 597). As few waves are used, a small grid holds those fields, and every rank has them as a whole.
+    B(k) = V² ⟨Re δ_1 δ_2 δ_3⟩ over the triangles k_1 + k_2 + k_3 = 0, with V and δ as in PowerBins. The sides of an
+    equilateral triangle are in one shell of k; a squeezed one has two sides there and one in the first shell. The sum
+    over triangles is one over cells: of products of the fields of the shells' waves (Scoccimarro 2000, ApJ 544, 597).
+    As few waves are used, a small grid holds those fields, and every rank has them as a whole.
     """
 
     def __init__(self, slabs: Slabs, cell: float) -> None:
@@ -184,10 +184,7 @@ class Bispectra:
         self.k = np.where(np.isnan(self._triangles[0]), math.nan, means * 2 * math.pi / (longest * cell))  # [shells]
 
     def measure(self, field: Tensor) -> np.ndarray:
-        """B of the own planes [n, Y, Z] of a field, equilateral and squeezed, [2, shells]; NaN without a triangle.
-
-        The sides of the volume differ if a shell has none.
-        """
+        """B of the own planes [n, Y, Z] of a field, equilateral and squeezed, [2, shells]; NaN without a triangle."""
         modes = self._grid.lowest(self._grid.transform(field), self._limits)
         return self._sums(modes.cpu()) / self._triangles * self._volume**2
 

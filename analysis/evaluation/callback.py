@@ -5,7 +5,7 @@ import logging
 import time
 from concurrent.futures import Future
 
-from analysis.evaluation import tables, training_pictures
+from analysis.evaluation import report, tables
 from analysis.evaluation.baselines import baseline_losses
 from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
@@ -26,9 +26,8 @@ from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
-MEMORY_REMEDY = (
-    "use more ranks or fewer evaluation.sightlines, or resume without evaluation (--set evaluation.every_epochs=0)"
-)
+MEMORY_REMEDY = "use more ranks or fewer evaluation.sightlines, or resume without evaluation "
+MEMORY_REMEDY += "(--set evaluation.every_epochs=0)"
 
 
 class VolumeEvaluation(Evaluation):
@@ -66,7 +65,7 @@ class VolumeEvaluation(Evaluation):
             fields = SlabFields(inputs, predicted, target)
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, known=self._known)
         if self._world.is_root:
-            self.drawn = training_pictures.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
+            self.drawn = report.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
         log.info(f"  Evaluation of the validation volume: {time.perf_counter() - started:.3f} sec")
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
@@ -106,5 +105,5 @@ def report_on_run(
     run.world.pulse.enter("pictures")
     log.info("Drawing pictures in %s", run.directory)
     drawn = evaluation.drawn if isinstance(evaluation, VolumeEvaluation) else {}
-    lines = training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)
+    lines = report.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)
     return losses, [*lines]

@@ -81,8 +81,7 @@ class Fields:
     A rank stores its planes of one field of prediction and target at a time.
 
     The divergence uses central differences, (v(x + 1) − v(x − 1)) / 2 cells per axis, which do not ring at shocks; they
-    damp waves of a few cells' length in prediction and target alike. Its histogram extends to eight standard
-    deviations of the target.
+    damp waves of a few cells' length in prediction and target alike.
     """
 
     def __init__(self, compared: Compared) -> None:
@@ -116,10 +115,7 @@ class Fields:
         return stored
 
     def _stored_divergence(self, read: ReadPlanes, field: Field) -> Tensor:
-        """The divergence of a vector in the own planes [n, Y, Z].
-
-        The terms of a cell are added in the same order on any number of ranks: its bits do not depend on it.
-        """
+        """The divergence of a vector in the own planes [n, Y, Z], with the same bits on any number of ranks."""
         slabs, (x, y, z), out = self._slabs, field.channels, self._slabs.empty()
 
         def planes(channel: int, some: slice) -> Tensor:
@@ -187,10 +183,7 @@ def r2(residual: Any, variance: Any) -> Any:
 
 @torch.no_grad()
 def volume_statistics(compared: Compared, metadata: Mapping[str, Any]) -> Results:
-    """Compares a predicted volume with the target; every rank calls it and gets the same results.
-
-    Undefined values are NaN: R² of a constant target, and whatever depends on non-finite predictions.
-    """
+    """Compares a volume with the target; undefined values are NaN. Every rank calls it and gets the same results."""
     inputs, targets, fields, slabs = compared.inputs, compared.targets, compared.fields, compared.slabs
     l1, copied_l1, r2_by_channel = errors(compared)
     slabs.world.pulse.meet()

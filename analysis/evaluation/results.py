@@ -51,10 +51,7 @@ class Spectrum:
             return quotient(self.cross, np.sqrt(self.predicted * self.target))
 
     def resolution(self, curve: np.ndarray, level: float) -> float | None:
-        """The k at which a curve falls below a level first, interpolated; None if it does not.
-
-        The first k if the curve begins below, and that of a shell whose value is NaN.
-        """
+        """The k at which a curve falls below a level first, interpolated, or is first not finite; None if never."""
         low = np.flatnonzero(~(curve >= level))
         if not low.size:
             return None

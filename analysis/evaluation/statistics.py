@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.evaluation import base, panels
+from analysis.evaluation import base
 from analysis.evaluation.base import Bins, Compared, EvaluatedVolume, Figure, Statistic, Table
 from analysis.lyman_alpha.results import PREDICTION, SHAPES, quotient
 from utils.config.channels import DENSITY_UNIT, GAS, TEMPERATURE_UNIT, density_place, temperature_place
@@ -60,11 +60,11 @@ class PhaseDiagram(Statistic):
         limits = {"norm": "log", "vmin": both[both > 0].min(), "vmax": both.max()}
         for axes, density, title in zip(axes_row, (target, predicted), ("target", "prediction"), strict=True):
             mesh = axes.pcolormesh(*edges, np.ma.masked_equal(density, 0).T, rasterized=True, **limits)
-            axes.set(title=title, xlabel=panels.LOGARITHMS[DENSITY_UNIT])
+            axes.set(title=title, xlabel=base.LOGARITHMS[DENSITY_UNIT])
         label = "fraction of cells per dex²"
         figure.colorbar(mesh, ax=list(axes_row), label=label, location="bottom", shrink=0.6, aspect=25)
-        axes_row[0].set_ylabel(panels.LOGARITHMS[TEMPERATURE_UNIT])
-        xlim, ylim = (panels.occupied((target + predicted).sum(1 - axis), edges[axis]) for axis in (0, 1))
+        axes_row[0].set_ylabel(base.LOGARITHMS[TEMPERATURE_UNIT])
+        xlim, ylim = (base.occupied((target + predicted).sum(1 - axis), edges[axis]) for axis in (0, 1))
         axes.set(xlim=xlim, ylim=ylim)
 
 
@@ -118,15 +118,12 @@ class Bispectrum(Statistic):
             assert flux is not None
             ratios = {name: ratio[number] for name, ratio in flux.ratios_of("flux_bispectrum").items()}
             curves[f"flux, {shape}"] = {name: (flux.flux_bispectrum_k, ratio) for name, ratio in ratios.items()}
-        panels.draw_ratios(figure, curves, panels.COLORS, "$B$", volume.wavenumber_unit)
+        base.draw_ratios(figure, curves, base.COLORS, "$B$", volume.wavenumber_unit)
 
 
 @dataclass(frozen=True)
 class Coverage(Statistic):
-    """Shares [2, C, bins + 1] of cells whose error is within COVERED standard deviations.
-
-    In bins of predicted density (one bin if its unit is unknown) and, last, in all.
-    """
+    """Shares [2, C, bins + 1] of errors within COVERED standard deviations, by predicted density and, last, of all."""
 
     title = "Standard deviations"
     caption = """Share of cells whose error is at most one (lines) and 1.96 (dashed) of the file's standard deviations,
@@ -167,10 +164,10 @@ class Coverage(Statistic):
         return covered | {"densities, then all": [*DENSITIES]}
 
     def draw(self, figure: Figure, volume: EvaluatedVolume) -> None:
-        axes, colors = figure.subplots(), itertools.cycle(panels.PALETTE)
+        axes, colors = figure.subplots(), itertools.cycle(base.PALETTE)
         places = np.append(DENSITIES, 3 * DENSITIES[-1])[-(self.shares.shape[2] - 1) :] / math.sqrt(3)
         for one, two, channel, color in zip(*self.shares, volume.channels, colors, strict=False):
-            axes.plot(places, one[:-1], "o-", markersize=3, color=color, label=panels.plain(channel.name))
+            axes.plot(places, one[:-1], "o-", markersize=3, color=color, label=base.plain(channel.name))
             axes.plot(places, two[:-1], "o--", markersize=3, color=color)
         for share, style, label in ((0.6827, "-", "within σ"), (0.95, "--", "within 1.96 σ")):
             axes.plot([], [], style, color="0.3", label=label)

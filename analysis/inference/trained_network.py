@@ -90,10 +90,8 @@ class TrainedNetwork:
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{path}: {name} has NaN or infinite values; give another checkpoint")
         if task_of(config).name != VOLUMES:
-            raise UserError(
-                f"{path} holds a classifier ({config.network.name}); predict.py, evaluate.py and export.py need a "
-                "network trained on volumes. docs/workloads.md shows how to use a classifier"
-            )
+            needed = "predict.py, evaluate.py and export.py need a network trained on volumes. docs/workloads.md shows"
+            raise UserError(f"{path} holds a classifier ({config.network.name}); {needed} how to use a classifier")
         plain = {"accumulation_steps": 1, "local_batch_size": ghost_batch(config.network.norm) or 1}
         warn_of_other_code(str(path), content)
         network = build.network(config.model_copy(update=plain))

@@ -206,8 +206,7 @@ def _sum_of_profiles(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tens
 def published_mean_flux(redshift: float) -> float:
     """Observed mean flux exp(-τ_eff); UserError outside of 1.7 ≤ z ≤ 4.85.
 
-    From z = 2.15, τ_eff is the fit of Becker et al. 2013, MNRAS 430, 2067; below, that of Kim et al. 2007,
-    MNRAS 382, 1657.
+    From z = 2.15, τ_eff is the fit of Becker et al. 2013, MNRAS 430, 2067; below, of Kim et al. 2007, MNRAS 382, 1657.
     """
     if 2.15 <= redshift <= 4.85:
         return math.exp(0.132 - 0.751 * ((1 + redshift) / 4.5) ** 2.90)

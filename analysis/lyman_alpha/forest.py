@@ -38,9 +38,11 @@ class Sightlines:
         """`limit` is the largest number of lines; 0: one per cell."""
         shape = slabs.shape
         self.axis, self.cells = axis, shape[axis]
-        sides = [side for index, side in enumerate(shape) if index != axis]
-        counts = _line_counts(sides[0], sides[1], limit)
-        pairs = zip(sides, counts, strict=True)
+        first, second = (side for index, side in enumerate(shape) if index != axis)
+        limit = limit or first * second
+        rows = min(first, limit, max(1, math.isqrt(limit * first // second)))
+        places = min(second, limit // rows)
+        pairs = (first, min(first, limit // places)), (second, places)
         self.all_rows, columns = ([number * side // count for number in range(count)] for side, count in pairs)
         self.count = len(self.all_rows) * len(columns)  # of all ranks
         # Rows are planes, except of lines along x.
@@ -227,10 +229,7 @@ class FluxStatistics:
         )
 
     def _structure(self, depths: list[Tensor], scale: float, mean: float) -> tuple[np.ndarray, np.ndarray]:
-        """P(k, mu) in (Mpc/h)³, the mean over the modes of all three axes, and the mean bispectra in (Mpc/h)⁶.
-
-        Without bins unless all sight-lines are there.
-        """
+        """P(k, mu) in (Mpc/h)³ and bispectra in (Mpc/h)⁶, means over the axes; no bins without all sight-lines."""
         if self._power is None or self._triangles is None:
             return np.empty((MU_BINS, 0)), np.empty((len(SHAPES), 0))
         bispectra = []
@@ -319,12 +318,3 @@ def _parts(depth: Tensor) -> Iterator[Tensor]:
     lines = depth.flatten(0, 1)
     step = max(1, VALUES_AT_ONCE // lines.shape[1])
     return (lines[start : start + step] for start in range(0, len(lines), step))
-
-
-def _line_counts(first: int, second: int, limit: int) -> tuple[int, int]:
-    """Rows and columns of at most `limit` lines across an area in cells; 0: one line per cell."""
-    if not limit:
-        return first, second
-    rows = min(first, limit, max(1, math.isqrt(limit * first // second)))
-    columns = min(second, limit // rows)
-    return min(first, limit // columns), columns

@@ -26,7 +26,6 @@ from analysis.evaluation import drawing, figures, report, tables
 from analysis.evaluation.base import reference_shells
 from analysis.evaluation.results import PICTURES, Results, Spectrum, load, save
 from analysis.evaluation.statistics import DENSITIES, Coverage
-from analysis.evaluation.training_pictures import ERROR, EXAMINED, STRUCTURE, choose_planes
 from analysis.lyman_alpha.results import FluxField
 from utils.config.channels import Channel, known_channels
 from utils.data.loaders import Batch
@@ -356,10 +355,10 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
 
     The loader reuses its buffers; input and target were once those of a later crop than the prediction.
     """
-    targets = torch.zeros(EXAMINED + 1, 5, 4, 4, 4)
+    targets = torch.zeros(report.EXAMINED + 1, 5, 4, 4, 4)
     targets[3, 0, 1, 2, 2], targets[6, 0, 2, 1, 1], targets[6, 1, 3, 1, 1], targets[-1] = 5, 4, 9, 99
     targets[-1, 0, 0, 0, 0] = 1000
-    inputs = torch.arange(EXAMINED + 1.0).view(-1, 1, 1, 1, 1).expand(-1, 1, 4, 4, 4)
+    inputs = torch.arange(report.EXAMINED + 1.0).view(-1, 1, 1, 1, 1).expand(-1, 1, 4, 4, 4)
     buffers = torch.empty(5, 1, 4, 4, 4), torch.empty(5, 5, 4, 4, 4)
 
     def predict(crops: torch.Tensor) -> torch.Tensor:
@@ -370,14 +369,14 @@ def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() 
             yield Batch(*(buffer[: len(part)].copy_(part) for buffer, part in zip(buffers, batch, strict=True)))
 
     step, loader = SimpleNamespace(predict=predict), SimpleNamespace(epoch=epoch)
-    chosen = choose_planes(step, loader, 0)
-    structure, error = chosen[STRUCTURE], chosen[ERROR]
+    chosen = report.choose_planes(step, loader, 0)
+    structure, error = chosen[report.STRUCTURE], chosen[report.ERROR]
     np.testing.assert_array_equal(structure["target"], targets[3, :, 1])
     np.testing.assert_array_equal(structure["predicted"][1], 3 * targets[3, 0, 1])
     assert (error["input"] == 6).all()
     np.testing.assert_array_equal(error["target"], targets[6, :, 2])
     targets[8, 2, 0] = math.nan
-    assert (choose_planes(step, loader, 0)[ERROR]["input"] == 8).all(), "not finite"
+    assert (report.choose_planes(step, loader, 0)[report.ERROR]["input"] == 8).all(), "not finite"
 
 
 def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Results, monkeypatch: Any) -> None:
