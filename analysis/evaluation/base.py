@@ -1,7 +1,4 @@
-"""The base of statistics: their class, what they compare, bins, and parts of pictures, some for figures.py, too.
-
-It imports neither torch nor matplotlib.
-"""
+"""The base of statistics: class, what they compare, bins, parts of figures. It imports neither torch nor matplotlib."""
 
 import math
 from abc import ABC, abstractmethod

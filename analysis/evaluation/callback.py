@@ -105,5 +105,4 @@ def report_on_run(
     run.world.pulse.enter("pictures")
     log.info("Drawing pictures in %s", run.directory)
     drawn = evaluation.drawn if isinstance(evaluation, VolumeEvaluation) else {}
-    lines = report.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)
-    return losses, [*lines]
+    return losses, [*report.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)]

@@ -158,10 +158,8 @@ def flux_3d(results: Results) -> Figure:
 
 
 def _slices_layout(rows: int) -> tuple[Figure, np.ndarray]:
-    """A figure with axes [rows, 6]: three panels and their color bar, and a fourth panel and its color bar.
-
-    All places are given: matplotlib would need longer to find them than to draw.
-    """
+    """A figure with axes [rows, 6]: three panels and their color bar, and a fourth panel and its color bar."""
+    # All places are given: matplotlib would need longer to find them than to draw.
     panel, gap, bar, label, title, ticks = 1.7, 0.18, 0.1, 0.75, 0.95, 0.5  # in inches
     widths, margin = [*[panel, gap] * 3, bar, label, panel, gap, bar], 0.85
     width, height = margin + sum(widths) + label, title + rows * (panel + gap) - gap + ticks

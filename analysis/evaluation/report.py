@@ -197,10 +197,7 @@ def save_and_draw(evaluation: Results, run: Run, step: int, draws: bool) -> dict
 def draw_run(
     step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult, drawn: Mapping[str, Future[bytes]]
 ) -> Iterator[str]:
-    """Draws all pictures of a run, slices also for TensorBoard, and writes its report; gives a log line for each file.
-
-    `drawn` are the pictures of its last evaluation; empty: it draws them.
-    """
+    """Draws all pictures of a run, unless `drawn` has them, and writes its report; gives a log line for each file."""
     directory = run.directory
     with errors_as_warnings(f"Cannot draw pictures in {directory}"):
         records = directory.read_metrics()

@@ -93,14 +93,10 @@ class Bispectrum(Statistic):
         return cls(triangles.k, *sides)
 
     @property
-    def ratio(self) -> np.ndarray:
-        return quotient(self.predicted, self.target)
-
-    @property
     def reference_ratios(self) -> dict[float, float]:
         """The ratio at large, middle and small scales, by k."""
         shells = base.reference_shells(self.k) if np.isfinite(self.k).any() else []
-        return {float(self.k[shell]): float(self.ratio[shell]) for shell in shells}
+        return {float(self.k[shell]): float(quotient(self.predicted, self.target)[shell]) for shell in shells}
 
     def scalars(self) -> dict[str, float]:
         ratios = self.reference_ratios.items()
@@ -113,7 +109,8 @@ class Bispectrum(Statistic):
 
     def draw(self, figure: Figure, volume: EvaluatedVolume) -> None:
         """Bispectra relative to those of the target, of log density and, if they are known, of the flux."""
-        curves, flux = {f"{base.LOG_DENSITY}, {SHAPES[0]}": {PREDICTION: (self.k, self.ratio)}}, volume.flux
+        own, flux = {PREDICTION: (self.k, quotient(self.predicted, self.target))}, volume.flux
+        curves = {f"{base.LOG_DENSITY}, {SHAPES[0]}": own}
         for number, shape in enumerate(SHAPES if flux and flux.flux_bispectrum_k.size else ()):
             assert flux is not None
             ratios = {name: ratio[number] for name, ratio in flux.ratios_of("flux_bispectrum").items()}

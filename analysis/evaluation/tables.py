@@ -63,14 +63,11 @@ def _better_baseline(flux: Flux) -> str:
 
 
 def summary_table(evaluation: Results) -> Table:
-    """`channel_table` with the scale where each field's correlation is lost, and a phrase about its power.
-
-    What holds for a logarithm does not hold for the density itself, whose power is that of its clumps.
-    """
+    """`channel_table` with the scale where each field's correlation is lost, and a phrase about its power."""
     names = (channel.name for channel in evaluation.channels)
     fields = dict(zip(names, spectrum_names(evaluation.channels), strict=True))
     header, *rows = channel_table(evaluation)
-    if "density" in evaluation.spectra:
+    if "density" in evaluation.spectra:  # its power is that of clumps: what holds for its logarithm says little of it
         rows.append([LINEAR_DENSITY, "", "", "", ""])
         fields[LINEAR_DENSITY] = "density"
     structures = {name: _structure(evaluation.spectra[field], evaluation) for name, field in fields.items()}

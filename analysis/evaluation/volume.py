@@ -47,8 +47,7 @@ def evaluate_fields(
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
-    The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume. `options`
-    None: those of a training run.
+    The flux is included if all that it needs is known. `options` None: the config's; `known`: of earlier evaluations.
     """
     options = options or FluxOptions(flux=config.evaluation.flux, sightlines=config.evaluation.sightlines)
     setup = FluxSetup.of(volume, config, options)

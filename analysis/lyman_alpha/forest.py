@@ -106,16 +106,14 @@ class FluxStatistics:
 
     def _gas_depths(self, read: ReadPlanes) -> list[Tensor]:
         setup, (density, *velocity, temperature) = self._setup, self._setup.gas
-
-        def values(axis: int, number: int, planes: slice) -> Tensor:
-            return _read((density, velocity[axis], temperature)[number], read, planes)
+        needed = [(density, component, temperature) for component in velocity]  # by the lines along each axis
 
         def depth(axis: int, row: Tensor) -> Tensor:
-            parts = zip((density, velocity[axis], temperature), row, strict=True)
+            parts = zip(needed[axis], row, strict=True)
             rho, v, kelvin = (channel.to_physical(values) for (_, channel), values in parts)
             return optical_depth(rho, v, kelvin, setup.universe, setup.cell)
 
-        return self._depths(3, values, depth)
+        return self._depths(3, lambda axis, number, planes: _read(needed[axis][number], read, planes), depth)
 
     def _baselines(self, read: ReadPlanes) -> Iterator[tuple[str, list[Tensor]]]:
         """The optical depths of each baseline, by name."""
@@ -256,8 +254,7 @@ class FluxStatistics:
     def _average(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Values of each axis' modes, [3, bins], and their means over all sight-lines, [bins].
 
-        A bin is as wide as the first mode of the longest axis, so it holds at most one mode of each axis. An axis
-        without a mode in a bin is NaN there.
+        A bin is as wide as the first mode of the longest axis, so it holds at most one mode of each axis; NaN: none.
         """
         longest = max(lines.cells for lines in self._lines)
         modes, sums = np.zeros((2, 3, longest // 2))
