@@ -1,12 +1,16 @@
-"""Synthetic evaluations for the tests of the figures and the report."""
+"""Synthetic evaluations for the tests of figures and report, and pictures of one pixel instead of drawn ones."""
 
+import base64
 import dataclasses
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pytest
 from reference_samples import ALONE
 from volume_files import smooth_field
 
+from analysis.evaluation import drawing
 from analysis.evaluation.base import Compared
 from analysis.evaluation.comparison import volume_statistics
 from analysis.evaluation.results import Results
@@ -17,6 +21,9 @@ from utils.config import Config
 from utils.config.channels import SIDES, Channel, known_channels
 from utils.volumes.hdf5 import Volume
 
+PNG = base64.b64decode(
+    b"iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
 # What a file states of its simulation.
 SIMULATION: dict[str, float | str] = {
     "redshift": 2.4,
@@ -58,3 +65,14 @@ def sample_results(
     volume = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION)
     setup = FluxSetup.of(volume, Config(), FluxOptions())
     return dataclasses.replace(results, flux=FluxStatistics(setup, slabs).results(fields))
+
+
+def empty_picture(function: Any, *_: object) -> Future[bytes]:
+    assert function is drawing.picture, function
+    future: Future[bytes] = Future()
+    future.set_result(PNG)
+    return future
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drawing, "submit", empty_picture)

@@ -37,14 +37,7 @@ FIT = GasFit(8000.0, 1.5, np.array([1.0, 8.0, 30.0]), np.array([1.1, 0.9, 0.2]))
 Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def setup(
-    inputs: Any = DARK,
-    targets: Any = GAS,
-    shape: Any = SHAPE,
-    cell: Any = CELL,
-    simulation: Any = SIMULATION,
-    **options: Any,
-) -> FluxSetup | None:
+def setup(inputs=DARK, targets=GAS, shape=SHAPE, cell=CELL, simulation=SIMULATION, **options: Any) -> FluxSetup | None:
     values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
     volume = Volume("box.h5", *values, cell=cell, simulation=simulation)
     channels = {"inputs": [*map(asdict, inputs)], "targets": [*map(asdict, targets)]}
@@ -60,9 +53,9 @@ def fields() -> Fields:
     return tuple(values.astype(np.float32) for values in (1.1 * target[:4], predicted, target))
 
 
-def measured(volumes: Fields, world: World = ALONE, known: KnownFlux | None = None, **options: Any) -> Flux:
+def measured(volumes: Fields, world: World = ALONE, known: Any = None, fit: Any = None, **options: Any) -> Flux:
     slabs = Slabs(SHAPE, world)
-    prepared = setup(**{"mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
+    prepared = replace(setup(**{"mean_flux": 0.7, "pressure_smoothing": 0.15, **options}), fit=fit)
     return FluxStatistics(prepared, slabs, known).results(slab_fields(slabs, *volumes))
 
 
@@ -75,9 +68,8 @@ def agree(result: Flux, expected: Flux, tolerance: float = 0.0) -> None:
     assert list(result.fields) == list(expected.fields)
     for name, field in result.fields.items():
         for part, values in vars(field).items():
-            np.testing.assert_allclose(
-                values, vars(expected.fields[name])[part], rtol=tolerance, err_msg=f"{name} {part}"
-            )
+            wanted = vars(expected.fields[name])[part]
+            np.testing.assert_allclose(values, wanted, rtol=tolerance, err_msg=f"{name} {part}")
 
 
 def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -> list[np.ndarray]:
@@ -91,9 +83,8 @@ def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -
 
 
 def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
-    density, *velocity, temperature = (
-        channel.to_physical(part.astype(np.float64)) for channel, part in zip(GAS, values, strict=True)
-    )
+    pairs = zip(GAS, values.astype(np.float64), strict=True)
+    density, *velocity, temperature = (channel.to_physical(part) for channel, part in pairs)
     return depths(density, np.stack(velocity), temperature)
 
 
@@ -116,11 +107,8 @@ def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
     dark = np.exp(14 * inputs[0].astype(np.float64))
     dark = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
     temperature = power_law(torch.from_numpy(dark), *fgpa_relation(SIMULATION["redshift"])).numpy()
-    expected = {
-        TARGET: depths_of_gas(target),
-        PREDICTION: depths_of_gas(predicted),
-        FGPA: depths(dark, 300 * inputs[1:4], temperature),
-    }
+    expected = {TARGET: depths_of_gas(target), PREDICTION: depths_of_gas(predicted)}
+    expected[FGPA] = depths(dark, 300 * inputs[1:4], temperature)
     assert list(base.fields) == list(expected)
     assert base.sightlines == [80, 96, 120]
     for name, taus in expected.items():
@@ -204,9 +192,7 @@ def test_results_do_not_depend_on_ranks_and_pieces(base: Flux, monkeypatch: pyte
 
 
 def with_fit(world: World) -> Flux:
-    slabs, prepared = Slabs(SHAPE, world), setup(mean_flux=0.7, pressure_smoothing=0.15)
-    assert prepared is not None
-    return FluxStatistics(replace(prepared, fit=FIT), slabs).results(slab_fields(slabs, *fields()))
+    return measured(fields(), world, fit=FIT)
 
 
 def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
@@ -217,10 +203,8 @@ def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
     factor = np.interp(2 * np.pi * np.linalg.norm(waves, axis=0), FIT.k, FIT.transfer)
     modes = np.fft.fftn(np.log(dark)) * factor
     gas = np.exp(np.fft.ifftn(modes).real)
-    densities = {
-        f"{FGPA}, {FITTED}": gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0),
-        TRANSFER: gas / gas.mean(),
-    }
+    smoothed = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
+    densities = {f"{FGPA}, {FITTED}": smoothed, TRANSFER: gas / gas.mean()}
     for flux in (with_fit(ALONE), *run_ranks(with_fit, 3)):
         assert list(flux.fields) == [TARGET, PREDICTION, FGPA, *densities]
         for name, density in densities.items():
@@ -234,21 +218,11 @@ def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
 def test_the_flux_of_channels_at_other_places_has_the_same_bits() -> None:
     """Also that of fitted baselines. A second gas is not mistaken for the first."""
     orders, others = ([3, 1, 0, 2], [4, 3, 5, 0, 2, 1]), Channel("stars", "mean density", 14.0, is_log=True)
-    inputs, gas = (
-        [all_of[place] for place in order] for all_of, order in zip((DARK, [*GAS, others]), orders, strict=True)
-    )
+    inputs, gas = [DARK[place] for place in orders[0]], [[*GAS, others][place] for place in orders[1]]
     dark, *sides = fields()
     sides = [np.concatenate([side, side[:1] + 0.1])[orders[1]] for side in sides]
-    prepared = [
-        setup(mean_flux=0.7, pressure_smoothing=0.15, **names) for names in ({}, {"inputs": inputs, "targets": gas})
-    ]
-    volumes, slabs = (fields(), (dark[orders[0]], *sides)), Slabs(SHAPE, ALONE)
-    expected, found = (
-        FluxStatistics(replace(given, fit=FIT), slabs).results(slab_fields(slabs, *values))
-        for given, values in zip(prepared, volumes, strict=True)
-    )
-    assert list(found.fields) == [TARGET, PREDICTION, FGPA, f"{FGPA}, {FITTED}", TRANSFER]
-    agree(found, expected)
+    found = measured((dark[orders[0]], *sides), fit=FIT, inputs=inputs, targets=gas)
+    agree(found, with_fit(ALONE))
 
 
 @pytest.mark.gpu
