@@ -67,6 +67,22 @@ def sample_results(
     return dataclasses.replace(results, flux=FluxStatistics(setup, slabs).results(fields))
 
 
+def agree(result: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Counts and texts exactly; other numbers within a tolerance relative to the largest value."""
+    assert type(result) is type(expected)
+    if dataclasses.is_dataclass(result):
+        result, expected = vars(result), vars(expected)
+    if isinstance(result, dict):
+        assert list(result) == list(expected)
+        for name, value in result.items():
+            agree(value, expected[name], 0 if name in ("distributions", "phase_diagram", "slices") else tolerance)
+    elif isinstance(result, float | np.ndarray):
+        largest = np.nanmax(np.abs(expected), initial=0.0)
+        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance * largest)
+    else:
+        assert result == expected
+
+
 def empty_picture(function: Any, *_: object) -> Future[bytes]:
     assert function is drawing.picture, function
     future: Future[bytes] = Future()

@@ -313,7 +313,7 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
         with h5py.File(box_file(folder / f"{name}.h5"), "r+") as file:
             file["Nbody"].attrs.update(channel_attributes(stated))
     box_file(folder / "cosmology.h5", redshift=3.0, **UNIVERSE)
-    for name, place, factor in (("km_s", slice(1, None), 10_000), ("nan", (2, 15, 3, 4), np.nan)):
+    for name, place, factor in (("km_s", slice(1, None), 10_000), ("nan", (2, 21, 3, 4), np.nan)):
         with h5py.File(box_file(folder / f"{name}.h5"), "r+") as file:
             file["Nbody"][place] *= factor
     return folder
@@ -334,7 +334,7 @@ def bad(trained_run: Path, tmp_path_factory: Any) -> Path:
         ("--input=BAD/flat.h5", "the box has 4 cells per side, fewer than a window's 8"),
         ("--input=BAD/scale.h5", "ln(value / mean density) / 10 instead of ln(value / mean density) / 14; give"),
         ("--input=BAD/swapped.h5", "other channels than the network: dark-matter density, dark-matter velocity y, "),
-        ("--input=BAD/nan.h5", "BAD/nan.h5: Nbody[2, 15, 3, 4] is nan; fix the file"),
+        ("--input=BAD/nan.h5", "BAD/nan.h5: Nbody[2, 21, 3, 4] is nan; fix the file"),
         ("--input=BAD/other.h5", " without dark-matter density; give files with the same"),
         # Exported files take physical values, this command takes channels: the output would be nonsense.
         ("--input=BAD/km_s.h5", "km_s.h5: Nbody[1] holds physical values"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import run_ranks
 from reference_samples import ALONE
-from sample_results import slab_fields
+from sample_results import agree, slab_fields
 from volume_files import smooth_field
 
 from analysis import modes
@@ -73,22 +73,6 @@ def power(predicted: np.ndarray, target: np.ndarray) -> np.ndarray:
 def divergence(velocity: Sequence[np.ndarray]) -> np.ndarray:
     """Of periodic fields; central differences."""
     return sum(np.roll(part, -1, axis) - np.roll(part, 1, axis) for axis, part in enumerate(velocity)) / (2 * 0.5)
-
-
-def agree(result: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    """Counts and texts exactly; other numbers within a tolerance relative to the largest value."""
-    assert type(result) is type(expected)
-    if dataclasses.is_dataclass(result):
-        result, expected = vars(result), vars(expected)
-    if isinstance(result, dict):
-        assert list(result) == list(expected)
-        for name, value in result.items():
-            agree(value, expected[name], 0 if name in ("distributions", "phase_diagram", "slices") else tolerance)
-    elif isinstance(result, float | np.ndarray):
-        largest = np.nanmax(np.abs(expected))
-        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance * largest)
-    else:
-        assert result == expected
 
 
 def test_errors_slices_and_histograms_agree_with_numpy(results: Results) -> None:
