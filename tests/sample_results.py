@@ -25,13 +25,8 @@ PNG = base64.b64decode(
     b"iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 )
 # What a file states of its simulation.
-SIMULATION: dict[str, float | str] = {
-    "redshift": 2.4,
-    "cosmology_H0": 67.7,
-    "cosmology_Om0": 0.31,
-    "cosmology_Ode0": 0.69,
-    "cosmology_Ob0": 0.049,
-}
+SIMULATION: dict[str, float | str] = {"redshift": 2.4, "cosmology_H0": 67.7, "cosmology_Om0": 0.31}
+SIMULATION |= {"cosmology_Ode0": 0.69, "cosmology_Ob0": 0.049}
 
 
 def slab_fields(slabs: Slabs, *fields: np.ndarray) -> SlabFields:

@@ -33,6 +33,7 @@ WIDTH = UNIVERSE.pixel_width(CELL)
 TRANSFORM = {**PUBLISHED, "velocity_scale_km_s": 300.0}
 DARK, GAS = known_channels("inputs", 4, TRANSFORM), known_channels("targets", 5, TRANSFORM)
 HIGH = {**SIMULATION, "redshift": 6.0}
+OTHER_UNITS = [replace(GAS[0], unit="g/cm3"), *(replace(part, unit="m/s") for part in GAS[1:4])]
 FIT = GasFit(8000.0, 1.5, np.array([1.0, 8.0, 30.0]), np.array([1.1, 0.9, 0.2]))
 Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -272,10 +273,7 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, ba
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
         ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
         ({"targets": GAS[:4]}, "the gas lacks temperature in physical units"),
-        (
-            {"targets": [replace(GAS[0], unit="g/cm3"), *(replace(part, unit="m/s") for part in GAS[1:4]), GAS[4]]},
-            "the gas lacks density, velocity in physical",
-        ),
+        ({"targets": [*OTHER_UNITS, GAS[4]]}, "the gas lacks density, velocity in physical"),
     ],
 )
 def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: Any, reason: str, caplog: Any) -> None:
