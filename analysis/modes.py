@@ -1,4 +1,4 @@
-"""Fourier modes and bispectra of real fields on a periodic grid of cubic cells, of which each rank owns some planes.
+"""Fourier modes, power and bispectra of real fields on a periodic grid of cubic cells: each rank owns some planes.
 
 Ranks transform their own planes along y and z, exchange them, and transform their own columns along x. Wavenumbers are
 in fundamentals: units of the fundamental wavenumber of the longest side.
@@ -85,10 +85,8 @@ class Modes:
         The shape is [2 limit + 1, 2 limit + 1, limit + 1], in the order 0, 1, …, limit, −limit, …, −1 along x and y.
         """
         shape = self._slabs.shape
-        x, y = (
-            [*range(limit + 1), *range(cells - limit, cells)]
-            for limit, cells in zip(limits[:2], shape[:2], strict=True)
-        )
+        pairs = zip(limits[:2], shape[:2], strict=True)
+        x, y = ([*range(limit + 1), *range(cells - limit, cells)] for limit, cells in pairs)
         modes = torch.zeros((len(x), len(y), limits[2] + 1, 2), dtype=torch.float64, device=transformed.device)
         for place, column in enumerate(y):
             if self._own.start <= column < self._own.stop:
@@ -106,13 +104,65 @@ def bin_edges(number: int, ratio: float) -> list[float]:
     return edges
 
 
+class PowerBins:
+    """Power of fields in bins of k and of |mu|, the cosine of the angle to an axis. Every rank makes the same calls.
+
+    P = V ⟨|δ_k|²⟩ over a bin's modes, where V is the volume and δ_k the discrete Fourier transform divided by the
+    number of cells. Its unit is the field's squared times a length cubed. The cells' window function is not corrected.
+
+    Bins of k consist of spherical shells, each as wide as the fundamental wavenumber of the longest side. Shell
+    m = 1 … is centered on m fundamentals. The last one contains Nyquist's wavenumber π / cell, up to which the grid
+    holds waves of every direction (for an odd longest side, the shell before it). The constant, k = 0, and waves beyond
+    the last shell are in none. No shell is empty: each contains waves along the longest side.
+    """
+
+    def __init__(self, slabs: Slabs, cell: float, ratio: float = 1.0, mu_bins: int = 1) -> None:
+        """`cell` in the unit of length of k and power; `ratio`: see bin_edges. Several `mu_bins`: to all three axes."""
+        self._grid, self._mu_bins, longest = Modes(slabs), mu_bins, max(slabs.shape)
+        self._edges = torch.tensor(bin_edges(longest // 2, ratio), dtype=torch.float64, device=slabs.world.device)
+        self.volume = math.prod(slabs.shape) * cell**3
+        totals = self._edges.new_zeros(2, mu_bins, len(self._edges) - 1)
+        for columns in self._grid.batches():
+            for axis in range(3 if mu_bins > 1 else 1):
+                self._add(totals, (torch.ones_like(columns.k), columns.k), columns, axis)
+        # [mu bins, bins of k]: the number of modes, both halves of the transform counted, and their mean k; NaN: none
+        self.modes, k = slabs.world.sum(totals).cpu().numpy()
+        with np.errstate(invalid="ignore"):
+            self.k = k / self.modes * (2 * math.pi / (longest * cell))
+
+    @torch.no_grad()
+    def sums(self, fields: list[Tensor], axis: int = 0) -> Tensor:
+        """Sums of |p|² over each bin's modes, and of |t|² and Re(p t*) if there are two fields: this rank's part.
+
+        `fields`: p and t, real, of each the own planes [n, Y, Z]. Takes them out of the list, so that their memory is
+        free after their transform. -> [1 or 3, mu bins, bins of k], float64
+        """
+        transformed = [self._grid.transform(fields.pop(0)) for _ in range(len(fields))]
+        sums = self._edges.new_zeros(2 * len(transformed) - 1, *self.modes.shape)
+        for columns in self._grid.batches():
+            parts = [self._grid.amplitudes(field, columns) for field in transformed]
+            pairs = [*zip(parts, parts, strict=True), (parts[0], parts[-1])][: len(sums)]
+            self._add(sums, [(left * right).sum(-1) for left, right in pairs], columns, axis)
+        return sums
+
+    def _add(self, sums: Tensor, values: Sequence[Tensor], columns: Columns, axis: int) -> None:
+        """Adds values of some columns' modes to the sums over each bin."""
+        bins = len(self._edges) + 1  # the first and the last one are outside of the edges
+        place = torch.bucketize(columns.k, self._edges, right=True)
+        if self._mu_bins > 1:
+            mu = (columns.squares[axis] / columns.k.square()).sqrt().nan_to_num_(nan=0.0)  # k = 0 is in no bin
+            place += (self._mu_bins * mu).long().clamp_(max=self._mu_bins - 1) * bins
+        for row, part in zip(sums, values, strict=True):
+            row += self._grid.sum(part, place, self._mu_bins * bins).view(self._mu_bins, bins)[:, 1:-1]
+
+
 class Bispectra:
     """Measures bispectra in shells of k. Every rank makes the same calls.
 
-    B(k) = V² ⟨Re δ_1 δ_2 δ_3⟩ over the triangles k_1 + k_2 + k_3 = 0, with V and δ as in evaluation/spectra.py. The
-    sides of an equilateral triangle are in one shell of k; a squeezed one has two sides there and one in the first
-    shell. The sum over triangles is one over cells: of products of the fields of the shells' waves (Scoccimarro 2000,
-    ApJ 544, 597). As few waves are used, a small grid holds those fields, and every rank has them as a whole.
+    B(k) = V² ⟨Re δ_1 δ_2 δ_3⟩ over the triangles k_1 + k_2 + k_3 = 0, with V and δ as in PowerBins. The sides of an
+    equilateral triangle are in one shell of k; a squeezed one has two sides there and one in the first shell. The sum
+    over triangles is one over cells: of products of the fields of the shells' waves (Scoccimarro 2000, ApJ 544, 597).
+    As few waves are used, a small grid holds those fields, and every rank has them as a whole.
     """
 
     def __init__(self, slabs: Slabs, cell: float) -> None:
@@ -134,10 +184,7 @@ class Bispectra:
         self.k = np.where(np.isnan(self._triangles[0]), math.nan, means * 2 * math.pi / (longest * cell))  # [shells]
 
     def measure(self, field: Tensor) -> np.ndarray:
-        """B of the own planes [n, Y, Z] of a field, equilateral and squeezed, [2, shells]; NaN without a triangle.
-
-        The sides of the volume differ if a shell has none.
-        """
+        """B of the own planes [n, Y, Z] of a field, equilateral and squeezed, [2, shells]; NaN without a triangle."""
         modes = self._grid.lowest(self._grid.transform(field), self._limits)
         return self._sums(modes.cpu()) / self._triangles * self._volume**2
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from analysis.evaluation.phase_diagram import PhaseDiagram
+from analysis.evaluation.statistics import PhaseDiagram
 from analysis.evaluation.volume import VolumeFields, config_of_files
 from analysis.lyman_alpha.results import PREDICTION, TARGET, Flux
 from benchmarks import boxes, common

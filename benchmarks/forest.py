@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from analysis.evaluation.phase_diagram import PhaseDiagram
 from analysis.evaluation.results import Results
+from analysis.evaluation.statistics import PhaseDiagram
 from analysis.evaluation.volume import VolumeFields, config_of_files, fit_gas
 from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux

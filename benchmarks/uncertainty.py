@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributions import Laplace, Normal
 
-from analysis.evaluation.coverage import COVERED
+from analysis.evaluation.statistics import COVERED
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
 from analysis.inference.uncertainty import fit, predict_part
 from benchmarks import common, study

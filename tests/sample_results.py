@@ -1,12 +1,17 @@
-"""Synthetic evaluations for the tests of the figures and the report."""
+"""Synthetic evaluations for the tests of figures and report, and pictures of one pixel instead of drawn ones."""
 
+import base64
 import dataclasses
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pytest
 from reference_samples import ALONE
 from volume_files import smooth_field
 
+from analysis.evaluation import drawing
+from analysis.evaluation.base import Compared
 from analysis.evaluation.comparison import volume_statistics
 from analysis.evaluation.results import Results
 from analysis.lyman_alpha.forest import FluxStatistics
@@ -16,14 +21,12 @@ from utils.config import Config
 from utils.config.channels import SIDES, Channel, known_channels
 from utils.volumes.hdf5 import Volume
 
+PNG = base64.b64decode(
+    b"iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
 # What a file states of its simulation.
-SIMULATION: dict[str, float | str] = {
-    "redshift": 2.4,
-    "cosmology_H0": 67.7,
-    "cosmology_Om0": 0.31,
-    "cosmology_Ode0": 0.69,
-    "cosmology_Ob0": 0.049,
-}
+SIMULATION: dict[str, float | str] = {"redshift": 2.4, "cosmology_H0": 67.7, "cosmology_Om0": 0.31}
+SIMULATION |= {"cosmology_Ode0": 0.69, "cosmology_Ob0": 0.049}
 
 
 def slab_fields(slabs: Slabs, *fields: np.ndarray) -> SlabFields:
@@ -51,9 +54,36 @@ def sample_results(
     inputs, target = (0.4 * smooth_field(len(names), box, rng) for names in channels)
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
     fields = slab_fields(slabs, *(field.astype(np.float32) for field in (inputs, predicted, target)))
-    results = volume_statistics(sources, targets, cell, fields, slabs, metadata)
+    results = volume_statistics(Compared(sources, targets, cell, fields, slabs), metadata)
     if not flux:
         return results
     volume = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION)
     setup = FluxSetup.of(volume, Config(), FluxOptions())
     return dataclasses.replace(results, flux=FluxStatistics(setup, slabs).results(fields))
+
+
+def agree(result: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Counts and texts exactly; other numbers within a tolerance relative to the largest value."""
+    assert type(result) is type(expected)
+    if dataclasses.is_dataclass(result):
+        result, expected = vars(result), vars(expected)
+    if isinstance(result, dict):
+        assert list(result) == list(expected)
+        for name, value in result.items():
+            agree(value, expected[name], 0 if name in ("distributions", "phase_diagram", "slices") else tolerance)
+    elif isinstance(result, float | np.ndarray):
+        largest = np.nanmax(np.abs(expected), initial=0.0)
+        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance * largest)
+    else:
+        assert result == expected
+
+
+def empty_picture(function: Any, *_: object) -> Future[bytes]:
+    assert function is drawing.picture, function
+    future: Future[bytes] = Future()
+    future.set_result(PNG)
+    return future
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drawing, "submit", empty_picture)

@@ -25,7 +25,7 @@ OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklear
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
 TRITON = "cudnn l1 pointwise shuffle hopper.common hopper.convolution hopper.edges hopper.layers hopper.transpose"
 TRITON_MODULES = {f"networks.ops.{name}" for name in f"{TRITON} hopper.weights".split()}
-FIGURES = {f"analysis.evaluation.{name}" for name in ("figures", "loss_curves")}
+FIGURES = {"analysis.evaluation.figures"}
 SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"
 NEEDING = (
     TRITON_MODULES | FIGURES | {"evaluate", "utils.optim.cells"} | {f"simulation.{name}" for name in SIMULATION.split()}

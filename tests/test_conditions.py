@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from empty_pictures import draw_nothing
 from log_lines import messages, refusal
+from sample_results import draw_nothing
 from trainings import YAML, assert_same_training, directory, last, metrics
 from volume_files import write_volume
 

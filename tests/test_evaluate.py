@@ -15,21 +15,15 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from empty_pictures import PNG, draw_nothing
 from log_lines import refusal
-from reference_samples import ALONE
-from volume_files import smooth_field
+from sample_results import PNG, draw_nothing
 
 import evaluate
 import predict
 from analysis.evaluation import report, results
-from analysis.evaluation.volume import VolumeFields, fit_gas
+from analysis.evaluation.volume import VolumeFields
 from analysis.inference.trained_network import TrainedNetwork
-from simulation.simulate import CHANNELS, TRANSFORM
 from simulation.simulate import main as simulate
-from utils.config import Config
-from utils.config.channels import SIDES
-from utils.errors import UserError
 from utils.run.checkpoint import Weights, read_weights
 from utils.run.checkpoint import write as write_checkpoint
 
@@ -54,9 +48,7 @@ def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "page", lambda *_: "a page")
 
 
-def test_results_agree_with_the_predicted_file(
-    trained_run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_results_agree_with_the_predicted_file(trained_run, box, written: Path, tmp_path: Path, monkeypatch) -> None:
     """The results are equal whether the network predicts or its prediction is read from a file.
 
     Without a checkpoint, the predicted file states its channels.
@@ -74,27 +66,6 @@ def test_results_agree_with_the_predicted_file(
     assert again.metadata["prediction"] == str(gas)
     assert again.channels == result.channels
     assert result.channels[1].scale == 500.0
-
-
-def test_baselines_are_fitted_to_the_relations_of_another_volume(tmp_path: Path) -> None:
-    """Gas whose log density is 0.8 times that of dark matter, on a power law of the temperature."""
-    path = tmp_path / "fit.h5"
-    dark = 0.05 * smooth_field(4, (16, 16, 16), np.random.default_rng(0))
-    dark[0] -= dark[0].mean()
-    logarithm = 0.8 * 14 * dark[0]
-    temperature = (np.log10(9000.0) + 0.45 * logarithm / np.log(10) - 5) / 2.5
-    with h5py.File(path, "w") as file:
-        file["Nbody"] = dark.astype(np.float32)
-        file["Hydro"] = np.stack([logarithm / 14, *dark[1:], temperature]).astype(np.float32)
-        file.attrs.update({**TRANSFORM, "box_size_mpc_h": 8.0})
-    config = Config.model_validate({"channels": dict(zip(SIDES, CHANNELS, strict=True))})
-    fit = fit_gas(str(path), config, ALONE)
-    assert (fit.kelvin, fit.gamma) == (pytest.approx(9000, rel=0.02), pytest.approx(1.45, abs=0.01))
-    np.testing.assert_allclose(fit.transfer, 0.8, rtol=1e-4)
-    with h5py.File(path, "a") as file:
-        del file.attrs["box_size_mpc_h"]
-    with pytest.raises(UserError, match=r"^fitted_on: .* does not state box_size_mpc_h"):
-        fit_gas(str(path), config, ALONE)
 
 
 def test_the_report_is_complete(written: Path, trained_run: Path) -> None:
@@ -170,31 +141,23 @@ def other_redshift(box: Path, folder: Path) -> Path:
         return Path(file.filename)
 
 
-def test_several_networks_and_boxes(
-    trained_run: Path, box: Path, seen: list[Path], tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    """Means and deviations are those of the single reports, whose notes name boxes that the networks have seen, and
-    those of another redshift.
-    """
+def test_several_networks_and_boxes(trained_run: Path, box, seen, tmp_path: Path, capsys: Any, monkeypatch) -> None:
+    """Means and deviations are those of the single reports. Notes name boxes seen in training and other redshifts."""
     without_page(monkeypatch)
     networks, boxes = sorted((trained_run / "checkpoints").glob("step_*")), [other_redshift(box, tmp_path), *seen]
     output = tmp_path / "all"
     evaluate.main(["--checkpoint", *map(str, networks), "--input", *map(str, boxes), f"--output={output}"])
     lines, summary = capsys.readouterr().err, json.loads((output / "summary.json").read_text())
     parts = summary["evaluations"]
-    assert [(part["checkpoint"], part["input"]) for part in parts] == [
-        (str(network), str(path)) for network in networks for path in boxes
-    ]
+    pairs = [(part["checkpoint"], part["input"]) for part in parts]
+    assert pairs == [(str(network), str(path)) for network in networks for path in boxes]
     reports = [results.load((output / part["report"]).with_name("evaluation.npz")) for part in parts]
     l1 = np.array([report.l1.mean() for report in reports]).reshape(2, 3)
     assert len({*l1.flat}) == 6
     measured = summary["measures"]["Evaluation L1/all channels"]
-    assert measured == {
-        "mean": pytest.approx(l1.mean()),
-        "stdev over boxes": pytest.approx(l1.mean(0).std(ddof=1)),
-        "stdev over networks": pytest.approx(l1.mean(1).std(ddof=1)),
-        "values": l1.tolist(),
-    }
+    assert measured.pop("values") == l1.tolist()
+    deviations = {f"stdev over {name}": l1.mean(axis).std(ddof=1) for axis, name in enumerate(("boxes", "networks"))}
+    assert measured == pytest.approx({"mean": l1.mean(), **deviations})
     page = (output / "report.html").read_text()
     for place, part in enumerate(parts):
         notes = " ".join(part["notes"])
@@ -223,9 +186,7 @@ def test_files_of_old_checkpoints_are_recognized_by_their_path(trained_run: Path
     assert trained.differences(volume) == "redshift 4.0 instead of 2.0"
 
 
-def test_a_predicted_file_states_its_calibration_and_the_use_of_its_box(
-    trained_run: Path, box: Path, seen: list[Path], tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_a_predicted_file_states_calibration_and_use(trained_run, box, seen, tmp_path, capsys, monkeypatch) -> None:
     draw_nothing(monkeypatch)
     factor, output = read_weights(trained_run)["density_factor"], tmp_path / "report"
     for path, label, use, *flags in (
@@ -289,9 +250,7 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
     assert (tmp_path / "new").exists(), "a stored prediction may hold physical values"
 
 
-def test_a_report_replaces_another_unless_the_disk_is_full(
-    trained_run: Path, box: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_replaces_another_unless_the_disk_is_full(trained_run, box, tmp_path, capsys, monkeypatch) -> None:
     """Other files stay. A prediction may take hours, so the space is checked before. The box is not periodic."""
     without_page(monkeypatch)
     output = tmp_path / "evaluation"

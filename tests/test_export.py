@@ -33,6 +33,9 @@ PAGE = TOP / "docs" / "inference.md"
 SIZES = [(1, 4, 4, 4), (2, 4, 8, 12), (3, 16, 4, 4), (1, 12, 12, 12)]
 STATISTICS = {"crop": 8, "channels": {"dark-matter density": {"mean": [-0.1, -0.1, 0.02]}}}
 FLOOR = 1e-6  # of the training files; imported volumes have another one than simulated ones
+KNOWN = {"simulation": simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, None) | {"cell size (Mpc/h)": 0.16}}
+KNOWN |= {"input_statistics": STATISTICS, "code": {"mine/net.py": "ab12"}}
+PATHS = {"train_path": ["/data/author/a.h5", "/data/author/b.h5"], "expdir": f"{Path.home()}/runs/"}
 
 
 def config_of(**values: Any) -> Config:
@@ -118,9 +121,8 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint `run` and gas.pt2, exported from it over an older file."""
     folder = tmp_path_factory.mktemp("export")
-    simulation = simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, None)
-    known = {"simulation": simulation, "input_statistics": STATISTICS}
-    save(folder / "run", config_of(), epoch=3, step=24, final_loss=0.125, **known)
+    record = {"epoch": 3, "step": 24, "final_loss": 0.125, "data": {"train_path[0]": "digest"}}
+    save(folder / "run", config_of(**PATHS), **record, **KNOWN)
     (folder / "gas.pt2").write_text("older")
     exported(folder, "--overwrite")
     return folder
@@ -206,36 +208,24 @@ numpy.save("gas.npy", names["gas"].numpy())
     assert_physical(gas, network_of(config_of()), config_of(), fields, FLOOR)
 
 
-def test_metadata_says_how_to_use_the_file(files: Path) -> None:
-    result = metadata(files / "gas.pt2")
+def test_metadata_says_how_to_use_the_file_and_names_no_directory_of_its_author(files: Path) -> None:
+    """Neither of the code, in stack traces, nor of data and runs. What the checkpoint knows of the data is copied."""
+    result, content = metadata(files / "gas.pt2"), (files / "gas.pt2").read_bytes()
+    for name in (str(TOP), PATHS["expdir"], "/data/author", str(files), files.parent.name, "physical.py", "unet.py"):
+        assert name.encode() not in content
+    assert {key: result[key] for key in KNOWN} == KNOWN
+    assert "data" not in result
     assert (result["format"], result["units"]) == (1, "physical")
     assert (result["input"]["multiple_of"], result["input"]["density_floor_of_mean"]) == (4, FLOOR)
     units = ["mean density", "km/s", "km/s", "km/s", "K"]
     for side, channels in (("input", units[:4]), ("output", units)):
         assert [channel["unit"] for channel in result[side]["channels"]] == channels
     assert result["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
-    assert result["input_statistics"] == STATISTICS
     assert result["weights_sha256"] == checkpoint.file_digest(checkpoint.weights_file(files / "run"))
     values = configs.parse_value(result["config"])["trained"]
-    assert values == without_directories(configs.validate(values, "trained").model_dump())
-    assert values == without_directories(config_of().model_dump())
-
-
-def test_a_file_names_no_directory_of_its_author(tmp_path: Path) -> None:
-    """Neither of the code, in stack traces, nor of data and runs. What the checkpoint knows of the data is copied."""
-    paths = {"train_path": [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")], "expdir": f"{Path.home()}/runs/"}
-    known = {"simulation": {"redshift": 3.0, "cell size (Mpc/h)": 0.16, "cosmology_H0": 67.7}}
-    known |= {"input_statistics": {"power (km/s)": [0.5, 2.0]}, "code": {"mine/net.py": "ab12"}}
-    save(tmp_path / "run", config_of(**paths), data={"train_path[0]": "digest"}, **known)
-    target = exported(tmp_path)
-    content, here = target.read_bytes(), Path(export.__file__).parent
-    for name in (str(here), paths["expdir"], str(tmp_path), tmp_path.parents[1].name, "physical.py", "unet.py"):
-        assert name.encode() not in content
-    described = metadata(target)
-    values = configs.parse_value(described["config"])["trained"]
     assert (values["train_path"], values["expdir"]) == (["a.h5", "b.h5"], "runs")
-    assert {key: described[key] for key in known} == known
-    assert "data" not in described
+    assert values == without_directories(configs.validate(values, "trained").model_dump())
+    assert values == without_directories(config_of(**PATHS).model_dump())
 
 
 def test_windows_of_the_page_are_blended_to_a_periodic_box() -> None:

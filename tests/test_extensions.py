@@ -17,9 +17,8 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from empty_pictures import draw_nothing
 from reference_samples import digest, rank_batches, read_fields, reference
-from sample_results import sample_results
+from sample_results import draw_nothing, sample_results
 from trainings import ALONE, TOP, YAML, directory, last, metrics
 
 import export

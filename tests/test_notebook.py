@@ -39,10 +39,8 @@ def test_the_page_runs_in_another_directory(trained_run: Path, tmp_path: Path) -
 
 def test_predictions_from_files_and_arrays_equal_those_of_the_command(trained_run: Path, tmp_path: Path) -> None:
     volume, output = trained_run.parents[2] / "val.h5", tmp_path / "gas.h5"
-    predict.main(
-        [f"--checkpoint={trained_run}", f"--input={volume}", f"--output={output}", "--physical", "--device=cpu"]
-    )
-    network = notebook.load(trained_run, "cpu")
+    network, given = notebook.load(trained_run, "cpu"), ["--physical", "--device=cpu"]
+    predict.main([f"--checkpoint={trained_run}", f"--input={volume}", f"--output={output}", *given])
     with h5py.File(output) as gas, h5py.File(volume) as box:
         expected, physical, inputs = gas["Hydro"][:], gas["Hydro_physical"][:], box["Nbody"][:]
         attributes = dict(box.attrs)
@@ -61,8 +59,7 @@ def test_predictions_from_files_and_arrays_equal_those_of_the_command(trained_ru
     ("source", "message"),
     [
         ({"dark-matter density": np.ones((8, 8, 8))}, "the arrays lack dark-matter velocity x, "),
-        (np.ones((3, 16, 16, 16)), r"the array is \(3, 16, 16, 16\), expected \(4, X, Y, Z\)"),
-        (np.ones((16, 16, 16)), r"the array is \(16, 16, 16\), expected"),
+        (np.ones((16, 16, 16)), r"the array is \(16, 16, 16\), expected \(4, X, Y, Z\)"),
     ],
 )
 def test_wrong_arrays_are_one_line(trained_run: Path, source: Any, message: str) -> None:

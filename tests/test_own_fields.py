@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from empty_pictures import draw_nothing
+from sample_results import draw_nothing
 
 import evaluate
 import predict
@@ -62,15 +62,10 @@ def test_a_run_on_own_fields_predicts_and_is_evaluated(run: Path, tmp_path: Path
     assert network.config.vectors == ([], [[0, 1, 2]])
     with h5py.File(output) as gas, h5py.File(box) as truth:
         units = ["unit of the file"] * 3 + ["erg/cm3", "unit of the file"]
-        assert (gas["Hydro_physical"].attrs["units"].tolist(), gas["Hydro"].attrs["channels"].tolist()) == (
-            units,
-            names,
-        )
-        physical, inputs = gas["Hydro_physical"][:], truth["Nbody"][:]
+        assert gas["Hydro_physical"].attrs["units"].tolist() == units
+        assert gas["Hydro"].attrs["channels"].tolist() == names
         pressure = network.channels[1][3].to_physical(truth["Hydro"][3].astype(np.float64))
     np.testing.assert_allclose(pressure, np.load(run.parents[2] / "second/P.npy"), rtol=1e-5)
-    for found, expected in zip(notebook.predict(network, inputs).values(), physical, strict=True):
-        np.testing.assert_array_equal(found, expected)
     draw_nothing(monkeypatch)
     evaluate.main([*common, f"--output={tmp_path / 'report'}", "--symmetries=8"])
     written = json.loads((tmp_path / "report/evaluation.json").read_text())
@@ -81,14 +76,10 @@ def test_a_run_on_own_fields_predicts_and_is_evaluated(run: Path, tmp_path: Path
 def test_a_network_of_unknown_vectors_is_equivariant_after_the_mean_over_symmetries(run: Path) -> None:
     """The vector is turned with the box, at whatever place it is."""
     network = notebook.load(run, "cpu")
-    box = np.asarray(
-        notebook.fields(run.parents[2] / "box_val.h5", "Nbody", network.channels[0])["dark-matter density"]
-    )
-    turned = {"dark-matter density": np.ascontiguousarray(symmetry.move_axes(box, 29))}
+    fields = notebook.fields(run.parents[2] / "box_val.h5", "Nbody", network.channels[0])
+    turned = {name: np.ascontiguousarray(symmetry.move_axes(field, 29)) for name, field in fields.items()}
     options: dict[str, Any] = {"symmetries": 48, "window": 8, "overlap": 4}
-    before, after = (
-        notebook.predict(network, fields, **options) for fields in ({**turned, "dark-matter density": box}, turned)
-    )
+    before, after = (notebook.predict(network, given, **options) for given in (fields, turned))
     stacked = torch.stack([torch.from_numpy(values) for values in before.values()])
     tables = [torch.from_numpy(table) for table in symmetry.channel_table(5, network.config.vectors[1], "full")]
     expected = symmetry.apply_on_device(stacked, 29, *tables)

@@ -39,3 +39,9 @@ def write_volume(
             data = smooth_field(count, box, rng).astype(dtype)
             file.create_dataset(name, data=data, chunks=chunks, compression=compression)
     return Path(path)
+
+
+def contents(path: Path) -> dict[str, np.ndarray]:
+    """The datasets of a file by name."""
+    with h5py.File(path) as file:
+        return {name: file[name][...] for name in file}

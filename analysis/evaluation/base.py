@@ -1,24 +1,25 @@
-"""The base of statistics: their class, what they compare, and bins. It imports neither torch nor matplotlib."""
+"""The base of statistics: class, what they compare, bins, parts of figures. It imports neither torch nor matplotlib."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict
 
-from analysis.lyman_alpha.results import Flux
+from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
 from utils.config.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel, Channels
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
 
     from analysis.slabs import ReadPlanes, SlabFields, Slabs
 else:
-    Figure = Tensor = ReadPlanes = SlabFields = Slabs = Any
+    Axes = Figure = Tensor = ReadPlanes = SlabFields = Slabs = Any
 
 LOG_DENSITY = "log density"
 # The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
@@ -26,6 +27,13 @@ LOG10_RANGES = {DENSITY_UNIT: (-4.0, 6.0), TEMPERATURE_UNIT: (2.0, 9.0)}
 CHANNEL_RANGE = (-1.5, 1.5)  # values of all other channels; velocities up to 1500 km/s
 BINS = {DENSITY_UNIT: 125, TEMPERATURE_UNIT: 140}
 OTHER_BINS = 150
+
+# A palette that the color-blind can distinguish (Okabe & Ito 2008).
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+COLORS = {TARGET: "black", PREDICTION: PALETTE[1], TRANSFER: PALETTE[2], f"{FGPA}, {FITTED}": PALETTE[5]}
+LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}
+NEAR_ONE, LARGEST_RATIO = (0.5, 1.5), 1e3  # of an axis of ratios: its linear part, and the end of its logarithmic one
+DECADE = 0.25  # length of a factor of ten in the logarithmic part, in units of the linear one
 
 Table = list[list[str]]  # rows; the first one is the header
 
@@ -66,10 +74,7 @@ class Compared:
         return self.slabs.world.sum(sums).cpu().numpy()
 
     def stored(self, read: ReadPlanes, place: int, is_exponential: bool = False) -> Tensor:
-        """The own planes [n, Y, Z] of a target channel's physical values, or of their natural logarithms if it is one.
-
-        `is_exponential`: of the logarithm's exponential.
-        """
+        """The own planes [n, Y, Z] of a target's physical value or its ln, or of the exponential of that logarithm."""
         channel, out = self.targets[place], self.slabs.empty()
         with self.slabs.world.raise_together():
             for piece in self.slabs.pieces():
@@ -138,13 +143,81 @@ def converted(values: Any, source: Channel, target: Channel) -> Any:
 
 
 def reference_shells(k: np.ndarray) -> list[int]:
-    """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k.
-
-    Fewer in a small volume, in which some of them are the same.
-    """
+    """The shells closest to twice the first k, and to 1/4 and 1/2 of the last k: fewer if some of them are the same."""
     first, last = k[np.isfinite(k)][[0, -1]]
     return sorted({int(np.nanargmin(np.abs(k - wanted))) for wanted in (min(2 * first, last), last / 4, last / 2)})
 
 
 def number_text(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else "non-finite"
+
+
+def plain(text: str) -> str:
+    """A name or unit of a file, of which matplotlib shall read nothing as a formula."""
+    return text.replace("$", r"\$")
+
+
+def value_label(name: str, unit: str | None, is_log: bool) -> str:
+    """Label of an axis of physical values."""
+    if unit is None:
+        return "channel value"
+    return LOGARITHMS.get(unit, rf"$\log_{{10}}$({plain(name)} / {plain(unit)})") if is_log else plain(unit)
+
+
+def scale_ratios(*panels: Axes) -> None:
+    """The vertical axis of panels, on which no ratio leaves them: linear near 1, logarithmic beyond."""
+    (low, high), ends = NEAR_ONE, (1 / LARGEST_RATIO, LARGEST_RATIO)
+
+    def place(ratio: np.ndarray) -> np.ndarray:
+        inner, outer = np.clip(ratio, low, high), np.clip(ratio, *ends)
+        return inner + DECADE * np.log10(outer / inner)
+
+    def ratio(place: np.ndarray) -> np.ndarray:
+        inner = np.clip(place, low, high)
+        return inner * 10 ** ((place - inner) / DECADE)
+
+    shown = np.clip([axes.dataLim.intervaly for axes in panels], *ends)
+    for axes in panels:
+        axes.set_yscale("function", functions=(place, ratio))
+        axes.set_yticks([0.001, 0.01, 0.1, 0.5, 0.75, 1, 1.25, 1.5, 10, 100, 1000])
+        axes.set_ylim(min(shown.min(), low), max(shown.max(), high))
+        axes.yaxis.set_major_formatter("{x:g}")
+        for edge in NEAR_ONE:
+            axes.axhline(edge, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
+
+
+def scale_wavenumbers(axes: Axes, k: np.ndarray, unit: str) -> None:
+    """A logarithmic axis over all k, also if a diverged network leaves nothing to plot; labels 1, 2, 5 per decade."""
+    axes.set(xscale="log", xlabel=f"wavenumber k ({unit})", xlim=(np.nanmin(k) / 1.1, np.nanmax(k) * 1.1))
+    axes.xaxis.get_major_locator().set_params(subs=(1, 2, 5))  # type: ignore[call-arg]
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
+
+
+def occupied(values: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
+    """The outer edges of the bins whose value is not zero."""
+    bins = np.flatnonzero(values)
+    return edges[bins[0]], edges[bins[-1] + 1]
+
+
+def draw_ratios(
+    figure: Figure,
+    panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]],
+    colors: Mapping[str, str],
+    quantity: str,
+    unit: str,
+) -> None:
+    """A panel per title: wavenumbers and ratios to the target by label; lines continue across bins without a mode."""
+    figure.set_size_inches(2 + 4 * len(panels), 4.3)
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, curves) in zip(row, panels.items(), strict=True):
+        axes.axhline(1, color="0.3", linewidth=0.8)
+        for name, (k, ratio) in curves.items():
+            shown = np.isfinite(k)
+            axes.plot(k[shown], ratio[shown], color=colors.get(name, PALETTE[0]), label=name, marker=".")
+        axes.set_title(title)
+        scale_wavenumbers(axes, np.concatenate([k for k, _ in curves.values()]), unit)
+        axes.grid(alpha=0.25)
+    scale_ratios(*row)
+    row[0].set_ylabel(f"{quantity} relative to the target")
+    figure.legend(*row[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)

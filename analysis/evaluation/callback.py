@@ -5,7 +5,7 @@ import logging
 import time
 from concurrent.futures import Future
 
-from analysis.evaluation import tables, training_pictures
+from analysis.evaluation import report, tables
 from analysis.evaluation.baselines import baseline_losses
 from analysis.evaluation.volume import NOT_PERIODIC, evaluate_fields, read_cells
 from analysis.inference.sliding_window import SlidingWindowPredictor, with_conditions
@@ -26,9 +26,8 @@ from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
-MEMORY_REMEDY = (
-    "use more ranks or fewer evaluation.sightlines, or resume without evaluation (--set evaluation.every_epochs=0)"
-)
+MEMORY_REMEDY = "use more ranks or fewer evaluation.sightlines, or resume without evaluation "
+MEMORY_REMEDY += "(--set evaluation.every_epochs=0)"
 
 
 class VolumeEvaluation(Evaluation):
@@ -66,7 +65,7 @@ class VolumeEvaluation(Evaluation):
             fields = SlabFields(inputs, predicted, target)
             evaluation = evaluate_fields(self._config, self._volume, fields, slabs, metadata, known=self._known)
         if self._world.is_root:
-            self.drawn = training_pictures.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
+            self.drawn = report.save_and_draw(evaluation, self._run, step, self._config.report_pictures)
         log.info(f"  Evaluation of the validation volume: {time.perf_counter() - started:.3f} sec")
         for line in tables.lines(evaluation):
             log.info(f"  {line}")
@@ -78,16 +77,14 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
 
     Called before anything is written: a run must not begin if its evaluations are bound to fail.
     """
-    if not volumes.config.evaluation.every_epochs:
+    config = volumes.config
+    if not config.evaluation.every_epochs:
         return None
     with world.raise_together():
         if not volumes.has_files:
-            raise UserError(
-                f"evaluation.every_epochs: data_loader_config {volumes.config.data_loader_config} reads no volumes to "
-                f"predict; set it to 0, or choose another loader"
-            )
-        volume, *_ = volumes.split("valid")
-    return volume
+            reason = f"data_loader_config {config.data_loader_config} reads no volumes to predict"
+            raise UserError(f"evaluation.every_epochs: {reason}; set it to 0, or choose another loader")
+        return volumes.split("valid")[0]
 
 
 def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
@@ -98,10 +95,7 @@ def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: R
 def report_on_run(
     config: Config, parts: Parts, run: Run, result: FitResult, evaluation: Evaluation
 ) -> tuple[dict[str, float], list[str]]:
-    """Losses of the baselines on the validation data, and lines about the pictures that it draws.
-
-    Every rank calls it.
-    """
+    """Losses of the baselines on the validation data, and a line for each picture. Every rank calls it."""
     losses: dict[str, float] = {}
     if config.report_baselines:
         log.info("Computing the losses of the baselines")
@@ -111,5 +105,4 @@ def report_on_run(
     run.world.pulse.enter("pictures")
     log.info("Drawing pictures in %s", run.directory)
     drawn = evaluation.drawn if isinstance(evaluation, VolumeEvaluation) else {}
-    lines = training_pictures.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)
-    return losses, [*lines]
+    return losses, [*report.draw_run(parts.step, parts.loaders.valid, config, run, result, drawn)]

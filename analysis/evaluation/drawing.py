@@ -84,9 +84,9 @@ def _serve(connection: Connection) -> None:
 
 def picture(name: str, *arguments: Any) -> bytes:
     """A picture of an evaluation by its name, or one of a training run: "crop" by draw_slices, or "loss_curves"."""
-    from analysis.evaluation import figures, loss_curves
+    from analysis.evaluation import figures
 
-    of_run: dict[str, Callable[..., Any]] = {"crop": figures.draw_slices, "loss_curves": loss_curves.loss_curves}
+    of_run: dict[str, Callable[..., Any]] = {"crop": figures.draw_slices, "loss_curves": figures.loss_curves}
     return figures.encode_png(of_run[name](*arguments) if name in of_run else figures.draw(name, *arguments))
 
 

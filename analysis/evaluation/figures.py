@@ -1,9 +1,10 @@
-"""Figures of one evaluation: slices, spectra, distributions, and Lyman-alpha flux; the others belong to STATISTICS."""
+"""Figures of an evaluation, except those of STATISTICS: slices, spectra, distributions, flux; and losses of a run."""
 
 import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,16 +13,23 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.image import AxesImage, imsave
 
-from analysis.evaluation import panels
+from analysis.evaluation import base
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import TARGET, Flux
 from utils.config.channels import DARK_MATTER, GAS, Channel, copied_channels
+from utils.run import tags
 
 COLOR_MAPS = {"density": "magma", "temperature": "inferno"}  # by a word of the channel's name
 SIGNED_COLORS, RESIDUAL_COLORS = "RdBu_r", "PuOr_r"  # of vectors, and of differences
 DOTS_PER_INCH = 110
 BARS = 3, 5  # columns of the color bars among the panels of slices
+
+LOSSES = {tags.STEP_LOSS: "training, per interval", tags.TRAIN_LOSS: "training, per epoch"}
+STYLES: dict[str, dict[str, Any]] = {tags.STEP_LOSS: {"color": "0.7"}, tags.STEP_LEARNING_RATE: {"color": "black"}}
+MEASURES = {"l1": "mean absolute error", "mse": "mean squared error"}
+
+Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
 def draw(name: str, results: Results) -> Figure:
@@ -47,31 +55,25 @@ def encode_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-# --- spectra ---------------------------------------------------------------------------------------------------------
-
-
 def spectra(results: Results) -> Figure:
     """Power relative to the target, and correlation with the target, by wavenumber."""
     figure = new_figure(8, 8)
     above, below = figure.subplots(2, sharex=True, height_ratios=(4, 3))
     for axes in (above, below):
-        axes.set_prop_cycle(color=panels.PALETTE)
+        axes.set_prop_cycle(color=base.PALETTE)
         axes.axhline(1, color="0.3", linewidth=0.8, zorder=0.5)
         axes.grid(alpha=0.25)
     for name, spectrum in results.spectra.items():
-        above.plot(spectrum.k, spectrum.ratio, label=panels.plain(name))
+        above.plot(spectrum.k, spectrum.ratio, label=base.plain(name))
         below.plot(spectrum.k, spectrum.correlation)
     below.axhline(0.9, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
-    panels.scale_ratios(above)
+    base.scale_ratios(above)
     above.set_ylabel(r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$")
     below.set_ylabel("correlation r with the target")
-    panels.scale_wavenumbers(below, spectrum.k, results.wavenumber_unit)
+    base.scale_wavenumbers(below, spectrum.k, results.wavenumber_unit)
     figure.align_ylabels()
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
-
-
-# --- distributions ---------------------------------------------------------------------------------------------------
 
 
 def distributions(results: Results) -> Figure:
@@ -83,7 +85,7 @@ def distributions(results: Results) -> Figure:
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, (name, distribution) in zip(grid.flat, results.distributions.items(), strict=False):
         _draw_distribution(axes, name, distribution)
-        axes.set_title(panels.plain(name))
+        axes.set_title(base.plain(name))
     for axes in grid.flat[count:]:
         axes.set_axis_off()
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
@@ -91,22 +93,16 @@ def distributions(results: Results) -> Figure:
 
 
 def _draw_distribution(axes: Axes, name: str, distribution: Distribution) -> None:
-    edges = distribution.edges
-    target, predicted = (
-        counts / (counts.sum() * np.diff(edges)) for counts in (distribution.target, distribution.predicted)
-    )
+    edges, sides = distribution.edges, (distribution.target, distribution.predicted)
+    target, predicted = (counts / (counts.sum() * np.diff(edges)) for counts in sides)
     axes.stairs(target, edges, fill=True, color="0.8", label="target")
     axes.stairs(target, edges, color="black", linewidth=0.8)
-    axes.stairs(predicted, edges, color=panels.PALETTE[1], linewidth=1.5, label="prediction")
+    axes.stairs(predicted, edges, color=base.PALETTE[1], linewidth=1.5, label="prediction")
     both = np.concatenate([target, predicted])
-    axes.set(
-        yscale="log", ylim=(both[both > 0].min() / 2, both.max() * 2), xlim=panels.occupied(target + predicted, edges)
-    )
-    axes.set(xlabel=panels.value_label(name, distribution.unit, distribution.is_log), ylabel="probability density")
+    axes.set(yscale="log", ylim=(both[both > 0].min() / 2, both.max() * 2))
+    axes.set_xlim(base.occupied(target + predicted, edges))
+    axes.set(xlabel=base.value_label(name, distribution.unit, distribution.is_log), ylabel="probability density")
     axes.grid(alpha=0.25)
-
-
-# --- Lyman-alpha flux ------------------------------------------------------------------------------------------------
 
 
 def flux(results: Results) -> Figure:
@@ -116,7 +112,7 @@ def flux(results: Results) -> Figure:
     figure = new_figure(10, 7.5)
     mosaic = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
     for name, field in flux_results.fields.items():
-        color = panels.COLORS.get(name, panels.PALETTE[0])
+        color = base.COLORS.get(name, base.PALETTE[0])
         mosaic["power"].plot(flux_results.k, flux_results.k * field.power / math.pi, color=color, label=name)
         mosaic["pdf"].stairs(field.pdf, flux_results.edges, baseline=None, color=color, linewidth=1.5)
         mosaic["line"].plot(flux_results.velocity, field.sightline, color=color, linewidth=1.2)
@@ -126,11 +122,11 @@ def flux(results: Results) -> Figure:
     for axes in mosaic.values():
         axes.grid(alpha=0.25)
     for name in ("power", "ratio"):
-        panels.scale_wavenumbers(mosaic[name], flux_results.k, "s/km")
+        base.scale_wavenumbers(mosaic[name], flux_results.k, "s/km")
     mosaic["power"].set(yscale="log", xlabel="", ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
     mosaic["power"].tick_params(labelbottom=False)
     mosaic["ratio"].set_ylabel("ratio to target")
-    panels.scale_ratios(mosaic["ratio"])
+    base.scale_ratios(mosaic["ratio"])
     mosaic["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
     mosaic["line"].set_xlim(0, flux_results.velocity[-1])
     mosaic["line"].set(ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F")
@@ -154,25 +150,16 @@ def flux_3d(results: Results) -> Figure:
     assert flux_results is not None, "the flux was not computed"
     edges, k = flux_results.mu_edges, flux_results.p3d_k
     names = [f"$\\mu$ = {low:g} to {high:g}" for low, high in itertools.pairwise(edges)]
-    curves = {
-        field: dict(zip(names, zip(k, ratio, strict=True), strict=True))
-        for field, ratio in flux_results.ratios_of("p3d").items()
-    }
+    ratios, colors = flux_results.ratios_of("p3d"), dict(zip(names, base.PALETTE, strict=False))
+    curves = {field: dict(zip(names, zip(k, ratio, strict=True), strict=True)) for field, ratio in ratios.items()}
     figure = new_figure(8, 4.3)
-    panels.draw_ratios(
-        figure, curves, dict(zip(names, panels.PALETTE, strict=False)), r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc"
-    )
+    base.draw_ratios(figure, curves, colors, r"$P_\mathrm{3D}(k, \mu)$", "h/Mpc")
     return figure
 
 
-# --- slices ----------------------------------------------------------------------------------------------------------
-
-
 def _slices_layout(rows: int) -> tuple[Figure, np.ndarray]:
-    """A figure with axes [rows, 6]: three panels and their color bar, and a fourth panel and its color bar.
-
-    All places are given: matplotlib would need longer to find them than to draw.
-    """
+    """A figure with axes [rows, 6]: three panels and their color bar, and a fourth panel and its color bar."""
+    # All places are given: matplotlib would need longer to find them than to draw.
     panel, gap, bar, label, title, ticks = 1.7, 0.18, 0.1, 0.75, 0.95, 0.5  # in inches
     widths, margin = [*[panel, gap] * 3, bar, label, panel, gap, bar], 0.85
     width, height = margin + sum(widths) + label, title + rows * (panel + gap) - gap + ticks
@@ -197,13 +184,10 @@ def draw_slices(
     inputs: Sequence[Channel],
     targets: Sequence[Channel],
     planes: Mapping[str, np.ndarray],
-    cell: float | None,
+    cell: float | None,  # its side in Mpc/h; None: lengths are in cells
     title: str = "",
 ) -> Figure:
-    """Planes "input", "target" and "predicted" [C, Y, Z] and the residual as columns; one row per target channel.
-
-    `cell` is the side of a cell in Mpc/h; None: lengths are in cells.
-    """
+    """Planes "input", "target" and "predicted" [C, Y, Z] and the residual as columns; one row per target channel."""
     (figure, grid), copied = _slices_layout(len(targets)), copied_channels(inputs, targets)
     width, height = (side * (cell or 1.0) for side in planes["target"].shape[1:])
     extent = (0.0, width, 0.0, height)
@@ -222,21 +206,21 @@ def draw_slices(
             colors, limits = SIGNED_COLORS, (-float(np.abs(target).max()), float(np.abs(target).max()))
         for axes, values in shown:
             image = _draw_plane(axes, values, extent, colors, limits)
-        _color_bar(figure, image, row[BARS[0]], panels.value_label(channel.name, channel.unit, channel.is_log))
+        _color_bar(figure, image, row[BARS[0]], base.value_label(channel.name, channel.unit, channel.is_log))
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
         image = _draw_plane(row[4], residual, extent, RESIDUAL_COLORS, (-limit, limit))
-        _color_bar(figure, image, row[BARS[1]], panels.plain(residual_unit(channel)))
+        _color_bar(figure, image, row[BARS[1]], base.plain(residual_unit(channel)))
     unit = "cells" if cell is None else "Mpc/h"
     source = "dark matter" if all(channel.name.startswith(DARK_MATTER) for channel in inputs) else "input"
     names = source, "target", "prediction", "", "prediction − target"
     for axes, name in zip(grid[0], names, strict=False):
         axes.set_title(name)
     for axes, channel in zip(grid[:, 0], targets, strict=True):
-        axes.set_ylabel(f"{panels.plain(channel.name.removeprefix(GAS))}\nz ({unit})")
+        axes.set_ylabel(f"{base.plain(channel.name.removeprefix(GAS))}\nz ({unit})")
     for axes in np.delete(grid[-1], BARS):
         axes.set_xlabel(f"y ({unit})")
     figure.suptitle(title)
@@ -261,6 +245,43 @@ def _draw_plane(
     """Draws a plane [Y, Z] with y to the right and z upwards; non-finite values are gray."""
     axes.set_facecolor("0.5")
     return axes.imshow(values.T, origin="lower", extent=extent, cmap=colors, vmin=limits[0], vmax=limits[1])
+
+
+def loss_curves(records: Records, loss: str, run: str) -> Figure:
+    """Losses over steps and, below them, the metrics of each validation and the learning rate; `loss` is its name."""
+    names, begin = {name for record in records for name in record}, tags.VOLUME_LOSS
+    volumes = {name: f"validation, {name.removeprefix(begin)}" for name in sorted(names) if name.startswith(begin)}
+    losses = LOSSES | {tags.VALID_LOSS: "validation"} | volumes
+    metrics = sorted({name for name in names if name.endswith(tags.VALID_SUFFIX)} - losses.keys())
+    heights = [3.0, *([2.0] if metrics else []), 1.0]
+    figure = new_figure(7, 1.5 * sum(heights))
+    rows = figure.subplots(len(heights), sharex=True, height_ratios=heights)
+    _draw_curves(rows[0], records, losses)
+    rows[0].set(ylabel=f"loss ({MEASURES.get(loss, loss.replace('_', '-'))})", yscale="log")
+    if metrics:
+        labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower().replace("$", r"\$") for name in metrics}
+        _draw_curves(rows[1], records, labels)
+        rows[1].set(ylabel="validation")
+    highest = _draw_curves(rows[-1], records, {tags.STEP_LEARNING_RATE: ""})
+    # From zero: limits that follow the values would magnify the rounding of a constant rate.
+    rows[-1].set(xlabel="step", ylabel="learning\nrate", ylim=(0, 1.15 * highest or 1))
+    figure.suptitle(", ".join(filter(None, (run, tags.progress(records)))))
+    figure.align_ylabels()
+    return figure
+
+
+def _draw_curves(axes: Axes, records: Records, labels: Mapping[str, str]) -> float:
+    """Draws a curve for each tag that the records have, and returns the largest value."""
+    highest = 0.0
+    for tag, label in labels.items():
+        points = [(record["step"], record[tag]) for record in records if tag in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **STYLES.get(tag, {"marker": "o", "markersize": 4}))
+            highest = max(highest, *(value for _, value in points))
+    axes.grid(alpha=0.3)
+    if any(labels.values()) and axes.lines:
+        axes.legend()
+    return highest
 
 
 DRAWN = slices, spectra, distributions, flux, flux_3d

@@ -1,19 +1,24 @@
-"""The report of an evaluation: for evaluate.py a directory, for train.py one page in the run directory."""
+"""The report of an evaluation: for evaluate.py a directory; for train.py a page and pictures in the run directory."""
 
 import base64
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from analysis.evaluation import drawing, results, tables
 from analysis.evaluation.results import Results
+from utils.config import Config
+from utils.config.channels import GAS, density_place
+from utils.data.loaders import Loader
+from utils.data.task import task_of
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write, make_output_directory, to_json
@@ -21,6 +26,9 @@ from utils.log import errors_as_warnings
 from utils.progress import Progress
 from utils.run import tags
 from utils.run.directory import RunDirectory
+from utils.run.open_run import Run
+from utils.run.state import FitResult
+from utils.steps.eager import EagerStep
 
 PAGE, SUMMARY, ARRAYS, MEANS = "report.html", "evaluation.json", "evaluation.npz", "summary.json"
 PAGES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
@@ -28,6 +36,8 @@ TRAINING = "loss_curves"  # a picture of the page, and its name in drawing.py
 ORIGIN = ["run", "checkpoint", "prediction", "epoch", "step", "input", "windows"]  # shown in this order
 ORIGIN += ["date", "git_commit", "device", "goodput"]
 SPACE = 2**20  # bytes that a report needs at least
+EXAMINED = 16  # validation crops from which those of the slices are chosen, at most
+STRUCTURE, ERROR = "the most structure", "the largest error"
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +94,8 @@ def write_summary(output: Path, evaluations: Sequence[dict[str, Any]], record: d
         log.info("summary: %s", output / PAGE)
 
 
-def write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[str, Future[bytes]]) -> Path | None:
-    """Writes report.html, with the last evaluation of a run, into its directory; None if there is no evaluation.
-
-    `drawn` are its pictures; empty: it draws them.
-    """
+def _write_run_report(run: RunDirectory, goodput: float | None, drawn: Mapping[str, Future[bytes]]) -> Path | None:
+    """Writes the report of a run's last evaluation, if it has one; draws its pictures unless `drawn` has them."""
     if not (steps := run.evaluated_steps()):
         return None
     evaluation = results.load(run.evaluation(steps[-1]))
@@ -172,3 +179,73 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
         origin=[(key, metadata[key]) for key in ORIGIN if key in metadata],
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
     )
+
+
+def save_and_draw(evaluation: Results, run: Run, step: int, draws: bool) -> dict[str, Future[bytes]]:
+    """Saves an evaluation and, if `draws`, draws it for TensorBoard; a full disk does not stop the run."""
+    directory, drawn = run.directory, drawing.draw(evaluation) if draws else {}
+    with errors_as_warnings(f"Cannot save the evaluation in {directory.evaluations}"):
+        results.save(evaluation, directory.evaluation(step))
+    run.world.pulse.enter("pictures")
+    with errors_as_warnings(f"Cannot draw pictures in {directory}"):
+        for name, picture in drawn.items():
+            run.records.picture(tags.EVALUATION_PICTURE + name, picture.result(), step)
+            run.world.pulse.advance()
+    return drawn
+
+
+def draw_run(
+    step: EagerStep, loader: Loader, config: Config, run: Run, result: FitResult, drawn: Mapping[str, Future[bytes]]
+) -> Iterator[str]:
+    """Draws all pictures of a run, unless `drawn` has them, and writes its report; gives a log line for each file."""
+    directory = run.directory
+    with errors_as_warnings(f"Cannot draw pictures in {directory}"):
+        records = directory.read_metrics()
+        curves = drawing.submit(drawing.picture, TRAINING, records, config.loss, directory.title)
+        pictures = [(directory.loss_curves, "", curves)]
+        if task_of(config).is_3d:
+            title = ", ".join(filter(None, (directory.title, tags.progress(records))))
+            places = (directory.slices, tags.SLICES), (directory.error_slices, tags.SLICES_LARGEST_ERROR)
+            chosen = choose_planes(step, loader, density_place(config.volume_channels[1], GAS) or 0)
+            for (name, planes), place in zip(chosen.items(), places, strict=True):
+                crop = *config.volume_channels, planes, None, f"{title}\nvalidation crop with {name}"
+                pictures.append((*place, drawing.submit(drawing.picture, "crop", *crop)))
+        for path, tag, picture in pictures:
+            with atomic_write([path]) as (partial,):  # since the disk may be full
+                partial.write_bytes(picture.result())
+            if tag:
+                run.records.picture(tag, picture.result(), result.steps)
+            run.world.pulse.advance()
+            yield f"picture: {path}"
+        if page := _write_run_report(directory, result.goodput, drawn):
+            yield f"report: {page}"
+
+
+def choose_planes(step: EagerStep, loader: Loader, density: int) -> dict[str, dict[str, np.ndarray]]:
+    """The planes across x with the most structure and the largest error, of the first EXAMINED crops; ties: the first.
+
+    Structure is the standard deviation of a target channel, the `density` of the gas; the error is the mean
+    |prediction − target|, and a prediction that is not finite has the largest.
+    """
+    chosen: dict[str, dict[str, np.ndarray]] = {}  # planes as draw_slices takes them
+    best: dict[str, float] = {}
+    batches, examined = loader.epoch(0), 0
+    for batch in batches:
+        # Of the whole batch, as in a validation: another size would need other kernels.
+        predictions = step.predict(*batch.network_inputs)
+        for crop in range(min(len(batch.inputs), EXAMINED - examined)):
+            parts = {"input": batch.inputs, "target": batch.targets, "predicted": predictions}
+            fields = {key: part[crop].float() for key, part in parts.items()}  # [C, x, y, z]
+            difference = (fields["predicted"] - fields["target"]).abs().mean((0, 2, 3))
+            deviation = fields["target"][density].std((1, 2))
+            for name, scores in ((STRUCTURE, deviation), (ERROR, difference.nan_to_num(nan=torch.inf))):
+                score, place = (float(value) for value in scores.max(0))
+                if name not in best or score > best[name]:
+                    # Copies: the loader reuses its buffers.
+                    best[name] = score
+                    chosen[name] = {key: field[:, int(place)].cpu().numpy().copy() for key, field in fields.items()}
+        examined += len(batch.inputs)
+        if examined >= EXAMINED:
+            break
+    batches.close()
+    return chosen

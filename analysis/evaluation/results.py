@@ -1,5 +1,6 @@
 """The results of one evaluation: plain arrays, saved as an .npz file without pickled objects."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -50,10 +51,7 @@ class Spectrum:
             return quotient(self.cross, np.sqrt(self.predicted * self.target))
 
     def resolution(self, curve: np.ndarray, level: float) -> float | None:
-        """The k at which a curve falls below a level first, interpolated; None if it does not.
-
-        The first k if the curve begins below, and that of a shell whose value is NaN.
-        """
+        """The k at which a curve falls below a level first, interpolated, or is first not finite; None if never."""
         low = np.flatnonzero(~(curve >= level))
         if not low.size:
             return None
@@ -69,9 +67,8 @@ class Spectrum:
         transfer = np.sqrt(self.ratio)
         with np.errstate(divide="ignore"):
             curves = {"r": self.correlation, "T": np.minimum(transfer, 1 / transfer)}
-        return {
-            f"{name} = {level}": self.resolution(curve, level) for name, curve in curves.items() for level in LEVELS
-        }
+        pairs = itertools.product(curves, LEVELS)
+        return {f"{name} = {level}": self.resolution(curves[name], level) for name, level in pairs}
 
 
 def spectrum_names(channels: Channels) -> list[str]:

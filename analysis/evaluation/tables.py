@@ -49,32 +49,25 @@ def conclusion(evaluation: Results) -> str:
     if not worse:
         return f"The prediction of each channel is better than copying the input and than a constant.{baseline}"
     names = "each channel" if len(worse) == len(beaten) else ", ".join(worse)
-    return (
-        f"The prediction of {names} is no better than copying the input or than a constant: train longer, or check "
-        f"the data and the learning rate.{baseline}"
-    )
+    remedy = "train longer, or check the data and the learning rate"
+    return f"The prediction of {names} is no better than copying the input or than a constant: {remedy}.{baseline}"
 
 
 def _better_baseline(flux: Flux) -> str:
     """A sentence if a baseline without a network has a smaller error of P1D than the prediction."""
     errors = {name: flux.power_error(name) for name in flux.ratios}
-    return "".join(
-        f" {name}, which needs no network, has a smaller mean |P1D ratio − 1| to {flux.largest_k:.2g} s/km: "
-        f"{error:.3f}, the prediction {errors[PREDICTION]:.3f}."
-        for name, error in errors.items()
-        if error < errors[PREDICTION]
-    )
+    own, measure = errors[PREDICTION], f"mean |P1D ratio − 1| to {flux.largest_k:.2g} s/km"
+    better = ((name, error) for name, error in errors.items() if error < own)
+    sentence = " {}, which needs no network, has a smaller {}: {:.3f}, the prediction {:.3f}."
+    return "".join(sentence.format(name, measure, error, own) for name, error in better)
 
 
 def summary_table(evaluation: Results) -> Table:
-    """`channel_table` with the scale where each field's correlation is lost, and a phrase about its power.
-
-    What holds for a logarithm does not hold for the density itself, whose power is that of its clumps.
-    """
+    """`channel_table` with the scale where each field's correlation is lost, and a phrase about its power."""
     names = (channel.name for channel in evaluation.channels)
     fields = dict(zip(names, spectrum_names(evaluation.channels), strict=True))
     header, *rows = channel_table(evaluation)
-    if "density" in evaluation.spectra:
+    if "density" in evaluation.spectra:  # its power is that of clumps: what holds for its logarithm says little of it
         rows.append([LINEAR_DENSITY, "", "", "", ""])
         fields[LINEAR_DENSITY] = "density"
     structures = {name: _structure(evaluation.spectra[field], evaluation) for name, field in fields.items()}
@@ -133,9 +126,7 @@ def channel_table(evaluation: Results) -> Table:
 
 
 def field_table(evaluation: Results) -> Table:
-    """A column per field: correlation and power ratio at the reference wavenumbers, the k at which r falls below some
-    levels and T = √(power ratio) leaves their range.
-    """
+    """A column per field: r and power ratio at the reference wavenumbers, and the effective resolutions."""
     first = next(iter(evaluation.spectra.values()))
     ks = [f"{k:.2g}" for k in first.k[reference_shells(first.k)]]
     header = [f"field (k in {evaluation.wavenumber_unit})", *(f"r at k = {k}" for k in ks)]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from analysis.evaluation.base import LOG_DENSITY, converted
+from analysis.evaluation.base import LOG_DENSITY, Compared, converted
 from analysis.evaluation.comparison import volume_statistics
-from analysis.evaluation.phase_diagram import PhaseDiagram
 from analysis.evaluation.results import Results
-from analysis.inference.layouts import DEVIATION
+from analysis.evaluation.statistics import PhaseDiagram
+from analysis.inference.layouts import DEVIATION, INPUT, OUTPUT
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux
 from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
@@ -25,12 +25,11 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
 from utils.volumes.attributes import differences_of, file_channels, resolve_channels
-from utils.volumes.hdf5 import DATASETS, FieldReader, Volume, open_field, open_file, reading
+from utils.volumes.hdf5 import FieldReader, Volume, open_field, open_file, reading
 from utils.volumes.values import check_sample
 
 log = logging.getLogger(__name__)
 
-INPUT, OUTPUT = DATASETS
 MODERATE, HOT = 0.5, 5.0  # log10 of density / mean and of K: limits of the gas that follows a power law
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
 
@@ -47,16 +46,15 @@ def evaluate_fields(
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
-    The flux is included if all that it needs is known; `known` is kept for later evaluations of the volume. `options`
-    None: those of a training run.
+    The flux is included if all that it needs is known. `options` None: the config's; `known`: of earlier evaluations.
     """
-    inputs, targets = config.volume_channels
     options = options or FluxOptions(flux=config.evaluation.flux, sightlines=config.evaluation.sightlines)
     setup = FluxSetup.of(volume, config, options)
     if setup and options.fitted_on:
         setup = replace(setup, fit=fit_gas(options.fitted_on, config, slabs.world))
     slabs.world.pulse.enter("evaluation")
-    results = volume_statistics(inputs, targets, volume.cell, fields, slabs, metadata, deviation)
+    compared = Compared(*config.volume_channels, volume.cell, fields, slabs, deviation)
+    results = volume_statistics(compared, metadata)
     return replace(results, flux=FluxStatistics(setup, slabs, known).results(fields)) if setup else results
 
 
@@ -105,12 +103,11 @@ class VolumeFields:
             if output.shape != shape:
                 raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
         if self.prediction:
-            ours, theirs = (
-                file.simulation
-                | {key: str(value) for key, value in file.attributes.items() if key in ("seed", "paired")}
-                for file in (self.prediction, self.inputs)
-            )
-            if differences := differences_of(ours, theirs):
+            stated = []
+            for field in (self.prediction, self.inputs):
+                phases = {key: str(value) for key, value in field.attributes.items() if key in ("seed", "paired")}
+                stated.append({**field.simulation, **phases})
+            if differences := differences_of(*stated):
                 raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
             source = Path(str(self.prediction.attributes.get("input", path)))
             if source.name != Path(path).name or (source.exists() and not source.samefile(path)):
@@ -135,10 +132,8 @@ class VolumeFields:
             assert self.prediction is not None
             predicted = slabs.reader(self.prediction.planes)
         else:
-            with (
-                Progress("predicting", predictor.window_count(), "windows") as bar,
-                world.pulse.using(show=bar.advance),
-            ):
+            count, pulse = predictor.window_count(), world.pulse
+            with Progress("predicting", count, "windows") as bar, pulse.using(show=bar.advance):
                 predicted = slabs.stored(predictor.predict_planes(slabs))
         fields = SlabFields(slabs.reader(self.inputs.planes), predicted, slabs.reader(self.target.planes))
         deviation = slabs.reader(self.deviation.planes) if self.deviation else None
@@ -181,7 +176,7 @@ def fit_gas(path: str, config: Config, world: World) -> GasFit:
 
     with closing(source):
         fields = SlabFields(inputs, copied, target)
-        results = volume_statistics(sources, targets, source.inputs.cell, fields, slabs, {})
+        results = volume_statistics(Compared(sources, targets, source.inputs.cell, fields, slabs), {})
     spectrum, diagram = results.spectra[LOG_DENSITY], results.statistics["phase_diagram"]
     assert isinstance(diagram, PhaseDiagram)
     edges = diagram.density_edges, diagram.temperature_edges

@@ -27,12 +27,13 @@ LARGEST_DIFFERENCE = 1e-5
 
 @dataclass(frozen=True)
 class ExportedNetwork:
-    module: nn.Module  # the network, between the transforms of its channels unless `density_floor` is None
+    module: nn.Module  # the network, in physical units between the transforms of its channels
     inputs: Sequence[Channel]
     targets: Sequence[Channel]
     divisor: int  # X, Y and Z are multiples of it
-    density_floor: float | None  # smallest density that the transform accepts; None: channels, without transforms
+    density_floor: float | None  # smallest density that the transform accepts
     conditions: Mapping[str, Sequence[float]]  # names and trained ranges of the scalars that the network also takes
+    units: str  # "physical", or "channel": without transforms
 
     @classmethod
     def of(cls, trained: TrainedNetwork, units: str) -> "ExportedNetwork":
@@ -45,11 +46,7 @@ class ExportedNetwork:
             module = PhysicalNetwork(module, inputs, targets, floors).eval()
         divisor, network = trained.config.window_multiple, trained.config.network
         conditions = {str(key): ends for key, ends in zip(network.conditions, network.condition_ranges, strict=True)}
-        return cls(module, inputs, targets, divisor, floor, conditions)
-
-    @property
-    def units(self) -> str:
-        return "channel" if self.density_floor is None else "physical"
+        return cls(module, inputs, targets, divisor, floor, conditions, units)
 
     def describe(self, output: str) -> dict[str, Any]:
         """Inputs, outputs and usage of the file, as JSON values."""
@@ -58,10 +55,8 @@ class ExportedNetwork:
         argument, shape, described = "", "", {}
         if self.conditions:
             argument, shape = ", conditions", f", [N, {len(self.conditions)}]"
-            ranges = [
-                {"name": name, "unit": CONDITION_UNITS.get(name, "1"), "trained_range": [*ends]}
-                for name, ends in self.conditions.items()
-            ]
+            units = ((name, CONDITION_UNITS.get(name, "1"), ends) for name, ends in self.conditions.items())
+            ranges = [{"name": name, "unit": unit, "trained_range": [*ends]} for name, unit, ends in units]
             described = {"conditions": {"shape": shape.lstrip(", "), "dtype": "float32", "columns": ranges}}
         return {
             "format": FORMAT,
@@ -78,11 +73,10 @@ class ExportedNetwork:
         }
 
     def _describe_side(self, channels: Sequence[Channel], **more: Any) -> dict[str, Any]:
-        physical = self.units == "physical"
-        described = [
-            {"name": channel.name, **({"unit": channel.unit} if physical else {"value": channel.formula()})}
-            for channel in channels
-        ]
+        described = []
+        for channel in channels:
+            value = {"unit": channel.unit} if self.units == "physical" else {"value": channel.formula()}
+            described.append({"name": channel.name, **value})
         return {"shape": _shape(channels), "dtype": "float32", **more, "channels": described}
 
     def write(self, target: Path, metadata: dict[str, Any]) -> str:
@@ -93,15 +87,12 @@ class ExportedNetwork:
             with open(partial, "rb") as file:  # torch.export.load refuses the partial file's name
                 difference = self.largest_difference(torch.export.load(file).module())
             if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
-                raise UserError(
-                    f"{target} is not written, because its max relative difference from the network is "
-                    f"{difference:.3g}; try another checkpoint"
-                )
+                reason = f"its max relative difference from the network is {difference:.3g}"
+                raise UserError(f"{target} is not written, because {reason}; try another checkpoint")
         given = f" with conditions [N, {len(self.conditions)}]" if self.conditions else ""
-        return (
-            f"wrote {target}: {_shape(self.inputs)}{given} -> {_shape(self.targets)} in {self.units} units, X, Y and Z "
-            f"multiples of {self.divisor}; max relative difference from the network: {difference:.2g}"
-        )
+        sizes = f"in {self.units} units, X, Y and Z multiples of {self.divisor}"
+        written = f"wrote {target}: {_shape(self.inputs)}{given} -> {_shape(self.targets)} {sizes}"
+        return f"{written}; max relative difference from the network: {difference:.2g}"
 
     def _pack(self, metadata: str) -> bytes:
         """A torch.export program for batches and boxes of any size, as the bytes of a .pt2 file."""

@@ -69,10 +69,8 @@ def nyx_layout(inputs: Sequence[Channel], gas: Sequence[Channel], source: FieldR
     missing = [key for key, _ in UNIVERSE.values() if key not in source.simulation]
     if source.cell is None or missing:
         missing += ["box_size_mpc_h"] if source.cell is None else []
-        raise UserError(
-            f"{source.path} does not state {', '.join(missing)}, which --format nyx needs; set each, in Python: "
-            f"h5py.File('{source.path}', 'a').attrs['{missing[0]}'] = NUMBER"
-        )
+        remedy = f"set each, in Python: h5py.File('{source.path}', 'a').attrs['{missing[0]}'] = NUMBER"
+        raise UserError(f"{source.path} does not state {', '.join(missing)}, which --format nyx needs; {remedy}")
     if (dark_matter := density_place(inputs, DARK_MATTER)) is None:
         raise UserError(f"--format nyx needs {DARK_MATTER}density among the inputs, in units of the mean")
     named = {NYX_FIELDS.get(channel.name, channel.name.replace(" ", "_")): channel for channel in gas}
@@ -95,11 +93,9 @@ def choose_layout(
 ) -> Layout:
     """The layout of a name of FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
     inputs, gas = channels
-    if name == "volume":
-        if physical:
-            check_physical_units(gas, "do not give --physical, or state the channels of the training files")
-        return volume_layout(gas, source.shape, physical)
-    if physical:
+    if name == "nyx" and physical:
         raise UserError("--format nyx holds physical values only; remove --physical")
-    check_physical_units(gas, "do not give --format nyx, or state the channels of the training files")
-    return nyx_layout(inputs, gas, source)
+    if name == "nyx" or physical:
+        flag = "--physical" if physical else "--format nyx"
+        check_physical_units(gas, f"do not give {flag}, or state the channels of the training files")
+    return nyx_layout(inputs, gas, source) if name == "nyx" else volume_layout(gas, source.shape, physical)

@@ -55,10 +55,8 @@ def predict(
             x, y, z = (slice(max(part.start, ends.start), min(part.stop, ends.stop)) for part, ends in pairs)
             if all(axis.start < axis.stop for axis in (x, y, z)):
                 places = zip((x, y, z), ranges, strict=True)
-                place = (
-                    slice(None),
-                    *(slice(axis.start - ends.start, axis.stop - ends.start) for axis, ends in places),
-                )
+                inside = (slice(axis.start - ends.start, axis.stop - ends.start) for axis, ends in places)
+                place = slice(None), *inside
                 values[place] = predictor.predict_box((x, y, z)).predicted.cpu().numpy()
     named = zip(targets, values, strict=True)
     return {channel.name: channel.to_physical(part) if physical else part for channel, part in named}
@@ -73,12 +71,12 @@ def _reader(network: TrainedNetwork, source: Any, attributes: Mapping[str, Any])
             raise UserError(f"the arrays lack {', '.join(missing)}; give each input of the network by its name")
         check_physical_units(inputs, "give channel values [C, X, Y, Z]")
         floor = float(network.simulation.get(FLOOR, DENSITY_FLOOR))
-        fields = [np.asarray(source[channel.name], np.float32) for channel in inputs]
-        pairs = [
-            (channel, np.maximum(field, np.float32(floor)) if channel.unit == DENSITY_UNIT else field)
-            for channel, field in zip(inputs, fields, strict=True)
-        ]
-        source = np.stack([channel.from_physical(field) for channel, field in pairs])
+        fields = []
+        for channel in inputs:
+            field = np.asarray(source[channel.name], np.float32)
+            field = np.maximum(field, np.float32(floor)) if channel.unit == DENSITY_UNIT else field
+            fields.append(channel.from_physical(field))
+        source = np.stack(fields)
     return ArrayReader(np.asarray(source), len(inputs), attributes)
 
 
@@ -103,8 +101,6 @@ def evaluation(path: str | Path) -> dict[str, np.ndarray]:
     if steps := run.evaluated_steps():
         file = run.evaluation(steps[-1])
     if not file.is_file():
-        raise UserError(
-            f"{path} has no evaluation; give the directory of a run with evaluations, or one of evaluate.py"
-        )
+        raise UserError(f"{path} has no evaluation; give the directory of a run with some, or one of evaluate.py")
     with np.load(file, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files if name != "text"}

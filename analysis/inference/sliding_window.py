@@ -202,10 +202,8 @@ def symmetry_mean(
     number = count * len(networks)
     if number == 1 and not spread:
         return networks[0]
-    before, after = (
-        tuple(torch.from_numpy(table).to(world.device) for table in channel_table(number, triples, "full"))
-        for number, triples in zip(channels, vectors, strict=True)
-    )
+    tables = (channel_table(*side, "full") for side in zip(channels, vectors, strict=True))
+    before, after = ([torch.from_numpy(part).to(world.device) for part in table] for table in tables)
 
     @torch.inference_mode()
     def mean(windows: torch.Tensor) -> torch.Tensor:

@@ -90,10 +90,8 @@ class TrainedNetwork:
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{path}: {name} has NaN or infinite values; give another checkpoint")
         if task_of(config).name != VOLUMES:
-            raise UserError(
-                f"{path} holds a classifier ({config.network.name}); predict.py, evaluate.py and export.py need a "
-                "network trained on volumes. docs/workloads.md shows how to use a classifier"
-            )
+            needed = "predict.py, evaluate.py and export.py need a network trained on volumes. docs/workloads.md shows"
+            raise UserError(f"{path} holds a classifier ({config.network.name}); {needed} how to use a classifier")
         plain = {"accumulation_steps": 1, "local_batch_size": ghost_batch(config.network.norm) or 1}
         warn_of_other_code(str(path), content)
         network = build.network(config.model_copy(update=plain))
@@ -176,11 +174,10 @@ def build_predictor(
     grid = build_window_grid(volume.shape, window, options.overlap, volume.periodic and not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     inputs, outputs = config.N_in_channels, config.N_out_channels
-    forward = (
-        forward_pass(model.network, options.precision, world.device, window, model.config.kernels) for model in networks
-    )
-    scalars = (attributes.conditions_of(model.config.network, volume.path, volume.simulation) for model in networks)
-    predicts = [with_conditions(*pair, world.device) for pair in zip(forward, scalars, strict=True)]
-    vectors = config.vectors
-    predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), vectors, world, spread)
+    predicts = []
+    for model in networks:
+        forward = forward_pass(model.network, options.precision, world.device, window, model.config.kernels)
+        scalars = attributes.conditions_of(model.config.network, volume.path, volume.simulation)
+        predicts.append(with_conditions(forward, scalars, world.device))
+    predict = symmetry_mean(predicts, options.symmetries, (inputs, outputs), config.vectors, world, spread)
     return SlidingWindowPredictor(predict, volume.box, grid, (inputs, outputs * (1 + spread)), batch_size, world)

@@ -53,9 +53,8 @@ Box = tuple[slice, slice, slice]  # cells along x, y and z, with start and stop
 def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
     """Windows that overlap by at least `overlap` cells, spaced evenly; UserError if one does not fit."""
     if size < window:
-        raise UserError(
-            f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or a smaller window"
-        )
+        remedy = "give a larger box or a smaller window"
+        raise UserError(f"the box has {size} cells per side, fewer than a window's {window}; {remedy}")
     if not 0 <= overlap < window:
         raise UserError(f"overlap {overlap} is not from 0 to {window - 1}; {window // 2} is recommended")
     step = window - overlap

@@ -206,16 +206,14 @@ def _sum_of_profiles(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tens
 def published_mean_flux(redshift: float) -> float:
     """Observed mean flux exp(-τ_eff); UserError outside of 1.7 ≤ z ≤ 4.85.
 
-    From z = 2.15, τ_eff is the fit of Becker et al. 2013, MNRAS 430, 2067; below, that of Kim et al. 2007,
-    MNRAS 382, 1657.
+    From z = 2.15, τ_eff is the fit of Becker et al. 2013, MNRAS 430, 2067; below, of Kim et al. 2007, MNRAS 382, 1657.
     """
     if 2.15 <= redshift <= 4.85:
         return math.exp(0.132 - 0.751 * ((1 + redshift) / 4.5) ** 2.90)
     if 1.7 <= redshift < 2.15:
         return math.exp(-0.0023 * (1 + redshift) ** 3.65)
-    raise UserError(
-        f"no fit of the observed mean flux at redshift {redshift:.4g} (only from 1.7 to 4.85); set mean_flux"
-    )
+    known = "only from 1.7 to 4.85"
+    raise UserError(f"no fit of the observed mean flux at redshift {redshift:.4g} ({known}); set mean_flux")
 
 
 def solve_scale(mean_and_slope: Callable[[float], tuple[float, float]], target: float) -> float:
@@ -243,16 +241,11 @@ def solve_scale(mean_and_slope: Callable[[float], tuple[float, float]], target: 
 
 
 def power_sums(flux_contrast: Tensor) -> Tensor:
-    """Σ |FFT|² over lines [lines, N] of F / ⟨F⟩ - 1, for the modes 0 … N / 2: [N // 2 + 1], float64."""
+    """Σ |FFT|² over lines [lines, N] of F / ⟨F⟩ - 1, for the modes m = 0 … N / 2: [N // 2 + 1], float64.
+
+    P1D(k) = L / N² ⟨|FFT|²⟩ with L, the length of a line in km/s, and k = 2 π m / L.
+    """
     sums = torch.zeros(flux_contrast.shape[1] // 2 + 1, dtype=torch.float64, device=flux_contrast.device)
     for part in flux_contrast.split(max(1, CELLS_AT_ONCE // flux_contrast.shape[1])):
         sums += torch.view_as_real(torch.fft.rfft(part)).double().square().sum((0, 2))
     return sums
-
-
-def flux_power(sums: Tensor, lines: int, cells: int, width: float) -> Tensor:
-    """P1D(k) in km/s, of `power_sums` over lines of `cells` pixels of `width` km/s.
-
-    P1D(k) = L / N² ⟨|FFT|²⟩ with L = N width, k = 2 π m / L. The constant, m = 0, is not included.
-    """
-    return sums[1:] * (width / (cells * lines))

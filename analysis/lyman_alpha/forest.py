@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from analysis.lyman_alpha.flux import fgpa_relation, flux_power, optical_depth, power_law, power_sums, solve_scale
-from analysis.lyman_alpha.power import MU_BINS, AnisotropicPower
+from analysis.lyman_alpha.flux import fgpa_relation, optical_depth, power_law, power_sums, solve_scale
 from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxSetup, GasFit, Placed
-from analysis.modes import Bispectra, Modes
+from analysis.modes import Bispectra, Modes, PowerBins
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
 from utils.distributed.devices import tf32_products
 from utils.errors import UserError
 
 PDF_BINS = 20  # of F in [0, 1]; as wide as those of published measurements (McDonald et al. 2000, ApJ 543, 1)
+MU_BINS = 4  # of P(k, mu), of equal width in |mu|, as published measurements have
+K_RATIO = 1.25  # of the edges of a bin of k
 TRUNCATE = 4.0  # standard deviations at which the smoothing ends
 VALUES_AT_ONCE = 2**20  # of optical depth, for temporary arrays of a few MiB
 
@@ -37,11 +38,12 @@ class Sightlines:
         """`limit` is the largest number of lines; 0: one per cell."""
         shape = slabs.shape
         self.axis, self.cells = axis, shape[axis]
-        sides = [side for index, side in enumerate(shape) if index != axis]
-        counts = _line_counts(sides[0], sides[1], limit)
-        self.all_rows, columns = (
-            [number * side // count for number in range(count)] for side, count in zip(sides, counts, strict=True)
-        )
+        first, second = (side for index, side in enumerate(shape) if index != axis)
+        limit = limit or first * second
+        rows = min(first, limit, max(1, math.isqrt(limit * first // second)))
+        places = min(second, limit // rows)
+        pairs = (first, min(first, limit // places)), (second, places)
+        self.all_rows, columns = ([number * side // count for number in range(count)] for side, count in pairs)
         self.count = len(self.all_rows) * len(columns)  # of all ranks
         # Rows are planes, except of lines along x.
         self.rows = [row for row in self.all_rows if slabs.planes.start <= row < slabs.planes.stop]
@@ -71,7 +73,7 @@ class FluxStatistics:
         self._setup, self._slabs, self._world, self._known = setup, slabs, slabs.world, known or KnownFlux()
         self._lines = [Sightlines(axis, slabs, setup.options.sightlines) for axis in range(3)]
         is_complete = all(lines.count * lines.cells == math.prod(slabs.shape) for lines in self._lines)
-        self._power = AnisotropicPower(slabs, setup.cell) if is_complete else None
+        self._power = PowerBins(slabs, setup.cell, K_RATIO, MU_BINS) if is_complete else None
         self._triangles = Bispectra(slabs, setup.cell) if is_complete else None
 
     @torch.no_grad()
@@ -84,9 +86,8 @@ class FluxStatistics:
         if setup.dark and setup.baseline not in known:
             known |= {name: self._measure(depths) for name, depths in self._baselines(fields.inputs)}
         width = setup.universe.pixel_width(setup.cell)
-        axis_k, k = self._average(
-            [2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines]
-        )
+        modes = ((lines.cells, np.arange(1, lines.cells // 2 + 1)) for lines in self._lines)
+        axis_k, k = self._average([2 * math.pi / (cells * width) * numbers for cells, numbers in modes])
         return Flux(
             redshift=setup.universe.redshift,
             mean_flux=setup.mean_flux,
@@ -105,16 +106,14 @@ class FluxStatistics:
 
     def _gas_depths(self, read: ReadPlanes) -> list[Tensor]:
         setup, (density, *velocity, temperature) = self._setup, self._setup.gas
-
-        def values(axis: int, number: int, planes: slice) -> Tensor:
-            return _read((density, velocity[axis], temperature)[number], read, planes)
+        needed = [(density, component, temperature) for component in velocity]  # by the lines along each axis
 
         def depth(axis: int, row: Tensor) -> Tensor:
-            parts = zip((density, velocity[axis], temperature), row, strict=True)
+            parts = zip(needed[axis], row, strict=True)
             rho, v, kelvin = (channel.to_physical(values) for (_, channel), values in parts)
             return optical_depth(rho, v, kelvin, setup.universe, setup.cell)
 
-        return self._depths(3, values, depth)
+        return self._depths(3, lambda axis, number, planes: _read(needed[axis][number], read, planes), depth)
 
     def _baselines(self, read: ReadPlanes) -> Iterator[tuple[str, list[Tensor]]]:
         """The optical depths of each baseline, by name."""
@@ -154,14 +153,10 @@ class FluxStatistics:
         depth(axis, [count, columns, cells]) -> [columns, cells] computes a row.
         """
         slabs, (along_x, *others) = self._slabs, self._lines
-        sizes = len(along_x.all_rows), len(along_x.columns)
-        columns = [
-            slabs.to_columns(
-                (values(0, number, piece)[:, along_x.all_rows][..., along_x.columns] for piece in slabs.pieces()),
-                *sizes,
-            )
-            for number in range(count)
-        ]
+        y, z, columns = along_x.all_rows, along_x.columns, []
+        for number in range(count):
+            pieces = (values(0, number, piece)[:, y][..., z] for piece in slabs.pieces())
+            columns.append(slabs.to_columns(pieces, len(y), len(z)))
         depths = [along_x.empty()]
         # Contiguous rows: torch may round exponentials of others differently.
         for row, out in enumerate(depths[0]):
@@ -215,7 +210,7 @@ class FluxStatistics:
                 deviation, true_deviation = (part.double() - self._setup.mean_flux for part in (flux, true.to(flux)))
                 products = deviation * true_deviation, deviation.square(), true_deviation.square()
                 moments += torch.stack([product.sum() for product in products])
-            powers.append(flux_power(world.sum(sums), lines.count, lines.cells, width).cpu().numpy())
+            powers.append(world.sum(sums)[1:].cpu().numpy() * (width / (lines.cells * lines.count)))
         (axis_power, power), (p3d, bispectrum) = self._average(powers), self._structure(depths, scale, mean)
         product, square, true_square = world.sum(moments).tolist()
         return FluxField(
@@ -232,10 +227,7 @@ class FluxStatistics:
         )
 
     def _structure(self, depths: list[Tensor], scale: float, mean: float) -> tuple[np.ndarray, np.ndarray]:
-        """P(k, mu) in (Mpc/h)³, the mean over the modes of all three axes, and the mean bispectra in (Mpc/h)⁶.
-
-        Without bins unless all sight-lines are there.
-        """
+        """P(k, mu) in (Mpc/h)³ and bispectra in (Mpc/h)⁶, means over the axes; no bins without all sight-lines."""
         if self._power is None or self._triangles is None:
             return np.empty((MU_BINS, 0)), np.empty((len(SHAPES), 0))
         bispectra = []
@@ -245,9 +237,11 @@ class FluxStatistics:
             if axis == 0:  # [own y, z, x]
                 contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
             contrast = contrast.transpose(1, 2) if axis == 1 else contrast  # axis 1: [x, z, y]
-            sums += self._power.sums(contrast, axis)
+            sums += self._power.sums([contrast], axis)[0]
             bispectra.append(self._triangles.measure(contrast))
-        return self._power.power(sums), np.mean(bispectra, axis=0)
+        with np.errstate(invalid="ignore"):
+            power = self._world.sum(sums).cpu().numpy() / self._power.modes * self._power.volume
+        return power, np.mean(bispectra, axis=0)
 
     def _middle_line(self, depth: Tensor, scale: float) -> np.ndarray:
         lines = self._lines[-1]
@@ -260,8 +254,7 @@ class FluxStatistics:
     def _average(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Values of each axis' modes, [3, bins], and their means over all sight-lines, [bins].
 
-        A bin is as wide as the first mode of the longest axis, so it holds at most one mode of each axis. An axis
-        without a mode in a bin is NaN there.
+        A bin is as wide as the first mode of the longest axis, so it holds at most one mode of each axis; NaN: none.
         """
         longest = max(lines.cells for lines in self._lines)
         modes, sums = np.zeros((2, 3, longest // 2))
@@ -322,12 +315,3 @@ def _parts(depth: Tensor) -> Iterator[Tensor]:
     lines = depth.flatten(0, 1)
     step = max(1, VALUES_AT_ONCE // lines.shape[1])
     return (lines[start : start + step] for start in range(0, len(lines), step))
-
-
-def _line_counts(first: int, second: int, limit: int) -> tuple[int, int]:
-    """Rows and columns of at most `limit` lines across an area in cells; 0: one line per cell."""
-    if not limit:
-        return first, second
-    rows = min(first, limit, max(1, math.isqrt(limit * first // second)))
-    columns = min(second, limit // rows)
-    return min(first, limit // columns), columns

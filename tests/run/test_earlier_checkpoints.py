@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from empty_pictures import draw_nothing
+from sample_results import draw_nothing
 from trainings import YAML, directory, last
 
 import evaluate

@@ -20,7 +20,7 @@ from reference_samples import ALONE
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
-from analysis.evaluation.spectra import KShells
+from analysis.modes import PowerBins
 from analysis.slabs import Slabs
 from simulation import evolution, fourier, linear_theory, particle_mesh, simulate
 from simulation.cooling import PrimordialGas
@@ -50,9 +50,9 @@ def large() -> Fields:
 
 def power_spectrum(contrast: np.ndarray, box_size: float) -> tuple[np.ndarray, np.ndarray]:
     """Mean k in h/Mpc and mean power in (Mpc/h)^3 of the shells that test_statistics.py tests."""
-    shells = KShells(Slabs(contrast.shape, ALONE), box_size / len(contrast))
-    result = shells.spectrum(shells.sums([torch.tensor(contrast, dtype=torch.float32)] * 2))
-    return result.k, result.target
+    bins = PowerBins(Slabs(contrast.shape, ALONE), box_size / len(contrast))
+    sums = bins.sums([torch.tensor(contrast, dtype=torch.float32)])[0].numpy()
+    return bins.k[0], (sums * bins.volume / bins.modes)[0]
 
 
 def test_large_scale_power_is_that_of_linear_theory(large: Fields) -> None:

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from empty_pictures import empty_picture
-from sample_results import SIMULATION
+from sample_results import SIMULATION, empty_picture
 from volume_files import write_volume
 
 import train

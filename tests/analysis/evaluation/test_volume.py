@@ -1,6 +1,7 @@
 """Files of a volume and of a prediction: their channels are compared by name, wherever they are."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 from reference_samples import ALONE
-from volume_files import write_volume
+from volume_files import smooth_field, write_volume
 
 from analysis.evaluation.volume import VolumeFields, config_of_files, fit_gas, open_fitted
 from analysis.inference.layouts import DEVIATION
@@ -60,9 +61,7 @@ def test_a_predicted_file_has_the_channels_that_it_or_the_box_states(tmp_path: P
         (GAS, SWAPPED, rf"gas.h5: {DEVIATION} has other channels than .*: gas density, gas velocity y, .* instead of "),
     ],
 )
-def test_files_with_other_channels_are_refused(
-    prediction: Channels, deviation: Channels | None, message: str, tmp_path: Path
-) -> None:
+def test_files_with_other_channels_are_refused(prediction, deviation, message: str, tmp_path: Path) -> None:
     box, gas = file_of(tmp_path / "box.h5", GAS), file_of(tmp_path / "gas.h5", prediction, deviation)
     with pytest.raises(UserError, match=message):
         channels_of(box, gas)
@@ -71,23 +70,29 @@ def test_files_with_other_channels_are_refused(
             VolumeFields(gas, None, config_of_files(box, box))
 
 
-def test_a_fit_finds_the_densities_at_any_place_and_in_any_transform(tmp_path: Path) -> None:
-    usual = write_volume(tmp_path / "usual.h5", 12, box_size_mpc_h=6.0)
-    config, order = config_of_files(str(usual), str(usual)), ([2, 0, 3, 1], [4, 1, 0, 3, 2])
-    expected = fit_gas(str(usual), config, ALONE)
-    places = dict(zip(("Nbody", "Hydro"), zip((DARK, GAS), order, strict=True), strict=True))
-    with h5py.File(usual) as source, h5py.File(tmp_path / "other.h5", "w") as file:
-        file.attrs.update(source.attrs)
-        for name, (channels, order_of) in places.items():
-            file[name] = source[name][...][order_of]
-            file[name].attrs.update(channel_attributes([channels[place] for place in order_of]))
-    other = str(tmp_path / "other.h5")
-    np.testing.assert_equal(fit_gas(other, config_of_files(other, other), ALONE)._asdict(), expected._asdict())
-    with h5py.File(other, "r+") as file:
-        file["Nbody"][1] *= 0.5
-        file["Nbody"].attrs["scale"] = [2 * DARK[0].scale if place == 0 else 900.0 for place in order[0]]
-    rescaled = fit_gas(other, config_of_files(other, other), ALONE)
-    np.testing.assert_allclose(rescaled.transfer, expected.transfer, rtol=1e-4, atol=1e-5)
-    channels = {"inputs": [{"name": "dark-matter density"}, *({"name": f"{axis}"} for axis in "xyz")]}
-    with pytest.raises(UserError, match=r"^fitted_on: the inputs lack dark-matter density in physical units"):
-        open_fitted(str(usual), Config(channels=channels))
+def test_a_fit_finds_the_relations_of_gas_at_any_place_and_in_any_transform(tmp_path: Path) -> None:
+    """Gas whose log density is 0.8 times that of dark matter, on a power law of the temperature."""
+    dark = 0.05 * smooth_field(4, 16, np.random.default_rng(0))
+    dark[0] -= dark[0].mean()
+    logarithm = 0.8 * 14 * dark[0]
+    gas = np.stack([logarithm / 14, *dark[1:], (np.log(9000.0) + 0.45 * logarithm) / 8 - 1.5])
+    path = str(tmp_path / "box.h5")
+    volumes = {"Nbody": (DARK, dark, [2, 0, 3, 1]), "Hydro": (GAS, gas, [4, 2, 0, 3, 1])}
+    for scale in (1, 2):
+        with h5py.File(path, "w") as file:
+            file.attrs["box_size_mpc_h"] = 8.0
+            for name, (channels, values, order) in volumes.items():
+                stated = [replace(channels[place], scale=scale * channels[place].scale) for place in order]
+                file[name] = (values[order] / scale).astype(np.float32)
+                file[name].attrs.update(channel_attributes(stated))
+        fit = fit_gas(path, config_of_files(path, path), ALONE)
+        assert (fit.kelvin, fit.gamma) == (pytest.approx(9000, rel=0.02), pytest.approx(1.45, abs=0.01))
+        np.testing.assert_allclose(fit.transfer, 0.8, rtol=1e-4)
+    for attributes, message in (
+        ({}, "does not state box_size_mpc_h"),
+        ({"box_size_mpc_h": 8.0}, "the inputs lack dark"),
+    ):
+        usual = str(write_volume(tmp_path / "box.h5", 8, **attributes))
+        channels = {"inputs": [{"name": "dark-matter density"}, *({"name": f"{axis}"} for axis in "xyz")]}
+        with pytest.raises(UserError, match=rf"^fitted_on: .*{message}"):
+            open_fitted(usual, Config(channels=channels))

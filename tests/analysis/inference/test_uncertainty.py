@@ -9,17 +9,17 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from empty_pictures import draw_nothing
 from log_lines import messages, refusal
 from processes import run_ranks
 from reference_samples import ALONE
-from volume_files import write_volume
+from sample_results import draw_nothing
+from volume_files import contents, write_volume
 
 import evaluate
 import predict
 from analysis.evaluation import results
-from analysis.evaluation.coverage import DENSITIES, Coverage
-from analysis.evaluation.fields import Compared
+from analysis.evaluation.base import Compared
+from analysis.evaluation.statistics import DENSITIES, Coverage
 from analysis.inference.uncertainty import FILE, fit
 from analysis.slabs import SlabFields, Slabs
 from utils.config.channels import known_channels
@@ -76,8 +76,7 @@ def files(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predicted(files: Path, output: Path, *flags: str, networks: str = "a") -> dict[str, np.ndarray]:
     predict.main(command_line(files, output, *flags, networks=networks))
-    with h5py.File(output) as file:
-        return {name: file[name][...] for name in file}
+    return contents(output)
 
 
 def command_line(files: Path, output: Path, *flags: str, networks: str = "a") -> list[str]:
@@ -89,9 +88,7 @@ def predict_on(world: World, flags: list[str]) -> None:
     predict.predict(predict.parse(flags), world, Signals())
 
 
-def test_the_file_holds_calibrated_deviations_with_the_same_bits_on_any_ranks_and_blocks(
-    files: Path, tmp_path: Path
-) -> None:
+def test_calibrated_deviations_have_the_same_bits_on_any_ranks_and_blocks(files: Path, tmp_path: Path) -> None:
     """The calibration is measured once, by any ranks. Physical deviations of a logarithm are those of ln(value)."""
     plain = predicted(files, tmp_path / "plain.h5", "--symmetries=8")
     alone = predicted(files, tmp_path / "alone.h5", "--uncertainty", "--physical")
@@ -136,14 +133,7 @@ def test_a_calibration_of_another_form_is_measured_again(files: Path, tmp_path: 
     path.unlink(missing_ok=True)
     expected = predicted(files, tmp_path / "gas.h5", "--uncertainty", networks="b")["Hydro_std"]
     ((key, measured),) = json.loads(path.read_text()).items()
-    for form in (
-        [3],
-        5,
-        {key: [3]},
-        {key: {}},
-        {key: measured | {"floors": ["x"] * 5}},
-        {key: measured | {"factors": []}},
-    ):
+    for form in ([3], {key: {}}, {key: measured | {"floors": ["x"] * 5}}, {key: measured | {"factors": []}}):
         path.write_text(json.dumps(form))
         again = predicted(files, tmp_path / "again.h5", "--uncertainty", "--overwrite", networks="b")["Hydro_std"]
         np.testing.assert_array_equal(again, expected)
@@ -179,18 +169,12 @@ def test_each_volume_has_a_calibration_of_its_own(files: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("networks", "flags", "says"),
     [
-        (
-            "b",
-            "--uncertainty=FILES/no.h5",
-            "FILES/no.h5 does not exist; name a volume with targets: --uncertainty VOLUME.h5",
-        ),
+        ("b", "--uncertainty=FILES/no.h5", "FILES/no.h5 does not exist; name a volume with targets: --uncertainty VOL"),
         ("a", "--uncertainty --format=nyx", "--format nyx has no standard deviations; remove --uncertainty"),
         ("a other", "", "channels or transforms of FILES/other/weights.pt and FILES/a/weights.pt differ"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(
-    networks: str, flags: str, says: str, files: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_what_cannot_be_calibrated_is_refused(networks, flags, says, files: Path, tmp_path: Path, capsys: Any) -> None:
     """So is a checkpoint without a stored calibration whose validation volume is gone."""
     given = [flag.replace("FILES", str(files)) for flag in flags.split()]
     line = refusal(predict.main, command_line(files, tmp_path / "gas.h5", *given, networks=networks), capsys)
@@ -198,9 +182,7 @@ def test_what_cannot_be_calibrated_is_refused(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_evaluate_draws_the_coverage_of_a_file_with_deviations(
-    files: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_evaluate_draws_the_coverage_of_a_file(files: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     draw_nothing(monkeypatch)
     for flags, has in (("--uncertainty", True), ("--symmetries=8", False)):
         gas = predicted(files, tmp_path / "gas.h5", flags, "--overwrite", networks="a b")

@@ -10,16 +10,15 @@ import pytest
 import torch
 from processes import run_ranks
 from reference_samples import ALONE
-from sample_results import SIMULATION, slab_fields
+from sample_results import SIMULATION, agree, slab_fields
 from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
 from analysis.lyman_alpha.flux import Universe, fgpa_relation, optical_depth, power_law
-from analysis.lyman_alpha.forest import FluxStatistics, KnownFlux, Sightlines, smooth
-from analysis.lyman_alpha.power import RATIO, AnisotropicPower
+from analysis.lyman_alpha.forest import K_RATIO, MU_BINS, FluxStatistics, KnownFlux, Sightlines, smooth
 from analysis.lyman_alpha.results import FGPA, FITTED, PREDICTION, REAL_FGPA, TARGET, TRANSFER, Flux, FluxField
 from analysis.lyman_alpha.setup import FluxOptions, FluxSetup, GasFit
-from analysis.modes import Bispectra, bin_edges
+from analysis.modes import Bispectra, PowerBins, bin_edges
 from analysis.slabs import Slabs
 from utils.config import Config
 from utils.config.channels import TRANSFORM as PUBLISHED
@@ -34,18 +33,12 @@ WIDTH = UNIVERSE.pixel_width(CELL)
 TRANSFORM = {**PUBLISHED, "velocity_scale_km_s": 300.0}
 DARK, GAS = known_channels("inputs", 4, TRANSFORM), known_channels("targets", 5, TRANSFORM)
 HIGH = {**SIMULATION, "redshift": 6.0}
+OTHER_UNITS = [replace(GAS[0], unit="g/cm3"), *(replace(part, unit="m/s") for part in GAS[1:4])]
 FIT = GasFit(8000.0, 1.5, np.array([1.0, 8.0, 30.0]), np.array([1.1, 0.9, 0.2]))
 Fields = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def setup(
-    inputs: Any = DARK,
-    targets: Any = GAS,
-    shape: Any = SHAPE,
-    cell: Any = CELL,
-    simulation: Any = SIMULATION,
-    **options: Any,
-) -> FluxSetup | None:
+def setup(inputs=DARK, targets=GAS, shape=SHAPE, cell=CELL, simulation=SIMULATION, **options: Any) -> FluxSetup | None:
     values = (np.zeros((count, *shape), np.float32) for count in (4, 5))
     volume = Volume("box.h5", *values, cell=cell, simulation=simulation)
     channels = {"inputs": [*map(asdict, inputs)], "targets": [*map(asdict, targets)]}
@@ -61,24 +54,15 @@ def fields() -> Fields:
     return tuple(values.astype(np.float32) for values in (1.1 * target[:4], predicted, target))
 
 
-def measured(volumes: Fields, world: World = ALONE, known: KnownFlux | None = None, **options: Any) -> Flux:
+def measured(volumes: Fields, world: World = ALONE, known: Any = None, fit: Any = None, **options: Any) -> Flux:
     slabs = Slabs(SHAPE, world)
-    prepared = setup(**{"mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
+    prepared = replace(setup(**{"mean_flux": 0.7, "pressure_smoothing": 0.15, **options}), fit=fit)
     return FluxStatistics(prepared, slabs, known).results(slab_fields(slabs, *volumes))
 
 
 @pytest.fixture(scope="module")
 def base() -> Flux:
     return measured(fields())
-
-
-def agree(result: Flux, expected: Flux, tolerance: float = 0.0) -> None:
-    assert list(result.fields) == list(expected.fields)
-    for name, field in result.fields.items():
-        for part, values in vars(field).items():
-            np.testing.assert_allclose(
-                values, vars(expected.fields[name])[part], rtol=tolerance, err_msg=f"{name} {part}"
-            )
 
 
 def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -> list[np.ndarray]:
@@ -92,23 +76,22 @@ def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -
 
 
 def depths_of_gas(values: np.ndarray) -> list[np.ndarray]:
-    density, *velocity, temperature = (
-        channel.to_physical(part.astype(np.float64)) for channel, part in zip(GAS, values, strict=True)
-    )
+    pairs = zip(GAS, values.astype(np.float64), strict=True)
+    density, *velocity, temperature = (channel.to_physical(part) for channel, part in pairs)
     return depths(density, np.stack(velocity), temperature)
 
 
 def structure(taus: list[np.ndarray], field: FluxField) -> tuple[np.ndarray, np.ndarray]:
     """P(k, mu) of all modes along x, y and z, whose sums the last test checks, and the mean bispectra."""
     triangles, bispectra = Bispectra(Slabs(SHAPE, ALONE), CELL), []
-    power, sums = AnisotropicPower(Slabs(SHAPE, ALONE), CELL), []
+    bins, sums = PowerBins(Slabs(SHAPE, ALONE), CELL, K_RATIO, MU_BINS), []
     for axis, tau in enumerate(taus):
         others = [side for number, side in enumerate(SHAPE) if number != axis]
         flux = np.moveaxis(np.exp(-field.scale * tau).reshape(*others, SHAPE[axis]), -1, axis)
         contrast = torch.tensor(flux / field.mean - 1).float()
-        sums.append(power.sums(contrast, axis))
+        sums.append(bins.sums([contrast], axis)[0].numpy())
         bispectra.append(triangles.measure(contrast))
-    return power.power(sum(sums)), np.mean(bispectra, axis=0)
+    return sum(sums) * bins.volume / np.where(bins.modes, bins.modes, np.nan), np.mean(bispectra, axis=0)
 
 
 def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
@@ -117,11 +100,8 @@ def test_mean_distribution_and_power_agree_with_numpy(base: Flux) -> None:
     dark = np.exp(14 * inputs[0].astype(np.float64))
     dark = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
     temperature = power_law(torch.from_numpy(dark), *fgpa_relation(SIMULATION["redshift"])).numpy()
-    expected = {
-        TARGET: depths_of_gas(target),
-        PREDICTION: depths_of_gas(predicted),
-        FGPA: depths(dark, 300 * inputs[1:4], temperature),
-    }
+    expected = {TARGET: depths_of_gas(target), PREDICTION: depths_of_gas(predicted)}
+    expected[FGPA] = depths(dark, 300 * inputs[1:4], temperature)
     assert list(base.fields) == list(expected)
     assert base.sightlines == [80, 96, 120]
     for name, taus in expected.items():
@@ -199,15 +179,13 @@ def test_results_do_not_depend_on_ranks_and_pieces(base: Flux, monkeypatch: pyte
     for answer in answers:
         for flux, expected, first in zip(answer, alone, answers[0], strict=True):
             agree(flux, expected, 1e-6)
-            agree(flux, first)
+            agree(flux, first, 0)
     monkeypatch.setattr("utils.volumes.hdf5.SLAB_VALUES", 300)  # three planes
-    agree(measured(fields()), base)
+    agree(measured(fields()), base, 0)
 
 
 def with_fit(world: World) -> Flux:
-    slabs, prepared = Slabs(SHAPE, world), setup(mean_flux=0.7, pressure_smoothing=0.15)
-    assert prepared is not None
-    return FluxStatistics(replace(prepared, fit=FIT), slabs).results(slab_fields(slabs, *fields()))
+    return measured(fields(), world, fit=FIT)
 
 
 def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
@@ -218,10 +196,8 @@ def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
     factor = np.interp(2 * np.pi * np.linalg.norm(waves, axis=0), FIT.k, FIT.transfer)
     modes = np.fft.fftn(np.log(dark)) * factor
     gas = np.exp(np.fft.ifftn(modes).real)
-    densities = {
-        f"{FGPA}, {FITTED}": gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0),
-        TRANSFER: gas / gas.mean(),
-    }
+    smoothed = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
+    densities = {f"{FGPA}, {FITTED}": smoothed, TRANSFER: gas / gas.mean()}
     for flux in (with_fit(ALONE), *run_ranks(with_fit, 3)):
         assert list(flux.fields) == [TARGET, PREDICTION, FGPA, *densities]
         for name, density in densities.items():
@@ -235,21 +211,11 @@ def test_fitted_baselines_agree_with_numpy_on_one_rank_and_on_three() -> None:
 def test_the_flux_of_channels_at_other_places_has_the_same_bits() -> None:
     """Also that of fitted baselines. A second gas is not mistaken for the first."""
     orders, others = ([3, 1, 0, 2], [4, 3, 5, 0, 2, 1]), Channel("stars", "mean density", 14.0, is_log=True)
-    inputs, gas = (
-        [all_of[place] for place in order] for all_of, order in zip((DARK, [*GAS, others]), orders, strict=True)
-    )
+    inputs, gas = [DARK[place] for place in orders[0]], [[*GAS, others][place] for place in orders[1]]
     dark, *sides = fields()
     sides = [np.concatenate([side, side[:1] + 0.1])[orders[1]] for side in sides]
-    prepared = [
-        setup(mean_flux=0.7, pressure_smoothing=0.15, **names) for names in ({}, {"inputs": inputs, "targets": gas})
-    ]
-    volumes, slabs = (fields(), (dark[orders[0]], *sides)), Slabs(SHAPE, ALONE)
-    expected, found = (
-        FluxStatistics(replace(given, fit=FIT), slabs).results(slab_fields(slabs, *values))
-        for given, values in zip(prepared, volumes, strict=True)
-    )
-    assert list(found.fields) == [TARGET, PREDICTION, FGPA, f"{FGPA}, {FITTED}", TRANSFER]
-    agree(found, expected)
+    found = measured((dark[orders[0]], *sides), fit=FIT, inputs=inputs, targets=gas)
+    agree(found, with_fit(ALONE), 0)
 
 
 @pytest.mark.gpu
@@ -280,7 +246,7 @@ def test_later_evaluations_compute_the_prediction_alone_and_each_row_is_progress
     measured((inputs, target, target), known=known)
     rows, exchanges = 3 * (10 + 12 + 12), 3 + 3 + 2  # of target, prediction and baseline
     assert len(calls) >= rows + exchanges
-    agree(measured((0 * inputs, predicted, 0 * target), known=known), base)
+    agree(measured((0 * inputs, predicted, 0 * target), known=known), base, 0)
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e30, -1e30])
@@ -307,10 +273,7 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, ba
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
         ({"simulation": HIGH}, "no fit of the observed mean flux at redshift 6 "),
         ({"targets": GAS[:4]}, "the gas lacks temperature in physical units"),
-        (
-            {"targets": [replace(GAS[0], unit="g/cm3"), *(replace(part, unit="m/s") for part in GAS[1:4]), GAS[4]]},
-            "the gas lacks density, velocity in physical",
-        ),
+        ({"targets": [*OTHER_UNITS, GAS[4]]}, "the gas lacks density, velocity in physical"),
     ],
 )
 def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: Any, reason: str, caplog: Any) -> None:
@@ -327,8 +290,8 @@ def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: Any, r
 def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
     """P(k, mu) = (1 + beta mu²)² k**-1.5 (Kaiser 1987): all modes have this power, with random phases."""
     side, model, modes, sums = 24, np.zeros((2, 4, 20)), np.zeros((4, 20)), []
-    volume, edges = (side * CELL) ** 3, bin_edges(side // 2, RATIO)
-    result = AnisotropicPower(Slabs((side,) * 3, ALONE), CELL)
+    volume, edges = (side * CELL) ** 3, bin_edges(side // 2, K_RATIO)
+    result = PowerBins(Slabs((side,) * 3, ALONE), CELL, K_RATIO, MU_BINS)
     waves = np.stack(np.meshgrid(*[np.fft.fftfreq(side) * side] * 3, indexing="ij"))
     k = np.sqrt((waves**2).sum(0))
     for axis in range(3):
@@ -336,12 +299,12 @@ def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
         true = (1 + 0.8 * mu**2) ** 2 * np.maximum(k, 0.5) ** -1.5
         noise = np.fft.fftn(np.random.default_rng(axis).standard_normal([side] * 3))
         field = np.fft.ifftn(noise / np.abs(noise) * np.sqrt(true / volume)).real * side**3
-        sums.append(result.sums(torch.tensor(field).float(), axis))
+        sums.append(result.sums([torch.tensor(field).float()], axis)[0].numpy())
         used = (k > 0.5) & (k < edges[-1])
         place = np.minimum(4 * mu[used], 3).astype(int), np.digitize(k[used], edges) - 1
         for row, values in zip((*model, modes), (true, k, np.ones_like(k)), strict=True):
             np.add.at(row, place, values[used])
-    some, power = slice(len(edges) - 1), result.power(sum(sums))
+    some, power = slice(len(edges) - 1), sum(sums) * result.volume / np.where(result.modes, result.modes, np.nan)
     np.testing.assert_array_equal(result.modes, modes[:, some])
     with np.errstate(invalid="ignore"):
         np.testing.assert_allclose(power, (model[0] / modes)[:, some], rtol=1e-5)
