@@ -153,6 +153,27 @@ def test_the_kernels_of_a_step_are_known_without_data(small_blocks: list[str], m
     assert {planned_launch.signature() for planned_launch in launches} == set(made)
 
 
+def test_float32_fields_of_64_channels_are_cast_for_the_kernels() -> None:
+    """tl.dot refuses factors of different dtypes."""
+    pytest.importorskip("triton")
+    with torch.device("meta"):
+        layer = Down(64, 64, 0)
+    layer.operation, layer.dtype = HOPPER, torch.bfloat16
+    with collected() as made:
+        layer(torch.empty(2, 64, 16, 16, 16, device="meta"))
+    (kernel, (even, odd, weights, *_), _), *_ = made
+    assert kernel.__name__ == "strided_convolution"
+    assert {even.base.dtype, odd.base.dtype, weights.base.dtype} == {torch.bfloat16}
+
+
+def test_a_skip_of_other_channels_is_refused(small_blocks: list[str]) -> None:
+    """The kernel would write beyond its cells."""
+    s, w = values(1, 16, 2, 2, 2), values(16, 16, 4, 4, 4)
+    with pytest.raises(AssertionError, match="channels"):
+        convolve_transposed(s, w, skip=values(1, 32, 4, 4, 4))
+    assert small_blocks == []
+
+
 @pytest.mark.parametrize("options", [{}, {"conditioned": True}], ids=["plain", "conditioned"])
 def test_a_network_trains_as_with_torch(small_blocks: list[str], monkeypatch: Any, options: dict[str, Any]) -> None:
     """With bias, activation and concatenation in the convolutions' kernels, and grids that have pads."""
