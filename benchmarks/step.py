@@ -45,7 +45,6 @@ from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
-from utils.steps.kernels import compile_kernels
 
 STARTED = time.perf_counter()
 LEARNING_RATE = 2e-4
@@ -140,7 +139,7 @@ class Training:
         first = next(self._batches)
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
         self.flops = build.model_size(self.config).flops
-        self.first_seconds = common.seconds_of(lambda: self._start(world), self._device)
+        self.first_seconds = common.seconds_of(lambda: self.step.warm_up(self._fixed), self._device)
         if self.config.enable_jit and not self.step.compiled:
             raise UserError("the compiler failed: see its warning")
         # A graph's first steps are eager; then it is recorded once for each of the loader's buffers.
@@ -157,10 +156,6 @@ class Training:
         self.synthetic()
         seconds = common.seconds_of(self.synthetic, self._device, 2) / 2
         self.steps = max(2, math.ceil(options.seconds / seconds))
-
-    def _start(self, world: World) -> None:
-        compile_kernels(self.config, world, functools.partial(build.network_with_loss, self.config))
-        self.step.warm_up(self._fixed)
 
     def synthetic(self) -> object:
         return self.step(self._fixed, LEARNING_RATE)

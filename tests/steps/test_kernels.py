@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_ranks
 from small_steps import ALONE
-from triton_interpreter import kernel_modules
+from triton_interpreter import kernel_modules, replace_launch, small_kernels, use_small_blocks
 
 from networks.ops import launch, plan
 from networks.ops.launch import Launch
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.distributed import devices
+from utils.distributed.world import World
 from utils.steps import build, kernels
 
 
@@ -45,9 +47,9 @@ def forget_compiled() -> None:
             getattr(kernel, "device_caches", {}).clear()
 
 
-def config(**changes: Any) -> Config:
+def config(width: int = 64, **changes: Any) -> Config:
     options = {"enable_amp": True, "channels_last": True, "local_batch_size": 2, "data_size": 8}
-    return Config(network=NetworkConfig(width=64, scales=2), **{**options, **changes})
+    return Config(network=NetworkConfig(width=width, scales=2), **{**options, **changes})
 
 
 def launches(**changes: Any) -> list[Launch]:
@@ -89,6 +91,63 @@ def test_a_cache_that_cannot_be_written_is_replaced(monkeypatch: Any, tmp_path: 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
     devices.use_writable_cache()
     assert devices.cache_directory() == tmp_path / "new"
+
+
+def compiled_with(fault: str, broken: str, world: World) -> tuple[str, dict[str, Any]]:
+    """The plan after kernels are compiled, and the network's state, if the kernel `broken` has a fault.
+
+    The interpreter takes the place of the GPU, and a function that of the compiler; it raises on unknown options.
+    """
+    settings = config(width=16, precision="float16")
+
+    def compile_one(kernel: Any, *arguments: Any, grid: Any, num_warps: int, **options: Any) -> None:
+        if {*options} - {*kernel.arg_names} - {"num_stages", "enable_fp_fusion"}:
+            raise TypeError(f"unknown options {options}")
+        if fault == "compilation" and kernel.fn.__name__ == broken:
+            raise RuntimeError("ptxas failed")
+
+    def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, programs, *arguments, **constants)
+        if fault == "result" and kernel.fn.__name__ == broken:
+            arguments[2].zero_()
+
+    with pytest.MonkeyPatch.context() as patch, small_kernels(patch):
+        use_small_blocks(patch)
+        launch = replace_launch(patch, run)
+        patch.setattr("triton.runtime.interpreter.InterpretedFunction.warmup", compile_one, raising=False)
+        patch.setattr(
+            plan, "needs_no_kernels", lambda setting: "kernels is torch" if setting.kernels == "torch" else ""
+        )
+        patch.setattr(plan, "_fault", "")
+        patch.setattr(kernels, "TRIAL_SIDE", 8)
+        step = build.step(settings, world, build.network_with_loss(settings))
+        chosen = plan.describe(build.kernel_plan(settings, world.device))
+    return chosen, step.network.state_dict()
+
+
+def on_a_rank(world: World) -> str:
+    return compiled_with("compilation" if world.rank else "", "strided_convolution", world)[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("", ""), ("compilation", "RuntimeError: ptxas failed"), ("result", "from PyTorch's by 100 %")],
+)
+def test_cudnn_replaces_hopper_kernels_that_fail(fault: str, message: str, caplog: Any) -> None:
+    chosen, state = compiled_with(fault, "transposed_convolution", ALONE)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [message in line for line in warnings] == [True] * bool(fault)
+    assert chosen.startswith(f"down1, down2, up2, last by {'cudnn (rank 0: ' if fault else 'hopper'}")
+    usual = build.network_with_loss(config(width=16)).network
+    usual.to(memory_format=torch.channels_last_3d)
+    layouts = [{name: (x.shape, x.stride()) for name, x in part.items()} for part in (state, usual.state_dict())]
+    assert layouts[0] == layouts[1]
+
+
+def test_hopper_kernels_that_fail_on_one_rank_are_replaced_on_all() -> None:
+    first, second = run_ranks(on_a_rank, 2)
+    assert first == second
+    assert first.startswith("down1, down2, up2, last by cudnn (rank 1: RuntimeError: ptxas failed)")
 
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
