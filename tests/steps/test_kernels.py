@@ -101,7 +101,7 @@ def compiled_with(fault: str, broken: str, world: World) -> tuple[str, dict[str,
     settings = config(width=16, precision="float16")
 
     def compile_one(kernel: Any, *arguments: Any, grid: Any, num_warps: int, **options: Any) -> None:
-        if {*options} - {*kernel.arg_names} - {"num_stages", "enable_fp_fusion"}:
+        if {*options} - {*kernel.arg_names} - {"num_stages", "enable_fp_fusion", "maxnreg"}:
             raise TypeError(f"unknown options {options}")
         if fault == "compilation" and kernel.fn.__name__ == broken:
             raise RuntimeError("ptxas failed")

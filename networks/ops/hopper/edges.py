@@ -34,9 +34,8 @@ from networks.ops.launch import launch
 # Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs fit into
 # a multiprocessor, so that one computes while the other one loads or writes.
 ROWS, OUTPUT_ROWS, CHUNK = 128, 128, 64
-PART = tl.constexpr(128)  # blocks whose results are written at once: more of them need too many registers
 # The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
-TO_BLOCKS, TO_ROWS = (3, 5, 7, 1, 2, 4, 6, 0), (2, 4, 0, 6, 3, 5, 7, 1)
+TO_BLOCKS, TO_ROWS = (6, 3, 5, 7, 1, 2, 4, 0), (2, 4, 0, 6, 3, 5, 7, 1)
 
 
 def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -50,14 +49,17 @@ def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 def l1_of_cells(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> Sums:
     """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in the rows' dtype, and the bias's."""
     rows = padded.padded(rows)
-    count, few, pitch, part = len(rows), len(bias), rows.shape[2] + 1, PART.value
+    count, few, pitch = len(rows), len(bias), rows.shape[2] + 1
     assert targets.shape == (count, few, *[2 * pitch - 2] * 3)
-    gradient = padded.empty((count, 8 * few, *[pitch] * 3), rows.dtype, rows.device, pads=False)
-    parts = -(-count * pitch**3 // ROWS) * (ROWS // part)
-    sums = torch.empty((parts, 2, 8 * MOST_CHANNELS), dtype=torch.float32, device=rows.device)
-    out = _matrix(gradient, count * pitch**3, 8 * few, 8 * few, part, 16)
+    cells, tiles, width = count * pitch**3, -(-count * pitch**3 // (ROWS - 1)), 8 * few
+    sums = torch.empty((tiles, 2, 8 * MOST_CHANNELS), dtype=torch.float32, device=rows.device)
+    memory = torch.empty(tiles * (ROWS - 1) * width, dtype=rows.dtype, device=rows.device)
+    # The last row of a tile has no result, and lies outside of these bounds.
+    shape, strides = [tiles, ROWS - 1, width], [(ROWS - 1) * width, width, 1]
+    out = TensorDescriptor(memory, shape, strides, [1, ROWS, 16])
     _rows_to_blocks(rows, weight, torch.float32, out, bias, targets, sums)
-    total, bias_gradient = sums[..., : 8 * few].sum(0)
+    total, bias_gradient = sums[..., :width].sum(0)
+    gradient = memory[: cells * width].view(count, *[pitch] * 3, width).permute(0, 4, 1, 2, 3)
     return total.sum(), gradient, bias_gradient.view(8, few).sum(0).to(bias.dtype)
 
 
@@ -69,10 +71,12 @@ def _rows_to_blocks(
     precise = rows.dtype == torch.bfloat16 and dtype == torch.float32
     packed = _packed(weight, TO_BLOCKS, torch.float16 if precise else rows.dtype)
     row_tiles = _matrix(padded.with_pads(rows), cells, small, small, ROWS, BLOCK)
-    weight_tiles = _matrix(packed, 8 * few, 8 * small, 8 * small, _power_of_two(8 * few), BLOCK)
+    strides = [32 * few * small, 4 * small, 1]
+    weight_tiles = TensorDescriptor(packed, [2, 8 * few, 4 * small], strides, [2, _power_of_two(8 * few), BLOCK])
     arguments = (row_tiles, weight_tiles, out, *(tail or [None] * 3), cells, small)
-    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 4, "num_stages": 3}
-    launch(rows_to_blocks, -(-cells // ROWS), *arguments, **options)
+    # Triton 3.7 would use 130 registers, too many for two programs.
+    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
+    launch(rows_to_blocks, -(-cells // (ROWS - 1)), *arguments, **options)
 
 
 def blocks_to_rows(
@@ -148,18 +152,26 @@ def neighbor(run, PITCH: tl.constexpr):  # type: ignore[no-untyped-def]
 def rows_to_blocks(  # type: ignore[no-untyped-def]
     rows, weights, out, bias, targets, sums, cells, Cs, PITCH: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Blocks = sum over neighbors and channels of rows, in the weights' dtype, × weights; see `store_blocks`."""
+    """Blocks = sum over neighbors and channels of rows, in the weights' dtype, × weights; see `store_blocks`.
+
+    The products with both neighbors along a row are computed from the same rows: block b adds those of row b with the
+    first weights, and of row b - 1 with the second ones. So a tile of rows gives results for all blocks but one.
+    """
     ROWS: tl.constexpr = rows.block_shape[0]
     DEPTH: tl.constexpr = rows.block_shape[1]
-    f0 = tl.program_id(0) * ROWS
+    COLUMNS: tl.constexpr = weights.block_shape[1]
+    f0 = tl.program_id(0) * (ROWS - 1)
     steps = Cs // DEPTH
-    acc = tl.full((ROWS, weights.block_shape[0]), 0.0, tl.float32)
-    for t in range(8 * steps):
-        a = t // steps
-        x = rows.load([f0 - neighbor(a >> 1, PITCH) - (a & 1), (t - a * steps) * DEPTH])
+    acc = tl.full((ROWS, 2 * COLUMNS), 0.0, tl.float32)
+    for t in range(4 * steps):
+        run = t // steps
+        x = rows.load([f0 - 1 - neighbor(run, PITCH), (t - run * steps) * DEPTH])
         if x.dtype != weights.dtype:  # through float32, because a GPU has no fast instruction from bfloat16 to float16
             x = x.to(tl.float32).to(weights.dtype)
-        acc = tl.dot(x, weights.load([0, t * DEPTH]).T, acc)
+        acc = tl.dot(x, weights.load([0, 0, t * DEPTH]).reshape(2 * COLUMNS, DEPTH).T, acc)
+    first, second = acc.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
+    following = tl.minimum(tl.arange(0, ROWS) + 1, ROWS - 1)[:, None] + tl.full((ROWS, COLUMNS), 0, tl.int32)
+    acc = tl.gather(first, following, 0) + second
     store_blocks(acc, f0, 0, out, bias, targets, sums, cells, PITCH, CHANNELS)
 
 
@@ -169,17 +181,14 @@ def store_blocks(  # type: ignore[no-untyped-def]
 ):
     """Writes a tile of blocks, from block f0 and channel k0 on, as cells [N, 2D, 2D, 2D, CHANNELS], except the padding.
 
-    With targets, `out`, a descriptor of blocks, gets the gradient of sum |tanh(blocks + bias) - targets| with
-    respect to them instead, and `sums` [parts of PART blocks, 2, 64] the shares of that sum and of the gradient's sum.
+    The last block of the tile is not written. With targets, `out`, a descriptor of [tiles, blocks, 8 CHANNELS], gets
+    the gradient of sum |tanh(blocks + bias) - targets| with respect to them instead, and `sums` [tiles, 2, 64] the
+    shares of that sum and of the gradient's sum.
     """
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     SIDE: tl.constexpr = 2 * PITCH - 2
-    if ROWS > PART:
-        low, high = acc.reshape(2, ROWS // 2, COLUMNS).permute(1, 2, 0).split()
-        store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
-        store_blocks(high, f0 + ROWS // 2, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
-    elif COLUMNS > 16:
+    if COLUMNS > 16:
         low, high = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
         store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
         store_blocks(high, f0, k0 + COLUMNS // 2, out, bias, targets, sums, cells, PITCH, CHANNELS)
@@ -196,7 +205,8 @@ def store_blocks(  # type: ignore[no-untyped-def]
         first = (d == 0) * 4 + (h == 0) * 2 + (w == 0)
         last = (d == PITCH - 1) * 4 + (h == PITCH - 1) * 2 + (w == PITCH - 1)
         outside = (first[:, None] & ~part[None, :]) | (last[:, None] & part[None, :])
-        used = (outside == 0) & (f < cells)[:, None] & (part < 8)[None, :]
+        has_result = (f < cells) & (tl.arange(0, ROWS) < ROWS - 1)
+        used = (outside == 0) & has_result[:, None] & (part < 8)[None, :]
         n0 = f0 // (PITCH * PITCH * PITCH)
         origin = n0.to(tl.int64) * (SIDE * SIDE * SIDE * CHANNELS)
         cell = (((n - n0) * SIDE + 2 * d) * SIDE + 2 * h) * SIDE + 2 * w
@@ -208,8 +218,9 @@ def store_blocks(  # type: ignore[no-untyped-def]
             values = acc + tl.load(bias + channel).to(tl.float32)[None, :]
             target = tl.load(targets + place, mask=used, other=0.0).to(tl.float32)
             difference, gradient = tanh_l1(values, target, used)
-            out.store([f0, k0], gradient.to(out.dtype))
-            sums += f0 // PART * 128 + column
+            tile = f0 // (ROWS - 1)
+            out.store([tile, 0, k0], gradient.to(out.dtype).reshape(1, ROWS, COLUMNS))
+            sums += tile * 128 + column
             tl.store(sums, tl.sum(difference, 0))
             tl.store(sums + 64, tl.sum(gradient, 0))
 
