@@ -113,7 +113,7 @@ def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype
     [(128, 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((64, 4), (128, 8), (64, 1)))],
 )
 def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch: Any, small: int, few: int, tmp_path: Path) -> None:
-    """Twice for up to 5 channels. No registers are spilled, and no operations are atomic, whose order would vary."""
+    """rows_to_blocks twice. No registers are spilled, and no operations are atomic, whose order would vary."""
     compiled = []
 
     def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -131,7 +131,7 @@ def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch: Any, small: int
     assert len(compiled) == 5
     for name, warps, result in compiled:
         assert result.stack == 0, name
-        programs = 2 if few <= 5 else 1
+        programs = 2 if few <= 5 and name == "rows_to_blocks" else 1
         assert programs * math.ceil(result.registers / 8) * 8 * 32 * warps <= 2**16, (name, result.registers)
         assert programs * (result.shared + 1024) <= 228 * 1024, (name, result.shared)
         assert "wgmma.mma_async" in result.ptx, name

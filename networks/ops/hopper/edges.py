@@ -31,9 +31,9 @@ from networks.ops.hopper.tiles import BLOCK, PROCESSORS
 from networks.ops.l1 import Sums, tanh_l1
 from networks.ops.launch import launch
 
-# Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs fit into
-# a multiprocessor, so that one computes while the other one loads or writes.
-ROWS, OUTPUT_ROWS, CHUNK = 128, 128, 64
+# Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs of
+# rows_to_blocks fit into a multiprocessor, so that one computes while the other one loads or writes.
+ROWS, OUTPUT_ROWS, CHUNK = 128, 64, 64
 # The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
 TO_BLOCKS, TO_ROWS = (6, 3, 5, 7, 1, 2, 4, 0), (2, 4, 0, 6, 3, 5, 7, 1)
 
@@ -85,13 +85,15 @@ def blocks_to_rows(
     """Padded rows: leaky ReLU of slope `slope` of (the convolution + bias); slope 1 is the identity."""
     (small, few), pitch, cells = weight.shape[:2], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
     rows = padded.empty((len(blocks), small, *[pitch - 1] * 3), blocks.dtype, blocks.device)
-    columns = math.gcd(small, 2 * BLOCK)
+    # The weights of a program, and the blocks of as many tiles as it has stages, fill the shared memory.
+    columns, stages = (math.gcd(small, 2 * BLOCK), 3) if few <= 5 else (BLOCK, 2)
     packed = _packed(weight, TO_ROWS, blocks.dtype)
     out = _matrix(padded.with_pads(rows), cells, small, small, OUTPUT_ROWS, columns)
     views = [*_runs(blocks, OUTPUT_ROWS), *_parts(packed, 4 * small, 16 * few, 16 * few, columns)]
-    arguments = (*views, out, packed if bias is None else bias, slope, 0 if bias is None else small, small)
-    programs = small // columns * -(-cells // OUTPUT_ROWS)
-    launch(blocks_to_padded_rows, programs, *arguments, PITCH=pitch, num_warps=4, num_stages=2)
+    tiles, groups = -(-cells // OUTPUT_ROWS), small // columns
+    arguments = (*views, out, packed if bias is None else bias, slope, 0 if bias is None else small, small, tiles)
+    programs = groups * min(tiles, max(1, _processors(blocks.device) // groups))
+    launch(blocks_to_padded_rows, programs, *arguments, PITCH=pitch, num_warps=4, num_stages=stages)
     return rows
 
 
@@ -132,6 +134,11 @@ def _parts(memory: torch.Tensor, rows: int, columns: int, stride: int, tile: int
     """Descriptors of a matrix for its first 64 columns, and for the others or None."""
     widths = [min(64, columns), max(0, columns - 64)]
     return [_matrix(memory, rows, columns, stride, tile, _power_of_two(width)) if width else None for width in widths]
+
+
+def _processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
 
 def _power_of_two(columns: int) -> int:
@@ -225,28 +232,44 @@ def store_blocks(  # type: ignore[no-untyped-def]
             tl.store(sums + 64, tl.sum(gradient, 0))
 
 
-@triton.jit(do_not_specialize=["biased"])
+@triton.jit(do_not_specialize=["biased", "tiles"])
 def blocks_to_padded_rows(  # type: ignore[no-untyped-def]
-    b_first, b_second, w_first, w_second, out, bias, slope, biased, Cs, PITCH: tl.constexpr
+    b_first, b_second, w_first, w_second, out, bias, slope, biased, Cs, tiles, PITCH: tl.constexpr
 ):
-    """out = activated(sum over neighbors and channels of blocks × weights, plus bias if `biased`), 0 in the pads."""
+    """out = activated(sum over neighbors and channels of blocks × weights, plus bias if `biased`), 0 in the pads.
+
+    A program computes every n-th tile of rows, so that its weights, which stay in shared memory, are read once.
+    """
     ROWS: tl.constexpr = out.block_shape[0]
     COLUMNS: tl.constexpr = out.block_shape[1]
+    LAST: tl.constexpr = PITCH - 1
     columns = Cs // COLUMNS
     c0 = tl.program_id(0) % columns * COLUMNS
-    f0 = tl.program_id(0) // columns * ROWS
-    acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    for run in range(4):
-        f = f0 + neighbor(run, PITCH)
-        acc = tl.dot(b_first.load([f, 0]), w_first.load([run * Cs + c0, 0]).T, acc)
-        if b_second is not None:
-            acc = tl.dot(b_second.load([f, 64]), w_second.load([run * Cs + c0, 64]).T, acc)
     c = c0 + tl.arange(0, COLUMNS)
-    acc = activated(acc + tl.load(bias + c, mask=c < biased, other=0.0)[None, :], slope)
-    f = f0 + tl.arange(0, ROWS)
-    LAST: tl.constexpr = PITCH - 1
-    inside = (f % PITCH < LAST) & (f // PITCH % PITCH < LAST) & (f // (PITCH * PITCH) % PITCH < LAST)
-    out.store([f0, c0], tl.where(inside[:, None], acc, 0.0).to(out.dtype))
+    shift = tl.load(bias + c, mask=c < biased, other=0.0)[None, :]
+    w0 = w_first.load([c0, 0])
+    w1 = w_first.load([Cs + c0, 0])
+    w2 = w_first.load([2 * Cs + c0, 0])
+    w3 = w_first.load([3 * Cs + c0, 0])
+    if w_second is not None:
+        v0 = w_second.load([c0, 64])
+        v1 = w_second.load([Cs + c0, 64])
+        v2 = w_second.load([2 * Cs + c0, 64])
+        v3 = w_second.load([3 * Cs + c0, 64])
+    for tile in range(tl.program_id(0) // columns, tiles, tl.num_programs(0) // columns):
+        f0 = tile * ROWS
+        acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+        for run in tl.static_range(4):
+            place = f0 + neighbor(run, PITCH)
+            w = w0 if run == 0 else (w1 if run == 1 else (w2 if run == 2 else w3))
+            acc = tl.dot(b_first.load([place, 0]), w.T, acc)
+            if b_second is not None:
+                v = v0 if run == 0 else (v1 if run == 1 else (v2 if run == 2 else v3))
+                acc = tl.dot(b_second.load([place, 64]), v.T, acc)
+        acc = activated(acc + shift, slope)
+        f = f0 + tl.arange(0, ROWS)
+        inside = (f % PITCH < LAST) & (f // PITCH % PITCH < LAST) & (f // (PITCH * PITCH) % PITCH < LAST)
+        out.store([f0, c0], tl.where(inside[:, None], acc, 0.0).to(out.dtype))
 
 
 @triton.jit(do_not_specialize=["chunks", "per_split"])
