@@ -100,14 +100,17 @@ def blocks_to_rows(
 def weight_gradient(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """The float32 gradient [Cs, C, 4, 4, 4] of the weights, in channels_last_3d memory."""
     rows, small, pitch, cells = padded.padded(rows), rows.shape[1], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
-    tile, chunks = math.gcd(small, 2 * BLOCK), -(-cells // CHUNK)
-    tiles = 2 * small // tile
-    per_split = -(-chunks // max(1, min(2 * PROCESSORS // tiles, chunks // 16)))
-    shape = (-(-chunks // per_split), small, 4, 4, 4, blocks.shape[1] // 8)
+    few, chunks = blocks.shape[1] // 8, -(-cells // CHUNK)
+    tile = math.gcd(small, 2 * BLOCK) if few <= 5 else BLOCK
+    # Two small programs fit into a multiprocessor.
+    programs, warps, stages = (2 * PROCESSORS, 4, 2) if few <= 5 and tile == BLOCK else (PROCESSORS, 8, 3)
+    tiles = small // tile
+    per_split = -(-chunks // max(1, min(programs // tiles, chunks // 16)))
+    shape = (-(-chunks // per_split), small, 4, 4, 4, few)
     parts = torch.empty(shape, dtype=torch.float32, device=rows.device)
     row_tiles = _matrix(padded.with_pads(rows), cells, small, small, CHUNK, tile)
     arguments = (row_tiles, *_runs(blocks, CHUNK), parts, chunks, per_split, small)
-    options = {"PITCH": pitch, "CHANNELS": parts.shape[-1], "num_warps": tile // 16, "num_stages": 3}
+    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": warps, "num_stages": stages}
     launch(block_weight_gradient, tiles * len(parts), *arguments, **options)
     return parts.sum(0).permute(0, 4, 1, 2, 3)
 
@@ -278,33 +281,45 @@ def block_weight_gradient(  # type: ignore[no-untyped-def]
 ):
     """out = sum over cells of rows × blocks, float32 [splits, Cs, 4, 4, 4, CHANNELS].
 
-    A program adds `per_split` chunks of cells. It computes the products with two of the four runs, those of one plane.
+    A program adds `per_split` chunks of cells. It computes the products with all four runs.
     """
     DEPTH: tl.constexpr = rows.block_shape[0]
     ROWS: tl.constexpr = rows.block_shape[1]
+    PLANE: tl.constexpr = PITCH * PITCH
     tiles = Cs // ROWS
-    plane = tl.program_id(0) % 2
-    row0 = tl.program_id(0) // 2 % tiles * ROWS
-    split = tl.program_id(0) // (2 * tiles)
+    row0 = tl.program_id(0) % tiles * ROWS
+    split = tl.program_id(0) // tiles
     acc0 = tl.full((ROWS, b_first.block_shape[1]), 0.0, tl.float32)
     acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
     if b_second is not None:
-        acc2 = tl.full((ROWS, b_second.block_shape[1]), 0.0, tl.float32)
-        acc3 = acc2
+        acc4 = tl.full((ROWS, b_second.block_shape[1]), 0.0, tl.float32)
+        acc5 = acc4
+        acc6 = acc4
+        acc7 = acc4
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, chunks)):
-        x = rows.load([i * DEPTH, row0]).T
-        f = i * DEPTH + plane * PITCH * PITCH
+        f = i * DEPTH
+        x = rows.load([f, row0]).T
         acc0 = tl.dot(x, b_first.load([f, 0]), acc0)
         acc1 = tl.dot(x, b_first.load([f + PITCH, 0]), acc1)
+        acc2 = tl.dot(x, b_first.load([f + PLANE, 0]), acc2)
+        acc3 = tl.dot(x, b_first.load([f + PLANE + PITCH, 0]), acc3)
         if b_second is not None:
-            acc2 = tl.dot(x, b_second.load([f, 64]), acc2)
-            acc3 = tl.dot(x, b_second.load([f + PITCH, 64]), acc3)
-    out += (split.to(tl.int64) * Cs + row0) * (64 * CHANNELS) + plane * (32 * CHANNELS)
+            acc4 = tl.dot(x, b_second.load([f, 64]), acc4)
+            acc5 = tl.dot(x, b_second.load([f + PITCH, 64]), acc5)
+            acc6 = tl.dot(x, b_second.load([f + PLANE, 64]), acc6)
+            acc7 = tl.dot(x, b_second.load([f + PLANE + PITCH, 64]), acc7)
+    out += (split.to(tl.int64) * Cs + row0) * (64 * CHANNELS)
     store_taps(out, acc0, 0, CHANNELS)
     store_taps(out + 8 * CHANNELS, acc1, 0, CHANNELS)
+    store_taps(out + 32 * CHANNELS, acc2, 0, CHANNELS)
+    store_taps(out + 40 * CHANNELS, acc3, 0, CHANNELS)
     if b_second is not None:
-        store_taps(out, acc2, 64, CHANNELS)
-        store_taps(out + 8 * CHANNELS, acc3, 64, CHANNELS)
+        store_taps(out, acc4, 64, CHANNELS)
+        store_taps(out + 8 * CHANNELS, acc5, 64, CHANNELS)
+        store_taps(out + 32 * CHANNELS, acc6, 64, CHANNELS)
+        store_taps(out + 40 * CHANNELS, acc7, 64, CHANNELS)
 
 
 @triton.jit
