@@ -18,8 +18,7 @@ from networks.ops.hopper import tiles
 LAST = "last"  # the operation of a loss that the last layer computes
 LOSS = "loss"  # the entry of the loss in a plan
 OLDEST_TRITON = (3, 5)  # that compiles Hopper's kernels
-
-_fault = ""  # why plans of this process do without Hopper's kernels
+fault = ""  # of Hopper's kernels in a trial: later plans of this process do without them
 
 
 class Setting(NamedTuple):
@@ -51,7 +50,7 @@ def make(network: nn.Module, setting: Setting, loss: Any = None) -> dict[str, Ch
     loss = loss if layers and hasattr(loss, "no_kernel") else None
     if general := needs_no_kernels(setting):
         return {name: Choice(TORCH, general) for name in [*layers, *([LOSS] if loss else [])]}
-    hopper = "kernels is cudnn" if setting.kernels == CUDNN else _fault or not_hopper(setting.device)
+    hopper = "kernels is cudnn" if setting.kernels == CUDNN else fault or not_hopper(setting.device)
     plan = {name: _of_layer(layer, setting, hopper) for name, layer in layers.items()}
     if loss is not None:
         plan[LOSS] = _of_loss(network, loss, plan, setting)
@@ -96,12 +95,6 @@ def not_hopper(device: torch.device) -> str:
     version = importlib.import_module("triton").__version__
     is_old = tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON
     return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}" if is_old else ""
-
-
-def exclude_hopper(fault: str) -> None:
-    """Makes all later plans of this process without Hopper's kernels; `fault` is the reason."""
-    global _fault
-    _fault = fault
 
 
 def describe(plan: Mapping[str, Any]) -> str:

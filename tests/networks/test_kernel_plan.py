@@ -92,9 +92,7 @@ def test_other_devices_and_a_missing_triton_have_their_reasons(monkeypatch: pyte
     assert described() == f"{layers}, loss by torch (Triton is not installed)"
 
 
-def test_triton_3_4_whose_cache_key_recurses_without_end_gets_the_kernels_around_cudnn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_triton_3_4_whose_cache_key_recurses_gets_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "not_hopper", NOT_HOPPER)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     properties = SimpleNamespace(major=9, name="NVIDIA H100", shared_memory_per_block_optin=tiles.SHARED_MEMORY)

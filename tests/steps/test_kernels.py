@@ -1,5 +1,6 @@
 """Kernels are compiled before the first step: which ones, in parallel, and into a cache that can be written."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,12 +94,12 @@ def test_a_cache_that_cannot_be_written_is_replaced(monkeypatch: Any, tmp_path: 
     assert devices.cache_directory() == tmp_path / "new"
 
 
-def compiled_with(fault: str, broken: str, world: World) -> tuple[str, dict[str, Any]]:
-    """The plan after kernels are compiled, and the network's state, if the kernel `broken` has a fault.
+def compiled(world: World, fault: str = "", rank: int = 0) -> tuple[str, dict[str, Any]]:
+    """The plan after kernels are compiled, and the strides of the weights, if one kernel has a fault on a rank.
 
     The interpreter takes the place of the GPU, and a function that of the compiler; it raises on unknown options.
     """
-    settings = config(width=16, precision="float16")
+    settings, broken = config(width=16, precision="float16"), "transposed_convolution" if world.rank == rank else ""
 
     def compile_one(kernel: Any, *arguments: Any, grid: Any, num_warps: int, **options: Any) -> None:
         if {*options} - {*kernel.arg_names} - {"num_stages", "enable_fp_fusion", "maxnreg"}:
@@ -118,36 +119,28 @@ def compiled_with(fault: str, broken: str, world: World) -> tuple[str, dict[str,
         patch.setattr(
             plan, "needs_no_kernels", lambda setting: "kernels is torch" if setting.kernels == "torch" else ""
         )
-        patch.setattr(plan, "_fault", "")
+        patch.setattr(plan, "fault", "")
         patch.setattr(kernels, "TRIAL_SIDE", 8)
         step = build.step(settings, world, build.network_with_loss(settings))
         chosen = plan.describe(build.kernel_plan(settings, world.device))
-    return chosen, step.network.state_dict()
+    return chosen.partition("; ")[0], {name: x.stride() for name, x in step.network.state_dict().items()}
 
 
-def on_a_rank(world: World) -> str:
-    return compiled_with("compilation" if world.rank else "", "strided_convolution", world)[0]
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("", ""), ("compilation", "RuntimeError: ptxas failed"), ("result", "from PyTorch's by 100 %")],
-)
-def test_cudnn_replaces_hopper_kernels_that_fail(fault: str, message: str, caplog: Any) -> None:
-    chosen, state = compiled_with(fault, "transposed_convolution", ALONE)
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert [message in line for line in warnings] == [True] * bool(fault)
-    assert chosen.startswith(f"down1, down2, up2, last by {'cudnn (rank 0: ' if fault else 'hopper'}")
-    usual = build.network_with_loss(config(width=16)).network
-    usual.to(memory_format=torch.channels_last_3d)
-    layouts = [{name: (x.shape, x.stride()) for name, x in part.items()} for part in (state, usual.state_dict())]
-    assert layouts[0] == layouts[1]
+def test_cudnn_replaces_hopper_kernels_that_fail(caplog: Any) -> None:
+    """The weights have the same layout."""
+    chosen, usual = compiled(ALONE)
+    assert (chosen, caplog.messages) == ("down1, down2, up2, last by hopper", [])
+    for fault, text in (("compilation", "RuntimeError: ptxas failed"), ("result", "differ from PyTorch's by 100 %")):
+        chosen, layout = compiled(ALONE, fault)
+        assert chosen.startswith("down1, down2, up2, last by cudnn (rank 0: ")
+        assert [text in line for line in caplog.messages] == [True]
+        assert layout == usual
+        caplog.clear()
 
 
 def test_hopper_kernels_that_fail_on_one_rank_are_replaced_on_all() -> None:
-    first, second = run_ranks(on_a_rank, 2)
-    assert first == second
-    assert first.startswith("down1, down2, up2, last by cudnn (rank 1: RuntimeError: ptxas failed)")
+    (first, _), (second, _) = run_ranks(functools.partial(compiled, fault="compilation", rank=1), 2)
+    assert first == second == "down1, down2, up2, last by cudnn (rank 1: RuntimeError: ptxas failed)"
 
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

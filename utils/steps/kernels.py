@@ -71,7 +71,7 @@ def compile_kernels(config: Config, world: World, build_model: Callable[[], Netw
     fault = next(filter(None, faults), "")
     if fault and hopper:
         log.warning("The convolution kernels for Hopper GPUs fail, so cuDNN computes the convolutions: %s", fault)
-        plan.exclude_hopper(fault)
+        plan.fault = fault
         compile_kernels(config, world, build_model)
     elif fault:
         raise UserError(f"Triton cannot compile a kernel: {fault}; set kernels=torch")

@@ -250,25 +250,17 @@ def blocks_to_padded_rows(  # type: ignore[no-untyped-def]
     c0 = tl.program_id(0) % columns * COLUMNS
     c = c0 + tl.arange(0, COLUMNS)
     shift = tl.load(bias + c, mask=c < biased, other=0.0)[None, :]
-    w0 = w_first.load([c0, 0])
-    w1 = w_first.load([Cs + c0, 0])
-    w2 = w_first.load([2 * Cs + c0, 0])
-    w3 = w_first.load([3 * Cs + c0, 0])
+    w = load_runs(w_first, c0, 0, Cs, 2 * Cs)
     if w_second is not None:
-        v0 = w_second.load([c0, 64])
-        v1 = w_second.load([Cs + c0, 64])
-        v2 = w_second.load([2 * Cs + c0, 64])
-        v3 = w_second.load([3 * Cs + c0, 64])
+        v = load_runs(w_second, c0, 64, Cs, 2 * Cs)
     for tile in range(tl.program_id(0) // columns, tiles, tl.num_programs(0) // columns):
         f0 = tile * ROWS
         acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
         for run in tl.static_range(4):
-            place = f0 + neighbor(run, PITCH)
-            w = w0 if run == 0 else (w1 if run == 1 else (w2 if run == 2 else w3))
-            acc = tl.dot(b_first.load([place, 0]), w.T, acc)
+            f = f0 + neighbor(run, PITCH)
+            acc = tl.dot(b_first.load([f, 0]), w[run].T, acc)
             if b_second is not None:
-                v = v0 if run == 0 else (v1 if run == 1 else (v2 if run == 2 else v3))
-                acc = tl.dot(b_second.load([place, 64]), v.T, acc)
+                acc = tl.dot(b_second.load([f, 64]), v[run].T, acc)
         acc = activated(acc + shift, slope)
         f = f0 + tl.arange(0, ROWS)
         inside = (f % PITCH < LAST) & (f // PITCH % PITCH < LAST) & (f // (PITCH * PITCH) % PITCH < LAST)
@@ -285,41 +277,38 @@ def block_weight_gradient(  # type: ignore[no-untyped-def]
     """
     DEPTH: tl.constexpr = rows.block_shape[0]
     ROWS: tl.constexpr = rows.block_shape[1]
-    PLANE: tl.constexpr = PITCH * PITCH
     tiles = Cs // ROWS
     row0 = tl.program_id(0) % tiles * ROWS
     split = tl.program_id(0) // tiles
-    acc0 = tl.full((ROWS, b_first.block_shape[1]), 0.0, tl.float32)
-    acc1 = acc0
-    acc2 = acc0
-    acc3 = acc0
+    zero = tl.full((ROWS, b_first.block_shape[1]), 0.0, tl.float32)
+    acc = (zero, zero, zero, zero)
     if b_second is not None:
-        acc4 = tl.full((ROWS, b_second.block_shape[1]), 0.0, tl.float32)
-        acc5 = acc4
-        acc6 = acc4
-        acc7 = acc4
+        zero = tl.full((ROWS, b_second.block_shape[1]), 0.0, tl.float32)
+        more = (zero, zero, zero, zero)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, chunks)):
-        f = i * DEPTH
-        x = rows.load([f, row0]).T
-        acc0 = tl.dot(x, b_first.load([f, 0]), acc0)
-        acc1 = tl.dot(x, b_first.load([f + PITCH, 0]), acc1)
-        acc2 = tl.dot(x, b_first.load([f + PLANE, 0]), acc2)
-        acc3 = tl.dot(x, b_first.load([f + PLANE + PITCH, 0]), acc3)
+        x = rows.load([i * DEPTH, row0]).T
+        acc = add_products(acc, x, load_runs(b_first, i * DEPTH, 0, PITCH, PITCH * PITCH))
         if b_second is not None:
-            acc4 = tl.dot(x, b_second.load([f, 64]), acc4)
-            acc5 = tl.dot(x, b_second.load([f + PITCH, 64]), acc5)
-            acc6 = tl.dot(x, b_second.load([f + PLANE, 64]), acc6)
-            acc7 = tl.dot(x, b_second.load([f + PLANE + PITCH, 64]), acc7)
+            more = add_products(more, x, load_runs(b_second, i * DEPTH, 64, PITCH, PITCH * PITCH))
     out += (split.to(tl.int64) * Cs + row0) * (64 * CHANNELS)
-    store_taps(out, acc0, 0, CHANNELS)
-    store_taps(out + 8 * CHANNELS, acc1, 0, CHANNELS)
-    store_taps(out + 32 * CHANNELS, acc2, 0, CHANNELS)
-    store_taps(out + 40 * CHANNELS, acc3, 0, CHANNELS)
-    if b_second is not None:
-        store_taps(out, acc4, 64, CHANNELS)
-        store_taps(out + 8 * CHANNELS, acc5, 64, CHANNELS)
-        store_taps(out + 32 * CHANNELS, acc6, 64, CHANNELS)
-        store_taps(out + 40 * CHANNELS, acc7, 64, CHANNELS)
+    for run in tl.static_range(4):
+        place = out + ((run >> 1) * 32 + (run & 1) * 8) * CHANNELS
+        store_taps(place, acc[run], 0, CHANNELS)
+        if b_second is not None:
+            store_taps(place, more[run], 64, CHANNELS)
+
+
+@triton.jit
+def load_runs(matrix, f, k0, row, plane):  # type: ignore[no-untyped-def]
+    """The tiles of the four runs, from row f of a matrix and its column k0 on."""
+    first, second = matrix.load([f, k0]), matrix.load([f + row, k0])
+    return first, second, matrix.load([f + plane, k0]), matrix.load([f + plane + row, k0])
+
+
+@triton.jit
+def add_products(acc, x, y):  # type: ignore[no-untyped-def]
+    """Adds the products of x with each of the four tiles y."""
+    return tl.dot(x, y[0], acc[0]), tl.dot(x, y[1], acc[1]), tl.dot(x, y[2], acc[2]), tl.dot(x, y[3], acc[3])
 
 
 @triton.jit
