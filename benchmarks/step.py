@@ -45,7 +45,6 @@ from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
-from utils.steps.kernels import compile_kernels
 
 STARTED = time.perf_counter()
 LEARNING_RATE = 2e-4
@@ -142,7 +141,7 @@ class Training:
         self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
         self.flops = build.model_size(self.config).flops
         self._note_memory("built")
-        self.first_seconds = common.seconds_of(lambda: self._start(world), self._device)
+        self.first_seconds = common.seconds_of(lambda: self.step.warm_up(self._fixed), self._device)
         self._note_memory("first pass")
         if self.config.enable_jit and not self.step.compiled:
             raise UserError("the compiler failed: see its warning")
@@ -161,10 +160,6 @@ class Training:
         self._note_memory("steps")
         seconds = common.seconds_of(self.synthetic, self._device, 2) / 2
         self.steps = max(2, math.ceil(options.seconds / seconds))
-
-    def _start(self, world: World) -> None:
-        compile_kernels(self.config, world, functools.partial(build.network_with_loss, self.config))
-        self.step.warm_up(self._fixed)
 
     def _note_memory(self, after: str) -> None:
         """Keeps the most memory, in GiB, that was allocated on the GPU since the last call."""

@@ -27,7 +27,7 @@ from utils.data.loaders import Batch  # noqa: E402
 from utils.distributed.launch import Launch  # noqa: E402
 from utils.distributed.world import World  # noqa: E402
 from utils.optim import soap  # noqa: E402
-from utils.steps import build  # noqa: E402
+from utils.steps import build, kernels  # noqa: E402
 from utils.steps.graph import GraphStep  # noqa: E402
 
 GPU, LR = torch.device("cuda", 0), 1e-4
@@ -75,7 +75,7 @@ def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     world = World(Launch("rehearsal"), GPU)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32  # as set_backends does, which needs a device
     with fake_gpu(GPU) as launches:
-        with Construction():
+        with Construction(), mock.patch.object(kernels, "compile_kernels"):  # a GPU tries them
             step = build.step(config, world, build.network_with_loss(config), GraphStep)
         batch = Batch(*(part.to(GPU) for part in batch_of(config)))
         with Trace():
@@ -87,11 +87,11 @@ def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     return choices(trace, launches)
 
 
-def rehearse_prediction(kernels: str) -> dict[str, Any]:
+def rehearse_prediction(choice: str) -> dict[str, Any]:
     """A batch of windows, as predict.py computes it."""
     config = configs.load(common.YAML, "base", {"local_batch_size": 32, "device": "cuda"})
     with fake_gpu(GPU) as launches:
-        predict = forward_pass(build.network(config).to(GPU), "bfloat16", GPU, 64, kernels)
+        predict = forward_pass(build.network(config).to(GPU), "bfloat16", GPU, 64, choice)
         windows = torch.empty(32, 4, 64, 64, 64, device=GPU)
         with Rehearsal() as trace:
             predict(windows)
@@ -99,8 +99,8 @@ def rehearse_prediction(kernels: str) -> dict[str, Any]:
 
 
 def choices(trace: Rehearsal, launches: list[Any]) -> dict[str, Any]:
-    kernels = sorted({*trace.optimizers, *(launch.kernel.__name__ for launch in launches)})
-    return {"convolutions": dict(trace.backends), "not channels-last": list(trace.layouts), "kernels": kernels}
+    names = sorted({*trace.optimizers, *(launch.kernel.__name__ for launch in launches)})
+    return {"convolutions": dict(trace.backends), "not channels-last": list(trace.layouts), "kernels": names}
 
 
 if __name__ == "__main__":

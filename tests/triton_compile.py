@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from triton_interpreter import replace_launch
+
+from networks.ops.launch import WARPS
 
 # A100; H100 and H200.
 ARCHITECTURES = pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.slow), 90])
@@ -55,14 +58,28 @@ def compile_kernel(
     return Compiled(registers, stack, result.metadata.shared, result.asm["ptx"])
 
 
-def compile_launch(directory: Path, kernel: Any, *arguments: Any, **constants: Any) -> Compiled:
-    """Compiles the kernel for an H100 as for a launch with these arguments, except the number of programs."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-    types = {name: _type(value) for name, value in given.items() if name not in constants and value is not None}
-    sizes = {name: value for name, value in given.items() if name in kernel.arg_names and name not in types}
-    odd = tuple(name for name in types if isinstance(given[name], int) and given[name] % 16)
-    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
-    return compile_kernel(kernel, types, sizes, directory, unaligned=odd, enable_fp_fusion=False, **options)
+def compile_launches(monkeypatch: pytest.MonkeyPatch, directory: Path) -> list[tuple[str, int, int, Compiled]]:
+    """The kernel, programs, warps and result of each launch from now on, compiled for an H100 instead.
+
+    Products use Hopper's tensor cores; no registers are spilled; no operations are atomic: their order would vary.
+    """
+    compiled: list[tuple[str, int, int, Compiled]] = []
+
+    def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        types = {name: _type(value) for name, value in given.items() if name not in constants and value is not None}
+        sizes = {name: value for name, value in given.items() if name in kernel.arg_names and name not in types}
+        odd = tuple(name for name in types if isinstance(given[name], int) and given[name] % 16)
+        options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+        options |= {"unaligned": odd, "enable_fp_fusion": False}
+        result = compile_kernel(kernel, types, sizes, directory / str(len(compiled)), **options)
+        compiled.append((name := kernel.fn.__name__, programs, constants.get("num_warps", WARPS), result))
+        assert result.stack == 0, name
+        assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", result.ptx), name
+        assert name == "sum_splits" or "wgmma.mma_async" in result.ptx, name
+
+    replace_launch(monkeypatch, launch)
+    return compiled
 
 
 def _type(argument: Any) -> str:

@@ -17,6 +17,8 @@ from networks.ops.hopper import tiles
 
 LAST = "last"  # the operation of a loss that the last layer computes
 LOSS = "loss"  # the entry of the loss in a plan
+OLDEST_TRITON = (3, 5)  # that compiles Hopper's kernels
+fault = ""  # of Hopper's kernels in a trial: later plans of this process do without them
 
 
 class Setting(NamedTuple):
@@ -48,7 +50,7 @@ def make(network: nn.Module, setting: Setting, loss: Any = None) -> dict[str, Ch
     loss = loss if layers and hasattr(loss, "no_kernel") else None
     if general := needs_no_kernels(setting):
         return {name: Choice(TORCH, general) for name in [*layers, *([LOSS] if loss else [])]}
-    hopper = "kernels is cudnn" if setting.kernels == CUDNN else not_hopper(setting.device)
+    hopper = "kernels is cudnn" if setting.kernels == CUDNN else fault or not_hopper(setting.device)
     plan = {name: _of_layer(layer, setting, hopper) for name, layer in layers.items()}
     if loss is not None:
         plan[LOSS] = _of_loss(network, loss, plan, setting)
@@ -98,14 +100,16 @@ def _has_half(layer: Any) -> bool:
 
 
 def not_hopper(device: torch.device) -> str:
-    """Why Hopper's kernels cannot run on the GPU; empty if they can, or if this machine has no GPU to ask."""
-    if not torch.cuda.is_available():
-        return ""
-    properties = torch.cuda.get_device_properties(device)
-    # Descriptors need compute capability 9. Gaming GPUs above it have less shared memory.
-    if properties.major < 9 or getattr(properties, "shared_memory_per_block_optin", 0) < tiles.SHARED_MEMORY:
-        return f"{properties.name} is not a Hopper GPU or a later one for data centers"
-    return ""
+    """Why Hopper's kernels cannot run; empty if they can. Without a GPU to ask, only Triton counts."""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(device)
+        # Descriptors need compute capability 9. Gaming GPUs above it have less shared memory.
+        if properties.major < 9 or getattr(properties, "shared_memory_per_block_optin", 0) < tiles.SHARED_MEMORY:
+            return f"{properties.name} is not a Hopper GPU or a later one for data centers"
+    # Triton 3.4, that of PyTorch 2.8, cannot compile a kernel that calls itself.
+    version = importlib.import_module("triton").__version__
+    is_old = tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRITON
+    return f"Triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}" if is_old else ""
 
 
 def describe(plan: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from networks import build_loss, build_network, initialize
 from networks.losses import NetworkWithLoss
-from networks.ops import plan, reference
+from networks.ops import HOPPER, TORCH, plan, reference
 
 CHANNELS_LAST = torch.channels_last_3d
 # Allowed error in addition to that of torch's operations, which may be exact by chance: half a rounding step.
@@ -45,6 +45,21 @@ def layer_results(layer: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> l
     y = y[0] if isinstance(y, tuple) else y
     upstream = values(*y.shape, seed=1, device=str(x.device)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+
+
+def assert_like_torch(layer: Any, dtype: torch.dtype, x: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """`layer_results` of Hopper's kernels, repeated and compared with torch in float64; changes the layer to that."""
+    layer.operation, layer.dtype = HOPPER, dtype
+    with torch.autocast(x.device.type, dtype):
+        got, again = (layer_results(layer, x, *others) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
+    layer.operation = TORCH
+    exact = layer_results(layer.double(), x.double(), *(part.double() for part in others))
+    for ours, theirs in zip(got, exact, strict=True):
+        error = float((ours.double() - theirs).norm() / theirs.norm())
+        is_precise = dtype == torch.float16 or (ours is got[0] and ours.dtype == torch.float32)
+        assert error < (6e-4 if is_precise else 5e-3), error
+    return got
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float = 1e-6) -> None:

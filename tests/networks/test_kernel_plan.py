@@ -1,12 +1,13 @@
 """The plan of what computes each layer: its reasons, its log line and records, and the kernels that follow from it.
 
 No kernel runs here. tests/networks/launches.json has the launches of one step of each shipped config by the code of the
-commit it names.
+commit it names, with the options of later kernels.
 """
 
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from small_steps import world_on
 from trainings import YAML
 
 from networks.ops import plan
+from networks.ops.hopper import tiles
 from networks.ops.launch import Launch
 from utils import config as configs
 from utils.config import Config
@@ -22,6 +24,7 @@ from utils.config.yaml_files import read_file
 from utils.steps import build, kernels
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
+NOT_HOPPER = plan.not_hopper
 OLD = "NVIDIA A100 is not a Hopper GPU or a later one for data centers"
 LAUNCHES = json.loads((Path(__file__).parent / "launches.json").read_text())
 DOWN, UP = ", ".join(f"down{scale}" for scale in range(1, 7)), ", ".join(f"up{scale}" for scale in range(6, 1, -1))
@@ -87,6 +90,16 @@ def test_other_devices_and_a_missing_triton_have_their_reasons(monkeypatch: pyte
     assert described() == f"{layers} by cudnn ({OLD}); loss by last"
     monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None)
     assert described() == f"{layers}, loss by torch (Triton is not installed)"
+
+
+def test_triton_3_4_whose_cache_key_recurses_gets_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "not_hopper", NOT_HOPPER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(major=9, name="NVIDIA H100", shared_memory_per_block_optin=tiles.SHARED_MEMORY)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for version, chosen in (("3.4.0+git1", "cudnn (Triton 3.4.0+git1 is older than 3.5)"), ("3.10.0", "hopper")):
+        monkeypatch.setattr("triton.__version__", version)
+        assert described() == f"{DOWN}, {UP}, last by {chosen}; loss by last"
 
 
 def test_a_run_logs_its_plan_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

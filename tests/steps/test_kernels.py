@@ -1,5 +1,6 @@
 """Kernels are compiled before the first step: which ones, in parallel, and into a cache that can be written."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_ranks
 from small_steps import ALONE
-from triton_interpreter import kernel_modules
+from triton_interpreter import kernel_modules, replace_launch, small_kernels, use_small_blocks
 
 from networks.ops import launch, plan
 from networks.ops.launch import Launch
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.distributed import devices
+from utils.distributed.world import World
 from utils.steps import build, kernels
 
 
@@ -45,9 +48,9 @@ def forget_compiled() -> None:
             getattr(kernel, "device_caches", {}).clear()
 
 
-def config(**changes: Any) -> Config:
+def config(width: int = 64, **changes: Any) -> Config:
     options = {"enable_amp": True, "channels_last": True, "local_batch_size": 2, "data_size": 8}
-    return Config(network=NetworkConfig(width=64, scales=2), **{**options, **changes})
+    return Config(network=NetworkConfig(width=width, scales=2), **{**options, **changes})
 
 
 def launches(**changes: Any) -> list[Launch]:
@@ -89,6 +92,55 @@ def test_a_cache_that_cannot_be_written_is_replaced(monkeypatch: Any, tmp_path: 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new"))
     devices.use_writable_cache()
     assert devices.cache_directory() == tmp_path / "new"
+
+
+def compiled(world: World, fault: str = "", rank: int = 0) -> tuple[str, dict[str, Any]]:
+    """The plan after kernels are compiled, and the strides of the weights, if one kernel has a fault on a rank.
+
+    The interpreter takes the place of the GPU, and a function that of the compiler; it raises on unknown options.
+    """
+    settings, broken = config(width=16, precision="float16"), "transposed_convolution" if world.rank == rank else ""
+
+    def compile_one(kernel: Any, *arguments: Any, grid: Any, num_warps: int, **options: Any) -> None:
+        if {*options} - {*kernel.arg_names} - {"num_stages", "enable_fp_fusion", "maxnreg"}:
+            raise TypeError(f"unknown options {options}")
+        if fault == "compilation" and kernel.fn.__name__ == broken:
+            raise RuntimeError("ptxas failed")
+
+    def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, programs, *arguments, **constants)
+        if fault == "result" and kernel.fn.__name__ == broken:
+            arguments[2].zero_()
+
+    with pytest.MonkeyPatch.context() as patch, small_kernels(patch):
+        use_small_blocks(patch)
+        launch = replace_launch(patch, run)
+        patch.setattr("triton.runtime.interpreter.InterpretedFunction.warmup", compile_one, raising=False)
+        patch.setattr(
+            plan, "needs_no_kernels", lambda setting: "kernels is torch" if setting.kernels == "torch" else ""
+        )
+        patch.setattr(plan, "fault", "")
+        patch.setattr(kernels, "TRIAL_SIDE", 8)
+        step = build.step(settings, world, build.network_with_loss(settings))
+        chosen = plan.describe(build.kernel_plan(settings, world.device))
+    return chosen.partition("; ")[0], {name: x.stride() for name, x in step.network.state_dict().items()}
+
+
+def test_cudnn_replaces_hopper_kernels_that_fail(caplog: Any) -> None:
+    """The weights have the same layout."""
+    chosen, usual = compiled(ALONE)
+    assert (chosen, caplog.messages) == ("down1, down2, up2, last by hopper", [])
+    for fault, text in (("compilation", "RuntimeError: ptxas failed"), ("result", "differ from PyTorch's by 100 %")):
+        chosen, layout = compiled(ALONE, fault)
+        assert chosen.startswith("down1, down2, up2, last by cudnn (rank 0: ")
+        assert [text in line for line in caplog.messages] == [True]
+        assert layout == usual
+        caplog.clear()
+
+
+def test_hopper_kernels_that_fail_on_one_rank_are_replaced_on_all() -> None:
+    (first, _), (second, _) = run_ranks(functools.partial(compiled, fault="compilation", rank=1), 2)
+    assert first == second == "down1, down2, up2, last by cudnn (rank 1: RuntimeError: ptxas failed)"
 
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -187,6 +188,7 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
     if "." in config.loss:
         own_network.check_loss(config, model.loss, world.device)
     own_network.check_metrics(config, model.metrics, world.device)
+    kernels.compile_kernels(config, world, partial(network_with_loss, config))
     kernels.apply(model, kernels.setting(config, world.device))
     capturable, lr = step_class.capturable and world.device.type == "cuda", config.lr_schedule.start_lr
     with value_errors_for_users():

@@ -1,6 +1,5 @@
 """The training loop, one for all steps, loaders and entry scripts."""
 
-import functools
 from collections.abc import Generator
 from contextlib import closing
 
@@ -17,8 +16,7 @@ from utils.run.open_run import Run
 from utils.run.start import random_states
 from utils.run.state import FitResult, TrainState
 from utils.steps.annotate import annotate
-from utils.steps.build import Parts, network_with_loss
-from utils.steps.kernels import compile_kernels
+from utils.steps.build import Parts
 from utils.training.integrity import Integrity
 from utils.training.metrics import Stopwatch, Validation, WeightedMean
 from utils.training.reporter import Reporter
@@ -103,7 +101,6 @@ class Trainer:
         state = self.state
         with closing(self.loaders.train.epoch(0)) as batches:
             batch = next(batches)
-            compile_kernels(self.config, self.world, functools.partial(network_with_loss, self.config))
             if state.step == 0:
                 log.info(f"Before training: {len(self.loaders.valid)} batches of validation with the untrained network")
             train = WeightedMean(self.world)

@@ -31,12 +31,11 @@ from networks.ops.hopper.tiles import BLOCK, PROCESSORS
 from networks.ops.l1 import Sums, tanh_l1
 from networks.ops.launch import launch
 
-# Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs fit into
-# a multiprocessor, so that one computes while the other one loads or writes.
-ROWS, OUTPUT_ROWS, CHUNK = 128, 128, 64
-PART = tl.constexpr(128)  # blocks whose results are written at once: more of them need too many registers
+# Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs of
+# rows_to_blocks fit into a multiprocessor, so that one computes while the other one loads or writes.
+ROWS, OUTPUT_ROWS, CHUNK = 128, 64, 64
 # The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
-TO_BLOCKS, TO_ROWS = (3, 5, 7, 1, 2, 4, 6, 0), (2, 4, 0, 6, 3, 5, 7, 1)
+TO_BLOCKS, TO_ROWS = (6, 3, 5, 7, 1, 2, 4, 0), (2, 4, 0, 6, 3, 5, 7, 1)
 
 
 def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -50,14 +49,17 @@ def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 def l1_of_cells(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> Sums:
     """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in the rows' dtype, and the bias's."""
     rows = padded.padded(rows)
-    count, few, pitch, part = len(rows), len(bias), rows.shape[2] + 1, PART.value
+    count, few, pitch = len(rows), len(bias), rows.shape[2] + 1
     assert targets.shape == (count, few, *[2 * pitch - 2] * 3)
-    gradient = padded.empty((count, 8 * few, *[pitch] * 3), rows.dtype, rows.device, pads=False)
-    parts = -(-count * pitch**3 // ROWS) * (ROWS // part)
-    sums = torch.empty((parts, 2, 8 * MOST_CHANNELS), dtype=torch.float32, device=rows.device)
-    out = _matrix(gradient, count * pitch**3, 8 * few, 8 * few, part, 16)
+    cells, tiles, width = count * pitch**3, -(-count * pitch**3 // (ROWS - 1)), 8 * few
+    sums = torch.empty((tiles, 2, 8 * MOST_CHANNELS), dtype=torch.float32, device=rows.device)
+    memory = torch.empty(tiles * (ROWS - 1) * width, dtype=rows.dtype, device=rows.device)
+    # The last row of a tile has no result, and lies outside of these bounds.
+    shape, strides = [tiles, ROWS - 1, width], [(ROWS - 1) * width, width, 1]
+    out = TensorDescriptor(memory, shape, strides, [1, ROWS, 16])
     _rows_to_blocks(rows, weight, torch.float32, out, bias, targets, sums)
-    total, bias_gradient = sums[..., : 8 * few].sum(0)
+    total, bias_gradient = sums[..., :width].sum(0)
+    gradient = memory[: cells * width].view(count, *[pitch] * 3, width).permute(0, 4, 1, 2, 3)
     return total.sum(), gradient, bias_gradient.view(8, few).sum(0).to(bias.dtype)
 
 
@@ -69,10 +71,12 @@ def _rows_to_blocks(
     precise = rows.dtype == torch.bfloat16 and dtype == torch.float32
     packed = _packed(weight, TO_BLOCKS, torch.float16 if precise else rows.dtype)
     row_tiles = _matrix(padded.with_pads(rows), cells, small, small, ROWS, BLOCK)
-    weight_tiles = _matrix(packed, 8 * few, 8 * small, 8 * small, _power_of_two(8 * few), BLOCK)
+    strides = [32 * few * small, 4 * small, 1]
+    weight_tiles = TensorDescriptor(packed, [2, 8 * few, 4 * small], strides, [2, _power_of_two(8 * few), BLOCK])
     arguments = (row_tiles, weight_tiles, out, *(tail or [None] * 3), cells, small)
-    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 4, "num_stages": 3}
-    launch(rows_to_blocks, -(-cells // ROWS), *arguments, **options)
+    # Triton 3.7 would use 130 registers, too many for two programs.
+    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
+    launch(rows_to_blocks, -(-cells // (ROWS - 1)), *arguments, **options)
 
 
 def blocks_to_rows(
@@ -81,27 +85,32 @@ def blocks_to_rows(
     """Padded rows: leaky ReLU of slope `slope` of (the convolution + bias); slope 1 is the identity."""
     (small, few), pitch, cells = weight.shape[:2], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
     rows = padded.empty((len(blocks), small, *[pitch - 1] * 3), blocks.dtype, blocks.device)
-    columns = math.gcd(small, 2 * BLOCK)
+    # The weights of a program, and the blocks of as many tiles as it has stages, fill the shared memory.
+    columns, stages = (math.gcd(small, 2 * BLOCK), 3) if few <= 5 else (BLOCK, 2)
     packed = _packed(weight, TO_ROWS, blocks.dtype)
     out = _matrix(padded.with_pads(rows), cells, small, small, OUTPUT_ROWS, columns)
     views = [*_runs(blocks, OUTPUT_ROWS), *_parts(packed, 4 * small, 16 * few, 16 * few, columns)]
-    arguments = (*views, out, packed if bias is None else bias, slope, 0 if bias is None else small, small)
-    programs = small // columns * -(-cells // OUTPUT_ROWS)
-    launch(blocks_to_padded_rows, programs, *arguments, PITCH=pitch, num_warps=4, num_stages=2)
+    tiles, groups = -(-cells // OUTPUT_ROWS), small // columns
+    arguments = (*views, out, packed if bias is None else bias, slope, 0 if bias is None else small, small, tiles)
+    programs = groups * min(tiles, max(1, _processors(blocks.device) // groups))
+    launch(blocks_to_padded_rows, programs, *arguments, PITCH=pitch, num_warps=4, num_stages=stages)
     return rows
 
 
 def weight_gradient(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """The float32 gradient [Cs, C, 4, 4, 4] of the weights, in channels_last_3d memory."""
     rows, small, pitch, cells = padded.padded(rows), rows.shape[1], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
-    tile, chunks = math.gcd(small, 2 * BLOCK), -(-cells // CHUNK)
-    tiles = 2 * small // tile
-    per_split = -(-chunks // max(1, min(2 * PROCESSORS // tiles, chunks // 16)))
-    shape = (-(-chunks // per_split), small, 4, 4, 4, blocks.shape[1] // 8)
+    few, chunks = blocks.shape[1] // 8, -(-cells // CHUNK)
+    tile = math.gcd(small, 2 * BLOCK) if few <= 5 else BLOCK
+    # Two small programs fit into a multiprocessor.
+    programs, warps, stages = (2 * PROCESSORS, 4, 2) if few <= 5 and tile == BLOCK else (PROCESSORS, 8, 3)
+    tiles = small // tile
+    per_split = -(-chunks // max(1, min(programs // tiles, chunks // 16)))
+    shape = (-(-chunks // per_split), small, 4, 4, 4, few)
     parts = torch.empty(shape, dtype=torch.float32, device=rows.device)
     row_tiles = _matrix(padded.with_pads(rows), cells, small, small, CHUNK, tile)
     arguments = (row_tiles, *_runs(blocks, CHUNK), parts, chunks, per_split, small)
-    options = {"PITCH": pitch, "CHANNELS": parts.shape[-1], "num_warps": tile // 16, "num_stages": 3}
+    options = {"PITCH": pitch, "CHANNELS": few, "num_warps": warps, "num_stages": stages}
     launch(block_weight_gradient, tiles * len(parts), *arguments, **options)
     return parts.sum(0).permute(0, 4, 1, 2, 3)
 
@@ -130,6 +139,11 @@ def _parts(memory: torch.Tensor, rows: int, columns: int, stride: int, tile: int
     return [_matrix(memory, rows, columns, stride, tile, _power_of_two(width)) if width else None for width in widths]
 
 
+def _processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+
+
 def _power_of_two(columns: int) -> int:
     """The columns of a tile that holds these."""
     return max(16, 1 << (columns - 1).bit_length())
@@ -148,18 +162,26 @@ def neighbor(run, PITCH: tl.constexpr):  # type: ignore[no-untyped-def]
 def rows_to_blocks(  # type: ignore[no-untyped-def]
     rows, weights, out, bias, targets, sums, cells, Cs, PITCH: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Blocks = sum over neighbors and channels of rows, in the weights' dtype, × weights; see `store_blocks`."""
+    """Blocks = sum over neighbors and channels of rows, in the weights' dtype, × weights; see `store_blocks`.
+
+    The products with both neighbors along a row are computed from the same rows: block b adds those of row b with the
+    first weights, and of row b - 1 with the second ones. So a tile of rows gives results for all blocks but one.
+    """
     ROWS: tl.constexpr = rows.block_shape[0]
     DEPTH: tl.constexpr = rows.block_shape[1]
-    f0 = tl.program_id(0) * ROWS
+    COLUMNS: tl.constexpr = weights.block_shape[1]
+    f0 = tl.program_id(0) * (ROWS - 1)
     steps = Cs // DEPTH
-    acc = tl.full((ROWS, weights.block_shape[0]), 0.0, tl.float32)
-    for t in range(8 * steps):
-        a = t // steps
-        x = rows.load([f0 - neighbor(a >> 1, PITCH) - (a & 1), (t - a * steps) * DEPTH])
+    acc = tl.full((ROWS, 2 * COLUMNS), 0.0, tl.float32)
+    for t in range(4 * steps):
+        run = t // steps
+        x = rows.load([f0 - 1 - neighbor(run, PITCH), (t - run * steps) * DEPTH])
         if x.dtype != weights.dtype:  # through float32, because a GPU has no fast instruction from bfloat16 to float16
             x = x.to(tl.float32).to(weights.dtype)
-        acc = tl.dot(x, weights.load([0, t * DEPTH]).T, acc)
+        acc = tl.dot(x, weights.load([0, 0, t * DEPTH]).reshape(2 * COLUMNS, DEPTH).T, acc)
+    first, second = acc.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
+    following = tl.minimum(tl.arange(0, ROWS) + 1, ROWS - 1)[:, None] + tl.full((ROWS, COLUMNS), 0, tl.int32)
+    acc = tl.gather(first, following, 0) + second
     store_blocks(acc, f0, 0, out, bias, targets, sums, cells, PITCH, CHANNELS)
 
 
@@ -169,17 +191,14 @@ def store_blocks(  # type: ignore[no-untyped-def]
 ):
     """Writes a tile of blocks, from block f0 and channel k0 on, as cells [N, 2D, 2D, 2D, CHANNELS], except the padding.
 
-    With targets, `out`, a descriptor of blocks, gets the gradient of sum |tanh(blocks + bias) - targets| with
-    respect to them instead, and `sums` [parts of PART blocks, 2, 64] the shares of that sum and of the gradient's sum.
+    The last block of the tile is not written. With targets, `out`, a descriptor of [tiles, blocks, 8 CHANNELS], gets
+    the gradient of sum |tanh(blocks + bias) - targets| with respect to them instead, and `sums` [tiles, 2, 64] the
+    shares of that sum and of the gradient's sum.
     """
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     SIDE: tl.constexpr = 2 * PITCH - 2
-    if ROWS > PART:
-        low, high = acc.reshape(2, ROWS // 2, COLUMNS).permute(1, 2, 0).split()
-        store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
-        store_blocks(high, f0 + ROWS // 2, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
-    elif COLUMNS > 16:
+    if COLUMNS > 16:
         low, high = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
         store_blocks(low, f0, k0, out, bias, targets, sums, cells, PITCH, CHANNELS)
         store_blocks(high, f0, k0 + COLUMNS // 2, out, bias, targets, sums, cells, PITCH, CHANNELS)
@@ -196,7 +215,8 @@ def store_blocks(  # type: ignore[no-untyped-def]
         first = (d == 0) * 4 + (h == 0) * 2 + (w == 0)
         last = (d == PITCH - 1) * 4 + (h == PITCH - 1) * 2 + (w == PITCH - 1)
         outside = (first[:, None] & ~part[None, :]) | (last[:, None] & part[None, :])
-        used = (outside == 0) & (f < cells)[:, None] & (part < 8)[None, :]
+        has_result = (f < cells) & (tl.arange(0, ROWS) < ROWS - 1)
+        used = (outside == 0) & has_result[:, None] & (part < 8)[None, :]
         n0 = f0 // (PITCH * PITCH * PITCH)
         origin = n0.to(tl.int64) * (SIDE * SIDE * SIDE * CHANNELS)
         cell = (((n - n0) * SIDE + 2 * d) * SIDE + 2 * h) * SIDE + 2 * w
@@ -208,34 +228,43 @@ def store_blocks(  # type: ignore[no-untyped-def]
             values = acc + tl.load(bias + channel).to(tl.float32)[None, :]
             target = tl.load(targets + place, mask=used, other=0.0).to(tl.float32)
             difference, gradient = tanh_l1(values, target, used)
-            out.store([f0, k0], gradient.to(out.dtype))
-            sums += f0 // PART * 128 + column
+            tile = f0 // (ROWS - 1)
+            out.store([tile, 0, k0], gradient.to(out.dtype).reshape(1, ROWS, COLUMNS))
+            sums += tile * 128 + column
             tl.store(sums, tl.sum(difference, 0))
             tl.store(sums + 64, tl.sum(gradient, 0))
 
 
-@triton.jit(do_not_specialize=["biased"])
+@triton.jit(do_not_specialize=["biased", "tiles"])
 def blocks_to_padded_rows(  # type: ignore[no-untyped-def]
-    b_first, b_second, w_first, w_second, out, bias, slope, biased, Cs, PITCH: tl.constexpr
+    b_first, b_second, w_first, w_second, out, bias, slope, biased, Cs, tiles, PITCH: tl.constexpr
 ):
-    """out = activated(sum over neighbors and channels of blocks × weights, plus bias if `biased`), 0 in the pads."""
+    """out = activated(sum over neighbors and channels of blocks × weights, plus bias if `biased`), 0 in the pads.
+
+    A program computes every n-th tile of rows, so that its weights, which stay in shared memory, are read once.
+    """
     ROWS: tl.constexpr = out.block_shape[0]
     COLUMNS: tl.constexpr = out.block_shape[1]
+    LAST: tl.constexpr = PITCH - 1
     columns = Cs // COLUMNS
     c0 = tl.program_id(0) % columns * COLUMNS
-    f0 = tl.program_id(0) // columns * ROWS
-    acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    for run in range(4):
-        f = f0 + neighbor(run, PITCH)
-        acc = tl.dot(b_first.load([f, 0]), w_first.load([run * Cs + c0, 0]).T, acc)
-        if b_second is not None:
-            acc = tl.dot(b_second.load([f, 64]), w_second.load([run * Cs + c0, 64]).T, acc)
     c = c0 + tl.arange(0, COLUMNS)
-    acc = activated(acc + tl.load(bias + c, mask=c < biased, other=0.0)[None, :], slope)
-    f = f0 + tl.arange(0, ROWS)
-    LAST: tl.constexpr = PITCH - 1
-    inside = (f % PITCH < LAST) & (f // PITCH % PITCH < LAST) & (f // (PITCH * PITCH) % PITCH < LAST)
-    out.store([f0, c0], tl.where(inside[:, None], acc, 0.0).to(out.dtype))
+    shift = tl.load(bias + c, mask=c < biased, other=0.0)[None, :]
+    w = load_runs(w_first, c0, 0, Cs, 2 * Cs)
+    if w_second is not None:
+        v = load_runs(w_second, c0, 64, Cs, 2 * Cs)
+    for tile in range(tl.program_id(0) // columns, tiles, tl.num_programs(0) // columns):
+        f0 = tile * ROWS
+        acc = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+        for run in tl.static_range(4):
+            f = f0 + neighbor(run, PITCH)
+            acc = tl.dot(b_first.load([f, 0]), w[run].T, acc)
+            if b_second is not None:
+                acc = tl.dot(b_second.load([f, 64]), v[run].T, acc)
+        acc = activated(acc + shift, slope)
+        f = f0 + tl.arange(0, ROWS)
+        inside = (f % PITCH < LAST) & (f // PITCH % PITCH < LAST) & (f // (PITCH * PITCH) % PITCH < LAST)
+        out.store([f0, c0], tl.where(inside[:, None], acc, 0.0).to(out.dtype))
 
 
 @triton.jit(do_not_specialize=["chunks", "per_split"])
@@ -244,33 +273,42 @@ def block_weight_gradient(  # type: ignore[no-untyped-def]
 ):
     """out = sum over cells of rows × blocks, float32 [splits, Cs, 4, 4, 4, CHANNELS].
 
-    A program adds `per_split` chunks of cells. It computes the products with two of the four runs, those of one plane.
+    A program adds `per_split` chunks of cells. It computes the products with all four runs.
     """
     DEPTH: tl.constexpr = rows.block_shape[0]
     ROWS: tl.constexpr = rows.block_shape[1]
     tiles = Cs // ROWS
-    plane = tl.program_id(0) % 2
-    row0 = tl.program_id(0) // 2 % tiles * ROWS
-    split = tl.program_id(0) // (2 * tiles)
-    acc0 = tl.full((ROWS, b_first.block_shape[1]), 0.0, tl.float32)
-    acc1 = acc0
+    row0 = tl.program_id(0) % tiles * ROWS
+    split = tl.program_id(0) // tiles
+    zero = tl.full((ROWS, b_first.block_shape[1]), 0.0, tl.float32)
+    acc = (zero, zero, zero, zero)
     if b_second is not None:
-        acc2 = tl.full((ROWS, b_second.block_shape[1]), 0.0, tl.float32)
-        acc3 = acc2
+        zero = tl.full((ROWS, b_second.block_shape[1]), 0.0, tl.float32)
+        more = (zero, zero, zero, zero)
     for i in range(split * per_split, tl.minimum((split + 1) * per_split, chunks)):
         x = rows.load([i * DEPTH, row0]).T
-        f = i * DEPTH + plane * PITCH * PITCH
-        acc0 = tl.dot(x, b_first.load([f, 0]), acc0)
-        acc1 = tl.dot(x, b_first.load([f + PITCH, 0]), acc1)
+        acc = add_products(acc, x, load_runs(b_first, i * DEPTH, 0, PITCH, PITCH * PITCH))
         if b_second is not None:
-            acc2 = tl.dot(x, b_second.load([f, 64]), acc2)
-            acc3 = tl.dot(x, b_second.load([f + PITCH, 64]), acc3)
-    out += (split.to(tl.int64) * Cs + row0) * (64 * CHANNELS) + plane * (32 * CHANNELS)
-    store_taps(out, acc0, 0, CHANNELS)
-    store_taps(out + 8 * CHANNELS, acc1, 0, CHANNELS)
-    if b_second is not None:
-        store_taps(out, acc2, 64, CHANNELS)
-        store_taps(out + 8 * CHANNELS, acc3, 64, CHANNELS)
+            more = add_products(more, x, load_runs(b_second, i * DEPTH, 64, PITCH, PITCH * PITCH))
+    out += (split.to(tl.int64) * Cs + row0) * (64 * CHANNELS)
+    for run in tl.static_range(4):
+        place = out + ((run >> 1) * 32 + (run & 1) * 8) * CHANNELS
+        store_taps(place, acc[run], 0, CHANNELS)
+        if b_second is not None:
+            store_taps(place, more[run], 64, CHANNELS)
+
+
+@triton.jit
+def load_runs(matrix, f, k0, row, plane):  # type: ignore[no-untyped-def]
+    """The tiles of the four runs, from row f of a matrix and its column k0 on."""
+    first, second = matrix.load([f, k0]), matrix.load([f + row, k0])
+    return first, second, matrix.load([f + plane, k0]), matrix.load([f + plane + row, k0])
+
+
+@triton.jit
+def add_products(acc, x, y):  # type: ignore[no-untyped-def]
+    """Adds the products of x with each of the four tiles y."""
+    return tl.dot(x, y[0], acc[0]), tl.dot(x, y[1], acc[1]), tl.dot(x, y[2], acc[2]), tl.dot(x, y[3], acc[3])
 
 
 @triton.jit

@@ -36,7 +36,8 @@ def transposed_tile(cells: int, channels: int, classes: int) -> Tile:
     columns = math.gcd(2 * BLOCK, channels)
     if classes * -(-cells // (4 * BLOCK)) * (channels // columns) >= PROCESSORS * 2 // 3:
         return Tile(4 * BLOCK, columns, BLOCK)
-    return Tile(2 * BLOCK, columns, BLOCK, warps=4) if cells > BLOCK else Tile(BLOCK, BLOCK, BLOCK, warps=4)
+    enough = cells > BLOCK and classes * -(-cells // (2 * BLOCK)) * (channels // columns) >= PROCESSORS // 3
+    return Tile(2 * BLOCK, columns, BLOCK, warps=4) if enough else Tile(BLOCK, BLOCK, BLOCK, warps=4)
 
 
 def weight_tile(small: int, large: int, runs: bool) -> Tile:

@@ -38,7 +38,8 @@ def convolve_transposed(
     planes = 2 if large % (2 * BLOCK) and side > 2 else 1
     tile = transposed_tile(samples * side**3, planes * large, 8 // planes)
     boxes, depth, rows = box(side, tile.rows, planes=1 if planes == 2 else side)
-    channels = large + (0 if skip is None else skip.shape[1])
+    assert skip is None or skip.shape[1] == large, "a program copies as many channels as it computes"
+    channels = large * (1 if skip is None else 2)
     shape = (samples, channels, *[2 * side] * 3)
     out = padded.empty(shape, coarse.dtype, coarse.device, pads)
     if pads:
