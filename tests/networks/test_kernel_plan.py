@@ -1,7 +1,7 @@
 """The plan of what computes each layer: its reasons, its log line and records, and the kernels that follow from it.
 
 No kernel runs here. tests/networks/launches.json has the launches of one step of each shipped config by the code of the
-commit it names, with the options of later kernels.
+commit it names, with later kernels and options.
 """
 
 import functools
