@@ -81,9 +81,8 @@ class Soap(AdamByWeight):
     of normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
     The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes what
-    ranks exchange and what the host waits for. On a GPU, products with a basis are in TF32 if the process allows it,
-    and the statistics of several sides from bfloat16 values; renewals are in float32. There, the kernel of cells.py
-    updates large convolutions.
+    ranks exchange and what the host waits for. On a GPU, products are in TF32 if the process allows it, and
+    renewals in float32. There, the kernel of cells.py updates large convolutions.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
@@ -119,35 +118,32 @@ class Soap(AdamByWeight):
             from utils.optim import cells
 
             for parameter in by_kernel:
-                basis, gradient = self._bases(parameter)[2], _laid_out(parameter.grad, parameter)
-                cells.descend(parameter, gradient, self.state[parameter], basis, group, idle)
+                gradient = gradient_of(parameter).contiguous(memory_format=torch.channels_last_3d)
+                cells.descend(parameter, gradient, self.state[parameter], self._bases(parameter)[2], group, idle)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
     def _update_by_products(
         self, group: Group, parameters: list[torch.Tensor], skip: torch.Tensor, idle: torch.Tensor
     ) -> None:
         """The update by products of matrices, and that of the statistics; the counts are those of earlier updates."""
-        states = self._states(parameters)
+        states, bases = self._states(parameters), [self._bases(parameter) for parameter in parameters]
         gradients = [
-            _laid_out(parameter.grad, parameter).reshape(self._sides.get(parameter, parameter.shape))
-            for parameter in parameters
+            gradient_of(parameter).reshape(state["exp_avg"].shape).contiguous()
+            for parameter, state in zip(parameters, states, strict=True)
         ]
-        bases = [self._bases(parameter) for parameter in parameters]
-        rotated = list(map(rotate, gradients, bases))
         counts = torch._foreach_sub([state["step"] for state in states], 1)
         moments = [{**state, "step": count} for state, count in zip(states, counts, strict=True)]
-        directions = adam_directions(rotated, moments, group, idle, group["lr"])
-        inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
-        _descend(group, parameters, directions, inverse, idle)
-        if group["is_weights"]:
-            statistics = [self._matrices(parameter, "statistics") for parameter in parameters]
-            if gradients[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
-                # For a single product the cast would take longer than it saves.
-                gradients = [
-                    gradient.bfloat16() if len(of_weight) > 1 else gradient
-                    for gradient, of_weight in zip(gradients, statistics, strict=True)
-                ]
-            _update_statistics(statistics, gradients, 1 - group["betas"][1], skip)
+        directions = adam_directions(list(map(rotate, gradients, bases)), moments, group, idle, group["lr"])
+        steps = [
+            rotate(direction, {number: basis.mT for number, basis in of_weight.items()}).view(parameter.shape)
+            for parameter, direction, of_weight in zip(parameters, directions, bases, strict=True)
+        ]
+        if group["weight_decay"]:
+            decay = (idle == 0) * (group["lr"] * group["weight_decay"])
+            torch._foreach_sub_(parameters, torch._foreach_mul(parameters, decay))
+        torch._foreach_sub_(parameters, steps)
+        statistics = [self._matrices(parameter, "statistics") for parameter in parameters]
+        _update_statistics(statistics, gradients, 1 - group["betas"][1], skip)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -197,6 +193,8 @@ class Soap(AdamByWeight):
         state = super().new_state(parameter)
         if parameter in self._sides:
             state |= {name: state[name].reshape(self._sides[parameter]) for name in ("exp_avg", "exp_avg_sq")}
+        if parameter not in self._by_kernel:  # whose moments have the weight's order in memory
+            state = {name: value.contiguous() for name, value in state.items()}
         for number in self._learned.get(parameter, ()):
             size = self._sides[parameter][number]
             state |= {f"{name}_{number}": parameter.new_zeros(size, size) for name in ("statistics", "basis")}
@@ -225,63 +223,19 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
             tensor.copy_(values.view_as(tensor))
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "parameters without a gradient are not updated"
+    return parameter.grad
+
+
 def rotate(x: torch.Tensor, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Multiplies x along each side i in `bases` by the transpose of bases[i]; the result has the strides of x."""
+    """Multiplies a contiguous x along each side i in `bases` by the transpose of bases[i]."""
     for number, basis in bases.items():
-        order, (_, *factors) = _memory_order(x), _factors(x, x, number, basis)
-        product = torch.bmm(*factors)
-        x = product.view([x.shape[side] for side in order]).permute([order.index(side) for side in range(x.dim())])
+        if number == x.dim() - 1:
+            x = x @ basis
+        else:  # the sides after it are columns, and those before it a batch
+            x = (basis.mT @ x.flatten(number + 1)).view_as(x) if number == 0 else basis.mT @ x
     return x
-
-
-def _factors(target: torch.Tensor, x: torch.Tensor, number: int, basis: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Batches of matrices: `target`, and two whose product is x times the transpose of the basis along a side."""
-    result, unfolded = _unfolded(target, number), _unfolded(x, number)
-    before, _, after = unfolded.shape
-    if after == 1:
-        return result.mT.transpose(0, 1), unfolded.mT.transpose(0, 1), basis[None]
-    return result, basis.mT.expand(before, -1, -1), unfolded
-
-
-def _memory_order(x: torch.Tensor) -> list[int]:
-    return sorted(range(x.dim()), key=x.stride, reverse=True)
-
-
-def _unfolded(x: torch.Tensor, number: int) -> torch.Tensor:
-    """A view of x, if it has no gaps, as [before, size, after]: the side `number` between its neighbors in memory."""
-    order = _memory_order(x)
-    place = order.index(number)
-    return x.permute(order).reshape(math.prod(x.shape[side] for side in order[:place]), x.shape[number], -1)
-
-
-def _descend(
-    group: Group,
-    weights: list[torch.Tensor],
-    directions: list[torch.Tensor],
-    bases: list[Bases],
-    skip: torch.Tensor,
-) -> None:
-    """x ← x − direction − lr · λ x, for directions in the bases, with the factor lr. No bit changes if `skip` is 1."""
-    if group["weight_decay"]:
-        torch._foreach_sub_(weights, torch._foreach_mul(weights, (skip == 0) * (group["lr"] * group["weight_decay"])))
-    plain = []
-    for weight, direction, of_weight in zip(weights, directions, bases, strict=True):
-        target = weight.reshape(direction.shape)
-        if not of_weight or target.untyped_storage()._cdata != weight.untyped_storage()._cdata:
-            plain.append((weight, _laid_out(rotate(direction, of_weight), weight)))
-            continue
-        *others, (number, basis) = of_weight.items()
-        result, *factors = _factors(target, rotate(direction, dict(others)), number, basis)
-        result.baddbmm_(*factors, alpha=-1)  # the last product also subtracts
-    if plain:
-        torch._foreach_sub_(*zip(*plain, strict=True))
-
-
-def _laid_out(direction: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-    """The direction in the weight's shape and strides: only with equal strides one kernel updates many tensors."""
-    assert direction is not None, "parameters without a gradient are not updated"
-    step = direction.reshape(weight.shape)
-    return step if step.stride() == weight.stride() else torch.empty_like(weight).copy_(step)
 
 
 def _update_statistics(
@@ -299,14 +253,9 @@ def _update_statistics(
 
 
 def outer_product(x: torch.Tensor, number: int) -> torch.Tensor:
-    """G Gᵀ of x, unfolded to a matrix G whose rows are along the side `number`; float32 for bfloat16."""
-    unfolded = _unfolded(x, number)
-    before, size, after = unfolded.shape
-    if before > 1 and size > after:  # one product for each of `before` would be larger than x
-        unfolded = unfolded.transpose(0, 1).reshape(1, size, -1)
-    if x.dtype is torch.bfloat16:
-        return torch.bmm(unfolded, unfolded.mT, out_dtype=torch.float32).sum(0)
-    return torch.bmm(unfolded, unfolded.mT).sum(0)
+    """G Gᵀ of x, unfolded to a matrix G whose rows are along the side `number`."""
+    rows = x.movedim(number, 0).flatten(1)
+    return rows @ rows.mT
 
 
 def eigenbasis(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
