@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ON_GPU
 from torch import nn
 from triton_compile import ARCHITECTURES, compile_kernel
 from triton_interpreter import interpreted
@@ -26,8 +27,8 @@ SKIPPED = 3  # the number of a step
 def train(network: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for parameter in network.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(memory_format=torch.channels_last_3d)
-    update(optimizer, torch.tensor(number != SKIPPED))
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+    update(optimizer, torch.tensor(number != SKIPPED, device=parameter.device))
 
 
 def small_network() -> nn.Module:
@@ -46,11 +47,14 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_the_kernel_computes_what_the_products_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_the_kernel_computes_what_the_products_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No bit changes in a step that is skipped."""
-    expected, network = small_network(), small_network()
-    products = build_optimizer(OPTIONS, expected.named_parameters(), 0.01)
-    with by_kernel(monkeypatch):
+    expected, network = small_network().to(device), small_network().to(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(soap, "has_kernel", lambda weight: False)
+        products = build_optimizer(OPTIONS, expected.named_parameters(), 0.01)
+    with by_kernel(monkeypatch) if device == "cpu" else contextlib.nullcontext():
         optimizer: Any = build_optimizer(OPTIONS, network.named_parameters(), 0.01)
         assert len(optimizer._by_kernel) == 2
         for number in range(6):
