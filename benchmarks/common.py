@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.timing import summary as summary
 from utils import cli
 from utils.data.loaders import Batch, Loader
 from utils.distributed.devices import synchronize
@@ -34,6 +34,8 @@ YAML = str(REPOSITORY / "config" / "UNet.yaml")
 RUNS = Path("runs/studies")
 # torchrun gives its ranks, which have process groups of their own, this long to end before it kills them.
 GRACE_SECONDS = 40.0
+CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate: waits may be too long but not too short
+LONGEST_WAIT = 0.05  # s
 TYPES = {int: cli.positive, type(None): cli.positive}  # of options by the type of their default; others are themselves
 
 
@@ -180,6 +182,34 @@ def interleaved(measures: Mapping[str, Callable[[], float]], trials: int, warmup
             if number >= warmup:
                 values[name].append(value)
     return values
+
+
+def repeat(call: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Seconds of each of several calls after a warm-up: as many calls as fit into `seconds`, 3 to 500."""
+    call()  # compiles, allocates, and runs cuDNN's search
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    issued = time.perf_counter() - started
+    synchronize(device)
+    count = min(max(int(seconds / max(time.perf_counter() - started, 1e-6)), 3), 500)
+    if device.type != "cuda":
+        return timeit.repeat(call, number=1, repeat=count)
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2))
+    # The device sleeps until the calls are queued: otherwise the launch of a short kernel would be timed.
+    torch.cuda._sleep(int(min(1.5 * issued * count, LONGEST_WAIT) * CYCLES_PER_SECOND))
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        call()
+        end.record()
+    synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, range and all values."""
+    spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+    return {**spread, "trials": list(values)}
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:

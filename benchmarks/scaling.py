@@ -218,8 +218,7 @@ def report(plan: Plan, options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__, config="demo", ranks=[1, 2, 4], trials=3)
-    parser.set_defaults(output=common.RESULTS / "scaling")
+    parser = common.Parser(__doc__, config="demo", ranks=[1, 2, 4], trials=3, output=common.RESULTS / "scaling")
     parser.add_argument("--weak", nargs="*", type=positive, metavar="BATCH", help="samples per rank (the config's)")
     parser.add_argument("--strong", nargs="*", type=positive, metavar="BATCH", help="samples of all ranks (the same)")
     parser.add_argument("--batches", type=positive, help="batches per benchmark trial (30; 5 on a CPU)")
