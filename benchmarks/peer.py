@@ -44,12 +44,16 @@ def network_module(directory: Path) -> ModuleType:
 
 def batches(directory: Path, config: Config) -> Iterator[Batch]:
     """Epoch after epoch of the tutorial's loader, with the volume in memory; the first is loaded before it returns."""
-    keys = ("train_path", "val_path", "box_size", "data_size", "Nsamples", "Nsamples_val", "local_batch_size")
+    keys = ("box_size", "data_size", "Nsamples", "Nsamples_val", "local_batch_size")
     settings = {key: getattr(config, key) for key in keys}
-    for key in ("train_path", "val_path"):  # it reads one file
-        settings[key] = settings[key] if isinstance(settings[key], str) else settings[key][0]
-    settings["data_loader_config"] = "inmem"
-    settings |= {"distributed": False, "enable_benchy": False, "use_cache": None, "num_data_workers": 1}
+    settings |= {key: config.paths(key)[0] for key in ("train_path", "val_path")}  # it reads one file
+    settings |= {
+        "data_loader_config": "inmem",
+        "distributed": False,
+        "enable_benchy": False,
+        "use_cache": None,
+        "num_data_workers": 1,
+    }
     module = load(directory, "utils/data_loader.py", "get_data_loader_distributed")
     loader, _ = module.get_data_loader_distributed(SimpleNamespace(**settings), 0)
     return (Batch(*pair) for _ in itertools.count() for pair in loader)
@@ -77,8 +81,6 @@ def narrower(module: ModuleType, factor: int) -> Callable[[SimpleNamespace], nn.
 class Step:
     """The tutorial's step, with the initial weights of `network`, a U-Net of this project."""
 
-    compiled = False
-
     def __init__(self, directory: Path, network: nn.Module, device: torch.device, plain: bool = False) -> None:
         """plain: without options, in float32, and with the channels of `network`."""
         module, channels = network_module(directory), network.get_parameter("last.bias").numel()
@@ -91,19 +93,18 @@ class Step:
                 theirs.copy_(ours)
         self._loss = module.loss_func if plain else getattr(module, LOSS)
         self._lambda_rho = 0.0 if plain else torch.zeros(1, channels, 1, 1, 1, device=device)
-        self._optimizer = torch.optim.Adam(self.network.parameters(), fused=None if plain else True)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), fused=None if plain else True)
         self._scaler = torch.amp.GradScaler(device.type, enabled=not plain)
 
     def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.param_groups[0]["lr"] = lr
         loss = self._differentiate(batch)
-        self._scaler.step(self._optimizer)
+        self._scaler.step(self.optimizer)
         self._scaler.update()
         return loss
 
     def _differentiate(self, batch: Batch) -> torch.Tensor:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         with torch.autocast(self._device.type, torch.float16, enabled=not self._plain):
             loss: torch.Tensor = self._loss(self.network(batch.inputs), batch.targets, self._lambda_rho)
             loss.item()

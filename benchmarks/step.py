@@ -362,9 +362,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.sets and (options.call or options.dry_run):
         raise UserError("--sets measures these sets alone; remove --call and --dry_run, or --sets")
     if options.peer is not None:
-        peer.load(
-            options.peer, "networks/UNet.py", "UNet", peer.LOSS
-        )  # refuses another directory before anything is measured
+        peer.network_module(options.peer)  # refuses another directory before anything is measured
         options.peer = options.peer.absolute()
         options.sets = options.sets and [*dict.fromkeys([*options.sets, PEER])]
     elif PEER in (options.sets or ()):
