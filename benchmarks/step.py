@@ -111,7 +111,7 @@ OTHERS: Sets = [("own", "EMA"), ("own", "G"), ("cudnn 128",), ("cudnn 16",), ("T
 def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
     """The config of a set of options at these sizes."""
     base = {
-        **loaders.volume_keys(*loaders.volumes(options.box, options.crop)),
+        **loaders.volume_keys(options.box, options.crop),
         "data_size": options.crop,
         "local_batch_size": options.batch,
         "network.width": options.width,
@@ -196,7 +196,6 @@ def measure(options: argparse.Namespace) -> None:
         rates = common.interleaved(measures, options.trials, warmup=0)
         entries = [entry_of(name, training, rates, options.sets[0]) for name, training in built.items()]
         for entry, training in zip(entries, built.values(), strict=True):
-            entry["ms"] = 1e3 * training.config.global_batch_size / entry["SYNTHETIC"]["median"]
             entry["floor ms"] = floor.milliseconds(training.config, cold, copies)
         result = {"unit": "samples/s", layers.COLD: cold, "copies TB/s at the start": copies, "ladder": entries}
         common.save("step", options, result, markdown(entries, cold))
@@ -228,6 +227,7 @@ def entry_of(name: str, training: Training, rates: Mapping[str, Sequence[float]]
         "gradient norm of the warm-up steps": training.gradient_norms,
         "device GiB": max(training.memory.values(), default=None),
         "device GiB at most until": training.memory,
+        "ms": 1e3 * (config.global_batch_size or 0) / synthetic["median"],
     }
 
 
@@ -328,10 +328,8 @@ class Call:
             for path in self._directory.glob("part/*.json"):  # also of a process that failed later, in the profiler
                 measured = read_json(path)
                 self.results["ladder"] += measured.pop("ladder", [])
-                self.results = {
-                    **{key: measured[key] for key in (layers.COLD, layers.WARM, "layers") if key in measured},
-                    **self.results,
-                }
+                first = {key: measured[key] for key in (layers.COLD, layers.WARM, "layers") if key in measured}
+                self.results = first | self.results
                 path.unlink()
             if self._options.call == 2 and log.exists():
                 self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
