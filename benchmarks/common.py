@@ -58,6 +58,15 @@ class Parser(cli.Parser):
                 signal.signal(number, end_by_signal)
         return parsed, rest
 
+    def parse_in_repository(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Also makes the repository the working directory; given paths stay, but --runs is one in the repository."""
+        options = self.parse_args(argv)
+        for name, value in vars(options).items():
+            if isinstance(value, Path) and name != "runs":
+                setattr(options, name, value.absolute())
+        os.chdir(REPOSITORY)
+        return options
+
 
 def end_by_signal(number: int, frame: object) -> NoReturn:
     sys.stderr.write(f"ended by {signal.Signals(number).name}\n")
@@ -216,13 +225,6 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     """Mean, standard deviation (NaN for a single value) and the values."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
-
-
-def drop_pages(path: Path) -> None:
-    """Drops a file from the page cache. Linux only."""
-    with open(path, "rb", buffering=0) as file:
-        os.fsync(file.fileno())  # pages not yet written cannot be dropped
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def endless(loader: Loader) -> Generator[Batch, None, None]:

@@ -6,9 +6,7 @@ python -m benchmarks.forest --size fine    the same with boxes of 256³ cells of
 
 Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, and evaluates them on held-out boxes of
 the volumes that they are trained on. Results are written after the training and after each evaluation; after an
-interruption the same command continues. The log has the seconds of each part. On an H200, --size full should need 130 s
-for six boxes (one alone took 42 s), 150 s to train on 327,680 samples (3,545 per second, and the start), 60 s to fit
-FGPA and 60 s for evaluations; only the rate of the training was measured with this code.
+interruption the same command continues. The log has the seconds of each part.
 
 FGPA smooths the dark matter over the length with the smallest error on the training box. The fitted FGPA has the power
 law of the temperatures of that box, and a length of its own; the transfer function is fitted to that box, too. An error
@@ -18,7 +16,6 @@ the simulation, compared with the same box in smaller cells (benchmarks/converge
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -210,9 +207,7 @@ def draw(blocks: Mapping[str, Block], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__, seeds=None, runs=common.RUNS)
     parser.add_argument("--size", choices=SIZES, default="demo", help="of network and boxes (%(default)s)")
-    options = parser.parse_args(argv)
-    options.output = options.output.absolute()
-    os.chdir(common.REPOSITORY)
+    options = parser.parse_in_repository(argv)
     name = SIZES[options.size]
     chosen, made = study.STUDIES[name], study.STUDIES[name].simulated(options.runs)
     options.seeds = options.seeds or chosen.seeds

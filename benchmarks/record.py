@@ -12,7 +12,6 @@ with their data: start, compilation and validations do not count.
 
 import itertools
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,13 +111,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__, seeds=None, runs=common.RUNS)
     parser.add_argument("--peer", type=Path, help="a clone of the SC21 tutorial, to run all rows")
     parser.add_argument("--size", choices=NAMES, default="small", help="(%(default)s)")
-    options = parser.parse_args(argv)
+    options = parser.parse_in_repository(argv)
     name, study = NAMES[options.size], STUDIES[NAMES[options.size]]
     seeds, stored = options.seeds or study.seeds, options.output / f"{name}.json"
     if options.peer is None and not stored.exists():
         raise UserError(f"{stored} has no goal yet: give --peer, a clone of the SC21 tutorial")
-    directory = options.peer and options.peer.resolve()
-    os.chdir(common.REPOSITORY)
+    directory = options.peer
     training_runs = training_runs_of(name, seeds, options.runs, {})
     peer_runs, goal = list[dict[str, Any]](), math.nan
     if directory is None:

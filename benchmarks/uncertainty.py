@@ -10,7 +10,6 @@ is the mean over cells and channels in nats, of Gaussian and of Laplace errors, 
 
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -107,9 +106,8 @@ def report(result: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
-    options.output, runs, forest = options.output.absolute(), options.runs, study.STUDIES["forest"]
-    os.chdir(common.REPOSITORY)
+    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_in_repository(argv)
+    runs, forest = options.runs, study.STUDIES["forest"]
     training, simulated = study.trained("forest", options.seeds, runs, 1), Boxes(forest.simulation, VOLUMES, runs)
     checkpoints = [run.checkpoint for run in training]
     density = TrainedNetwork.load(checkpoints[0], common.this_machine().device).channels[1][0]
