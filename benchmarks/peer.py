@@ -81,6 +81,8 @@ def narrower(module: ModuleType, factor: int) -> Callable[[SimpleNamespace], nn.
 class Step:
     """The tutorial's step, with the initial weights of `network`, a U-Net of this project."""
 
+    compiled = False
+
     def __init__(self, directory: Path, network: nn.Module, device: torch.device, plain: bool = False) -> None:
         """plain: without options, in float32, and with the channels of `network`."""
         module, channels = network_module(directory), network.get_parameter("last.bias").numel()

@@ -205,13 +205,12 @@ def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> d
     """
     goal = statistics.fmean(result["curve"][-1][study.measure] for result in reference)
     sign = 1 if study.rises else -1
-
-    def first(curve: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
-        return next((point for point in curve if sign * point[study.measure] >= sign * goal), None)
-
     whole = {result["seed"]: result["curve"][-1] for result in reference}
-    points = {result["seed"]: first(result["curve"]) for result in results} if results is not reference else whole
-    reached = {seed: point for seed, point in points.items() if point is not None}
+    reached = dict(whole) if results is reference else {}
+    for result in results:
+        for point in result["curve"]:
+            if sign * point[study.measure] >= sign * goal:
+                reached.setdefault(result["seed"], point)
     summary: dict[str, Any] = {"reached": len(reached)}
     if len(reached) == len(results) and reached.keys() <= whole.keys():
         for key in ("samples", "seconds"):
@@ -314,9 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
     options = parser.parse_args(argv)
     for name in ("logs", "output", "runs"):  # logs and results name no directory of this machine
-        setattr(
-            options, name, getattr(options, name) and Path(os.path.relpath(getattr(options, name), common.REPOSITORY))
-        )
+        if path := getattr(options, name):
+            setattr(options, name, Path(os.path.relpath(path, common.REPOSITORY)))
     os.chdir(common.REPOSITORY)
     study, runs = STUDIES[options.study], options.runs
     options.seeds = options.seeds or study.seeds
