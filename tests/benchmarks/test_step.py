@@ -145,57 +145,28 @@ def test_the_floor_counts_the_products_of_a_step_and_each_value_once() -> None:
     assert slow_copies == pytest.approx(sum(size for _, size in works.values()) / 1e6, rel=1e-3)
 
 
-TUTORIAL = """
-import torch
-from torch import nn
-
-@torch.jit.script
-def loss_func_opt_final(output, target, lambda_rho):
-    return torch.mean(torch.abs(output - target) + lambda_rho * torch.abs(torch.exp(output) - torch.exp(target)))
-
-class UNet(nn.Module):
-    def __init__(self, params):
-        super().__init__()
-        assert not params.full_scale
-        self.down = nn.ModuleList(nn.Conv3d(a, b, 4, 2, 1) for a, b in ((4, 4), (4, 8), (8, 16)))
-        ends = ((16, 8), (16, 4), (8, params.N_out_channels))
-        self.up = nn.ModuleList(nn.ConvTranspose3d(a, b, 4, 2, 1) for a, b in ends)
-
-    def forward(self, x):
-        skips = []
-        for layer in self.down:
-            skips.append(x := nn.functional.leaky_relu(layer(x)))
-        skips.pop()
-        for layer in self.up[:-1]:
-            x = torch.cat([torch.relu(layer(x)), skips.pop()], 1)
-        return torch.tanh(self.up[-1](x))
-"""
-
-
-def test_the_tutorial_is_measured_on_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for its file, with the same names; it starts from the same weights. Other directories are refused."""
+def test_the_tutorial_is_measured_on_the_same_batches(clone: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """It starts from the same weights. Other directories are refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
-    file = tmp_path / "tutorial/networks/UNet.py"
-    file.parent.mkdir(parents=True)
-    command = ["--sets", "float32", "--size=tiny", f"--peer={tmp_path / 'tutorial'}", f"--output={tmp_path}"]
+    command = ["--sets", "float32", "--size=tiny", f"--output={tmp_path}"]
     for text in (None, "import torch.nothing", "class UNet:", "class UNet:\n    pass\n"):
         if text is not None:
-            file.write_text(text)
+            (tmp_path / "networks").mkdir(exist_ok=True)
+            (tmp_path / "networks/UNet.py").write_text(text)
         with pytest.raises(UserError, match="is not a clone of the SC21 tutorial"):
-            step.main(command)
-    file.write_text(TUTORIAL)
-    step.main(command)
+            step.main([*command, f"--peer={tmp_path}"])
+    step.main([*command, f"--peer={clone}"])
     ours, theirs = json.loads((tmp_path / "step.json").read_text())["ladder"]
     assert theirs["name"] == PEER
     assert theirs["SYNTHETIC"]["min"] > 0 < theirs["first step s"]
     for name in ("loss", "gradient norm"):
         values = [entry[f"{name} of the warm-up steps"] for entry in (ours, theirs)]
         assert values[0] == pytest.approx(values[1], rel=0.02), "float16 alone differs"
-    options: Any = SimpleNamespace(call=1, peer=tmp_path / "tutorial", size="cuda", batch=64, output=tmp_path)
+    options: Any = SimpleNamespace(call=1, peer=clone, size="cuda", batch=64, output=tmp_path)
     words = {part.name: part.words for part in step.parts_of(options)}
-    assert f"--peer={tmp_path / 'tutorial'}" in words[f"own, {PEER}"]
+    assert f"--peer={clone}" in words[f"own, {PEER}"]
     with pytest.raises(UserError, match="needs --peer"):
         step.main(["--sets", PEER])
 
