@@ -69,19 +69,21 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_forked(tmp_path: Path) -> Callable[..., str]:
-    """Stands in for `failure_of`: runs a real training on one rank, but forked, so that it need not import torch."""
+def run_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Replaces `failure_of`: runs a real training on one rank, but forked, so that it need not import torch."""
 
     def failure_of(command: Sequence[str], log: Path, limit: float) -> str:
         assert command[0] == sys.executable
         done = processes.run(command[1:], tmp_path / "output")
         return common.failure_reason(done.returncode, done.stdout + done.stderr)
 
+    monkeypatch.setattr(common, "failure_of", failure_of)
+    monkeypatch.chdir(tmp_path)  # studies change the directory
     return failure_of
 
 
 @pytest.fixture
-def run_or_draw(run_forked: Callable[..., str], volume_file: Callable[..., Path]) -> Callable[..., str]:
+def run_or_draw(run_forked: Callable[..., str], volume_file: Callable[..., Path], monkeypatch: Any) -> Any:
     """As `run_forked`, but a simulation writes random values with the attributes of a simulated box."""
     pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
     from simulation import simulate
@@ -96,4 +98,5 @@ def run_or_draw(run_forked: Callable[..., str], volume_file: Callable[..., Path]
             file.attrs.update(simulate.file_attributes(options))
         return ""
 
+    monkeypatch.setattr(common, "failure_of", failure_of)
     return failure_of

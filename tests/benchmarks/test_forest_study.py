@@ -63,7 +63,6 @@ def test_an_interrupted_study_continues(
     monkeypatch.setattr(results, "save", save_or_stop)
     monkeypatch.setattr(forest, "LENGTHS", (0.2,))
     monkeypatch.setattr(forest, "relation", lambda *_: (1e4, 1.5))  # so little training may predict hot gas alone
-    monkeypatch.chdir(tmp_path)
     arguments = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path}"]
     with pytest.raises(Interruption):
         forest.main(arguments)

@@ -75,8 +75,6 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
 def test_trainings_run_once_and_are_compared(tmp_path: Path, monkeypatch: Any, capsys: Any, run_forked: Any) -> None:
     """Finished runs are kept, regardless of their commit. Their logs are copied without checkpoints and evaluations."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
-    monkeypatch.setattr(common, "failure_of", run_forked)
-    monkeypatch.chdir(tmp_path)  # main changes the directory
     arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
     settings = ("num_epochs=2", "Nsamples=320", "Nsamples_val=40", "report_pictures=false")
     arguments += [f"--set={setting}" for setting in settings]
@@ -108,8 +106,6 @@ def test_a_diverged_training_does_not_end_the_study(
 ) -> None:
     """The others are trained and reported, and the study ends with the reason."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
-    monkeypatch.setattr(common, "failure_of", run_forked)
-    monkeypatch.chdir(tmp_path)
     finished: list[tuple[str, int]] = []
     run = Training.run
 
@@ -146,9 +142,7 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
         evaluate={"a": {}, "b": {"redshift": 4.0, "cell": 1.0}},
     )
     monkeypatch.setitem(STUDIES, "generalization", toy)
-    monkeypatch.setattr(common, "failure_of", run_or_draw)
     monkeypatch.setattr(boxes, "SIGHTLINES", 4)
-    monkeypatch.chdir(tmp_path)
     arguments = ["generalization", "--seeds=1", f"--runs={tmp_path}", f"--output={tmp_path}", "--set=device=cpu"]
     study.main(arguments)
     path = tmp_path / "study_generalization.json"
