@@ -37,11 +37,7 @@ from utils import config as configs
 from utils.cli import read_changes
 from utils.data.datasets import open_dataset
 from utils.data.loaders import open_volumes
-from utils.data.loaders.classification import ClassificationLoader
-from utils.data.plan import ShufflePlan
 from utils.data.task import CLASSES, task_of
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import tags
 from utils.run.checkpoint import read_weights, saved_steps, step_directory
@@ -151,12 +147,12 @@ class Training:
         network.load_state_dict(read_weights(self.checkpoint)["network"])
         network.eval()
         dataset, splits = open_dataset(self.config.dataset)
-        samples = len(splits["train"].labels)
-        plan, world = ShufflePlan(samples, samples, split="valid"), World(Launch("single process"), torch.device("cpu"))
-        loader = ClassificationLoader(splits["train"], plan, batch_size=500, scale=dataset.scale, world=world)
+        images, labels = (torch.from_numpy(values) for values in (splits["train"].inputs, splits["train"].labels))
+        scale = dataset.scale if images.dtype == torch.uint8 else 1  # others are indices of words
         with torch.no_grad():
-            right = sum(float(accuracy(network(inputs), labels)) * len(labels) for inputs, labels in loader.epoch(0))
-        return right / samples
+            batches = zip(images.split(500), labels.split(500), strict=True)
+            right = sum(float(accuracy(network(scale * inputs), classes)) * len(classes) for inputs, classes in batches)
+        return right / len(labels)
 
 
 def training_runs_of(
@@ -230,11 +226,7 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
     last = [{**result, **result["curve"][-1]} for result in results]
     measures = [study.measure, LOSS, "Loss/train", "seconds", *([ACCURACY] if ACCURACY in last[0] else [])]
     return {
-        "name": condition.name,
-        "config": condition.config,
-        "changes": dict(condition.changes),
-        "ranks": condition.ranks,
-        "script": list(condition.script),
+        **{key: getattr(condition, key) for key in ("name", "config", "changes", "ranks", "script")},
         "global batch": config.global_batch_size,
         "steps": config.total_steps,
         "epochs": config.num_epochs,
