@@ -116,17 +116,15 @@ class Block:
 
     smoothing: Mapping[str, Mapping[str, Any]]  # see fitted_smoothing
     evaluations: list[Results] = field(default_factory=list)
-
-    @property
-    def fluxes(self) -> list[Flux]:
-        return [evaluation.flux for evaluation in self.evaluations if evaluation.flux is not None]
+    fluxes: list[Flux] = field(default_factory=list)  # of the evaluations
 
     def add(self, result: Results, fitted: Results) -> None:
         """Adds an evaluation, with the fitted FGPA of another one, whose smoothing is that of its own fit."""
         assert result.flux is not None
         assert fitted.flux is not None
         fields = {**result.flux.fields, FITTED_FGPA: fitted.flux.fields[FITTED_FGPA]}
-        self.evaluations.append(replace(result, flux=replace(result.flux, fields=fields)))
+        self.fluxes.append(replace(result.flux, fields=fields))
+        self.evaluations.append(replace(result, flux=self.fluxes[-1]))
 
     @property
     def truth(self) -> Mapping[str, Any]:
@@ -143,12 +141,11 @@ class Block:
 
 def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Each measure's values by method; those of no method's name are the prediction's."""
-    values, others = result["measures"], [f", {name}" for name in METHODS if name != PREDICTION]
-    labels = [name.removesuffix(f", {PREDICTION}") for name in values if not name.endswith(tuple(others))]
-    rows = {}
-    for label in labels:
-        rows[label] = {name: values.get(f"{label}, {name}") for name in METHODS} | {TRUTH: result[TRUTH].get(label)}
-        rows[label][PREDICTION] = values.get(f"{label}, {PREDICTION}", values.get(label))
+    rows: dict[str, dict[str, Any]] = {}
+    for key, values in result["measures"].items():
+        method = next((name for name in METHODS if key.endswith(f", {name}")), PREDICTION)
+        label = key.removesuffix(f", {method}")
+        rows.setdefault(label, {**dict.fromkeys(METHODS), TRUTH: result[TRUTH].get(label)})[method] = values
     return rows
 
 

@@ -80,13 +80,11 @@ def library_calls(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tup
     return list(zip(cudnn, plain, strict=True))
 
 
-def measure(
-    name: str, layer: Any, batch: int, side: int, device: torch.device, choice: plan.Choice
-) -> list[dict[str, Any]]:
+def measure(name: str, layer: Any, batch: int, side: int, choice: plan.Choice) -> list[dict[str, Any]]:
     """A row for each pass of a layer; `side`: D of the small grid."""
-    dtype, (small, large) = half(device), layer.weight.shape[:2]
+    device, (small, large) = layer.weight.device, layer.weight.shape[:2]
     s, l, w = (  # noqa: E741
-        torch.randn(shape, device=device).to(dtype, memory_format=torch.channels_last_3d)
+        torch.randn(shape, device=device).to(half(device), memory_format=torch.channels_last_3d)
         for shape in ((batch, small, *[side] * 3), (batch, large, *[2 * side] * 3), (small, large, 4, 4, 4))
     )
     is_down, kinds, rows = name.startswith("down"), ["forward", "input gradient", "weight gradient"], []
@@ -137,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     choices = plan.make(network, plan.Setting("auto", options.crop, half(device), device))
     for name, layer in network.named_children():
         side = options.crop >> (1 if name == "last" else int(name[-1]))
-        result["layers"] += measure(name, layer, options.batch, side, device, choices[name])
+        result["layers"] += measure(name, layer, options.batch, side, choices[name])
         common.save("layers", options, result, markdown(result))
     result[WARM] = matmul_rate(device)
     common.publish("layers", options, result, markdown(result))

@@ -123,8 +123,7 @@ class PlainDataset(Dataset):
 
 def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
     """Batches of a PyTorch DataLoader."""
-    workers = options.workers
-    loader = DataLoader(PlainDataset(options), options.batch, num_workers=workers, persistent_workers=True)
+    loader = DataLoader(PlainDataset(options), options.batch, num_workers=options.workers, persistent_workers=True)
     while True:
         yield from loader
 

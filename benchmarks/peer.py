@@ -21,8 +21,6 @@ from utils.config import Config
 from utils.data.loaders import Batch
 from utils.errors import UserError
 
-LOSS = "loss_func_opt_final"
-
 
 def load(directory: Path, file: str, *names: str) -> ModuleType:
     """A module of the tutorial with these names; UserError if the directory is not a clone of the tutorial."""
@@ -37,7 +35,7 @@ def load(directory: Path, file: str, *names: str) -> ModuleType:
 
 
 def network_module(directory: Path) -> ModuleType:
-    return load(directory, "networks/UNet.py", "UNet", LOSS)
+    return load(directory, "networks/UNet.py", "UNet", "loss_func_opt_final")
 
 
 def batches(directory: Path, config: Config) -> Iterator[Batch]:
@@ -64,7 +62,7 @@ class Step:
         self.network, self._device, self._plain = module.UNet(settings).to(device), device, plain
         for theirs, ours in zip(self.network.parameters(), network.parameters(), strict=True):
             theirs.data = ours.detach().clone(memory_format=torch.contiguous_format)  # perhaps of fewer channels
-        self._loss = module.loss_func if plain else getattr(module, LOSS)
+        self._loss = module.loss_func if plain else module.loss_func_opt_final
         self._lambda_rho = 0.0 if plain else torch.zeros(1, channels, 1, 1, 1, device=device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), fused=None if plain else True)
         self._scaler = torch.amp.GradScaler(device.type, enabled=not plain)

@@ -5,9 +5,7 @@ python -m benchmarks.record                 the newest row again, for the goal t
 python -m benchmarks.record --size full --peer DIR     on a GPU, at the tutorial's size
 
 docs/records.md states the task. Rows after the first are the conditions of the study `record`, or `record_full`, in
-benchmarks/studies.yaml. They run in turn, seed by seed, are kept in --runs, and are saved after each run. A row counts
-until the first validation whose loss is that of row 0 at its end, as a mean over the seeds. Seconds are those of steps
-with their data: start, compilation and validations do not count.
+benchmarks/studies.yaml. They run in turn, seed by seed, are kept in --runs, and are saved after each run.
 """
 
 import itertools

@@ -132,9 +132,8 @@ class Training:
         build_loader = get_loader(self.config.data_loader_config).build
         opened = stack.enter_context(build_loader(open_volumes(self.config), world))
         self._note_memory("volumes")
-        step = build.step(
-            self.config, world, build.network_with_loss(self.config), GraphStep if chosen.graph else EagerStep
-        )
+        step_class = GraphStep if chosen.graph else EagerStep
+        step = build.step(self.config, world, build.network_with_loss(self.config), step_class)
         stack.callback(step.close)
         self.step: Any = step if name != PEER else peer.Step(options.peer, step.network, world.device)
         self._batches = stack.enter_context(closing(common.endless(opened.train)))
@@ -262,10 +261,8 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     """The parts of a call, in order."""
     if options.call == 2:
         pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
-        files = (common.REPOSITORY / "tests").rglob("test_*.py")
-        marked = [
-            path for path in files if re.search(r"mark\.gpu|from devices import", path.read_text(encoding="utf-8"))
-        ]
+        files, marks = (common.REPOSITORY / "tests").rglob("test_*.py"), re.compile(r"mark\.gpu|from devices import")
+        marked = [path for path in files if marks.search(path.read_text(encoding="utf-8"))]
         marked.sort(key=lambda path: -path.stat().st_size)  # no process is left with a long one at the end
         return [Part(path.name, [*pytest, str(path.relative_to(common.REPOSITORY))], 0) for path in marked]
     parts, output = [], f"--output={options.output / 'part'}"
@@ -292,13 +289,12 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
 
 def timeline(parts: Sequence[Part], minutes: float) -> str:
     """The parts that a call would reach at the assumed costs, with the seconds of their start and end."""
-    now, limit, rows = START, 60 * minutes - WRITING - GRACE, []
+    now, rows = START, []
     for part in parts:
-        if now + part.seconds <= limit:
-            rows.append((part.name, f"{now:.0f}", f"{now + part.seconds:.0f}"))
-            now += part.seconds
-        else:
-            rows.append((part.name, "not reached", ""))
+        end = now + part.seconds
+        reached = end <= 60 * minutes - WRITING - GRACE
+        rows.append((part.name, f"{now:.0f}", f"{end:.0f}") if reached else (part.name, "not reached", ""))
+        now = end if reached else now
     return common.table(("part", "starts after s", "ends after s"), rows)
 
 
