@@ -36,6 +36,7 @@ RUNS = Path("runs/studies")
 GRACE_SECONDS = 40.0
 CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate: waits may be too long but not too short
 LONGEST_WAIT = 0.05  # s
+Drawing = Callable[[Path], object]  # writes a plot
 TYPES = {int: cli.positive, type(None): cli.positive}  # of options by the type of their default; others are themselves
 
 
@@ -249,11 +250,7 @@ def save(name: str, options: argparse.Namespace, result: Mapping[str, Any], text
 
 
 def publish(
-    name: str,
-    options: argparse.Namespace,
-    result: Mapping[str, Any],
-    text: str,
-    draw: Callable[[Path], object] | None = None,
+    name: str, options: argparse.Namespace, result: Mapping[str, Any], text: str, draw: Drawing | None = None
 ) -> None:
     """Writes result and report, and the plot of `draw` as <name>.png; prints the report."""
     path = save(name, options, result, text)

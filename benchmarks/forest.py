@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     training = [{"condition": run.condition.name, **run.result()} for run in training_runs]
     blocks: dict[str, Block] = {}
 
-    def write(publish: Callable[..., object], *drawing: Callable[[Path], object]) -> None:
+    def write(publish: Callable[..., object], *drawing: common.Drawing) -> None:
         results = {volume: block.result() for volume, block in blocks.items()}
         publish(name, options, {"volumes": results, "training": training}, page(results, training), *drawing)
 

@@ -93,9 +93,8 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
     """Total length that the intervals cover; overlaps count once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
-        if end > reached:
-            total += end - max(start, reached)
-            reached = end
+        total += max(end - max(start, reached), 0)
+        reached = max(end, reached)
     return total
 
 

@@ -22,7 +22,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result, text = report(options.study, training_runs, runs)
     except UserError as error:
         raise failure or error from None
-    drawing: Callable[[Path], object] | None = None
+    drawing: common.Drawing | None = None
     if len(study.evaluate) > 1:
         drawing = functools.partial(boxes.draw, result["evaluations"])
     elif len({training.config.loss for training in training_runs}) == 1:  # others have curves of different scales

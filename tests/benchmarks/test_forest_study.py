@@ -14,11 +14,9 @@ from benchmarks import common, forest
 from benchmarks.study import STUDIES, Condition, Study
 from utils.errors import UserError
 
-SIMULATION = {
-    **{"redshift": 3.0, "cosmology": "planck18", "cell": 0.3125},
-    **{"train": {"grid": 16, "seeds": [1]}, "valid": {"grid": 16, "seeds": [2]}},
-    **{"held_out": {"grid": 16, "seeds": [11, 12]}},
-}
+SEEDS = {"train": [1], "valid": [2], "held_out": [11, 12]}
+SIMULATION: dict[str, Any] = {part: {"grid": 16, "seeds": seeds} for part, seeds in SEEDS.items()}
+SIMULATION |= {"redshift": 3.0, "cosmology": "planck18", "cell": 0.3125}
 CHANGES = {"device": "cpu", "report_baselines": False, "report_pictures": False, "log_noise_scale": False}
 
 

@@ -28,9 +28,8 @@ def test_rows_count_until_the_goal_and_the_newest_runs_again(
     record.main([*options, f"--peer={clone}"])
     written = json.loads((tmp_path / "out/record.json").read_text())
     zero, _, other = written["rows"]
-    assert zero["name"] == record.PEER
     assert written["goal"] == zero["loss"]["mean"] == pytest.approx(sum(zero["loss"]["values"]) / 2)
-    assert (zero["samples"]["values"], zero["reached"]) == ([48, 48], 2)
+    assert (zero["name"], zero["samples"]["values"], zero["reached"]) == (record.PEER, [48, 48], 2)
     assert other["samples"]["values"] == [0, 0]
     assert all(loss <= written["goal"] for loss in other["loss"]["values"])
     assert str(tmp_path) not in (tmp_path / "out/record.json").read_text().replace(files["train_path"], "")

@@ -67,8 +67,7 @@ def test_the_study_launches_every_point_with_the_same_threads(tmp_path: Path, mo
     text = (tmp_path / "scaling.md").read_text()
     assert text.strip() in capsys.readouterr().out
     stored = (common.RESULTS / "scaling/scaling.md").read_text()
-    heads = [next(line for line in table.splitlines() if line.startswith("| ranks")) for table in (text, stored)]
-    assert heads[0] == heads[1]
+    assert next(line for line in text.splitlines() if line.startswith("| ranks")) in stored.splitlines()
     (tmp_path / "points" / points[1].name(2)).unlink()
     scaling.main([*words, "--collect"])
     result = json.loads((tmp_path / "scaling.json").read_text())
