@@ -35,7 +35,7 @@ LABELS = "68 %", "95 %", "slope"  # shares of errors within σ and 1.96 σ; slop
 
 
 def predicted(networks: Sequence[Path], file: str, runs: Path) -> list[torch.Tensor]:
-    """Means and variances of predictions under 8 reflections, and the target, [C, x, y, z]: every second cell per axis."""
+    """Means and variances of predictions of 8 reflections, and the target, [C, x, y, z]: every second cell per axis."""
     path = runs / "uncertainty" / f"{'_'.join(path.parents[1].name for path in networks)}_{Path(file).stem}.pt"
     if not path.exists():
         world, options = common.this_machine(), InferenceOptions(symmetries=8)
