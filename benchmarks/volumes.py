@@ -16,7 +16,6 @@ import h5py
 import numpy as np
 import torch
 
-import evaluate
 import predict
 from benchmarks import common
 from utils.errors import UserError
@@ -46,6 +45,8 @@ def make_files(folder: Path, width: int, crop: int, times: int) -> tuple[Path, P
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    import evaluate  # needs optional libraries
+
     sizes, folder = {"grid": 256, "crop": 64, "width": 8, "trials": 3}, Path("data/volumes")
     options = common.Parser(__doc__, **sizes, folder=folder, device="cpu").parse_args(argv)
     options.folder = options.folder.absolute()
