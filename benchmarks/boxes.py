@@ -110,27 +110,22 @@ class Boxes:
         return evaluated
 
 
-def evaluate(checkpoint: Path, file: str, **settings: Any) -> results.Results:
-    """Evaluates a network on a volume; `settings` are those of the evaluation.
+def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:
+    """The evaluation of a network on a volume with these settings, which is kept as long as both are older.
 
     Studies compare what networks learn, so their densities are not calibrated.
     """
-    world = common.this_machine()
-    trained = TrainedNetwork.load(checkpoint, world.device, calibrated=False)
-    options = FluxOptions(**{"sightlines": SIGHTLINES, **settings})
-    with closing(VolumeFields(file, None, trained.config)) as fields:
-        predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
-        return fields.evaluate(predictor, {"input": file}, world, options)
-
-
-def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:
-    """The evaluation of a network on a volume with these settings, which is kept as long as both are older."""
     stem = "_".join([Path(file).stem, *(f"{key}={Path(str(value)).name}" for key, value in settings.items())])
     path = runs / "evaluations" / checkpoint.parents[1].name / f"{stem}.npz"
     if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
         return results.load(path)
+    world = common.this_machine()
     with common.logged(f"evaluating {path.parent.name} on {Path(file).stem}"):
-        result = evaluate(checkpoint, file, **settings)
+        trained = TrainedNetwork.load(checkpoint, world.device, calibrated=False)
+        options = FluxOptions(**{"sightlines": SIGHTLINES, **settings})
+        with closing(VolumeFields(file, None, trained.config)) as fields:
+            predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
+            result = fields.evaluate(predictor, {"input": file}, world, options)
         path.parent.mkdir(parents=True, exist_ok=True)
         results.save(result, path)
     return result
@@ -198,15 +193,13 @@ def markdown(evaluations: Evaluations) -> str:
     rows = [[*names, *(common.plus_minus(values.get(name), ".3g") for name in shown)] for *names, values in every]
     tables = [common.table(["volume", "condition", *shown], rows, left=2)]
     if len(evaluations) > 1:
-        conditions, nothing = _conditions(evaluations), {"L1": None}
+        conditions, errors, ratios = _conditions(evaluations), [], []
         general = [name for name in conditions if name not in (SPECIALIST, COPYING)]
-        errors, ratios = [], []
         for volume, measured in evaluations.items():
-            means = (common.plus_minus(measured.get(name, nothing)["L1"], ".5f") for name in conditions)
-            errors.append([volume, *means])
-            if SPECIALIST in measured:
-                alone = measured[SPECIALIST]["L1"]["mean"]
-                ratios.append([volume, *(f"{measured[name]['L1']['mean'] / alone:.2f}" for name in general)])
-        heads = ["L1", *conditions], [f"L1 / {SPECIALIST}", *general]
-        tables[:0] = [common.table(*pair) for pair in zip(heads, (errors, ratios), strict=True)]
+            spread = {name: values["L1"] for name, values in measured.items()}
+            errors.append([volume, *(common.plus_minus(spread.get(name), ".5f") for name in conditions)])
+            if alone := spread.get(SPECIALIST):
+                ratios.append([volume, *(f"{spread[name]['mean'] / alone['mean']:.2f}" for name in general)])
+        ratio_table = common.table([f"L1 / {SPECIALIST}", *general], ratios)
+        tables = [common.table(["L1", *conditions], errors), ratio_table, *tables]
     return "\n\n".join(tables)

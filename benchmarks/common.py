@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.timing import summary as summary
 from utils import cli
 from utils.data.loaders import Batch, Loader
 from utils.distributed.devices import synchronize
@@ -34,6 +34,9 @@ YAML = str(REPOSITORY / "config" / "UNet.yaml")
 RUNS = Path("runs/studies")
 # torchrun gives its ranks, which have process groups of their own, this long to end before it kills them.
 GRACE_SECONDS = 40.0
+CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate: waits may be too long but not too short
+LONGEST_WAIT = 0.05  # s
+Drawing = Callable[[Path], object]  # writes a plot
 TYPES = {int: cli.positive, type(None): cli.positive}  # of options by the type of their default; others are themselves
 
 
@@ -55,6 +58,15 @@ class Parser(cli.Parser):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, end_by_signal)
         return parsed, rest
+
+    def parse_in_repository(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Also makes the repository the working directory; given paths stay, but --runs is one in the repository."""
+        options = self.parse_args(argv)
+        for name, value in vars(options).items():
+            if isinstance(value, Path) and name != "runs":
+                setattr(options, name, value.absolute())
+        os.chdir(REPOSITORY)
+        return options
 
 
 def end_by_signal(number: int, frame: object) -> NoReturn:
@@ -182,17 +194,38 @@ def interleaved(measures: Mapping[str, Callable[[], float]], trials: int, warmup
     return values
 
 
+def repeat(call: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Seconds of each of several calls after a warm-up: as many calls as fit into `seconds`, 3 to 500."""
+    call()  # compiles, allocates, and runs cuDNN's search
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    issued = time.perf_counter() - started
+    synchronize(device)
+    count = min(max(int(seconds / max(time.perf_counter() - started, 1e-6)), 3), 500)
+    if device.type != "cuda":
+        return timeit.repeat(call, number=1, repeat=count)
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2))
+    # The device sleeps until the calls are queued: otherwise the launch of a short kernel would be timed.
+    torch.cuda._sleep(int(min(1.5 * issued * count, LONGEST_WAIT) * CYCLES_PER_SECOND))
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        call()
+        end.record()
+    synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, range and all values."""
+    spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+    return {**spread, "trials": list(values)}
+
+
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     """Mean, standard deviation (NaN for a single value) and the values."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
-
-
-def drop_pages(path: Path) -> None:
-    """Drops a file from the page cache. Linux only."""
-    with open(path, "rb", buffering=0) as file:
-        os.fsync(file.fileno())  # pages not yet written cannot be dropped
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def endless(loader: Loader) -> Generator[Batch, None, None]:
@@ -217,11 +250,7 @@ def save(name: str, options: argparse.Namespace, result: Mapping[str, Any], text
 
 
 def publish(
-    name: str,
-    options: argparse.Namespace,
-    result: Mapping[str, Any],
-    text: str,
-    draw: Callable[[Path], object] | None = None,
+    name: str, options: argparse.Namespace, result: Mapping[str, Any], text: str, draw: Drawing | None = None
 ) -> None:
     """Writes result and report, and the plot of `draw` as <name>.png; prints the report."""
     path = save(name, options, result, text)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import timing
+from benchmarks import common
 from networks.ops.plan import layers_of
 from utils.config import Config
 from utils.data.loaders.base import meta_batch
@@ -25,7 +25,7 @@ def copy_rate(device: torch.device) -> float:
     """Median TB/s of repeated copies of a large tensor, read and written."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    return 2e-12 * source.nbytes / statistics.median(timing.repeat(lambda: target.copy_(source), device, 0.2))
+    return 2e-12 * source.nbytes / statistics.median(common.repeat(lambda: target.copy_(source), device, 0.2))
 
 
 def work(config: Config) -> Iterator[tuple[str, float, float]]:

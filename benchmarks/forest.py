@@ -6,9 +6,7 @@ python -m benchmarks.forest --size fine    the same with boxes of 256³ cells of
 
 Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, and evaluates them on held-out boxes of
 the volumes that they are trained on. Results are written after the training and after each evaluation; after an
-interruption the same command continues. The log has the seconds of each part. On an H200, --size full should need 130 s
-for six boxes (one alone took 42 s), 150 s to train on 327,680 samples (3,545 per second, and the start), 60 s to fit
-FGPA and 60 s for evaluations; only the rate of the training was measured with this code.
+interruption the same command continues. The log has the seconds of each part.
 
 FGPA smooths the dark matter over the length with the smallest error on the training box. The fitted FGPA has the power
 law of the temperatures of that box, and a length of its own; the transfer function is fitted to that box, too. An error
@@ -18,7 +16,6 @@ the simulation, compared with the same box in smaller cells (benchmarks/converge
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -119,17 +116,15 @@ class Block:
 
     smoothing: Mapping[str, Mapping[str, Any]]  # see fitted_smoothing
     evaluations: list[Results] = field(default_factory=list)
-
-    @property
-    def fluxes(self) -> list[Flux]:
-        return [evaluation.flux for evaluation in self.evaluations if evaluation.flux is not None]
+    fluxes: list[Flux] = field(default_factory=list)  # of the evaluations
 
     def add(self, result: Results, fitted: Results) -> None:
         """Adds an evaluation, with the fitted FGPA of another one, whose smoothing is that of its own fit."""
         assert result.flux is not None
         assert fitted.flux is not None
         fields = {**result.flux.fields, FITTED_FGPA: fitted.flux.fields[FITTED_FGPA]}
-        self.evaluations.append(replace(result, flux=replace(result.flux, fields=fields)))
+        self.fluxes.append(replace(result.flux, fields=fields))
+        self.evaluations.append(replace(result, flux=self.fluxes[-1]))
 
     @property
     def truth(self) -> Mapping[str, Any]:
@@ -146,12 +141,11 @@ class Block:
 
 def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Each measure's values by method; those of no method's name are the prediction's."""
-    values, others = result["measures"], [f", {name}" for name in METHODS if name != PREDICTION]
-    labels = [name.removesuffix(f", {PREDICTION}") for name in values if not name.endswith(tuple(others))]
-    rows = {}
-    for label in labels:
-        rows[label] = {name: values.get(f"{label}, {name}") for name in METHODS} | {TRUTH: result[TRUTH].get(label)}
-        rows[label][PREDICTION] = values.get(f"{label}, {PREDICTION}", values.get(label))
+    rows: dict[str, dict[str, Any]] = {}
+    for key, values in result["measures"].items():
+        method = next((name for name in METHODS if key.endswith(f", {name}")), PREDICTION)
+        label = key.removesuffix(f", {method}")
+        rows.setdefault(label, {**dict.fromkeys(METHODS), TRUTH: result[TRUTH].get(label)})[method] = values
     return rows
 
 
@@ -210,9 +204,7 @@ def draw(blocks: Mapping[str, Block], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__, seeds=None, runs=common.RUNS)
     parser.add_argument("--size", choices=SIZES, default="demo", help="of network and boxes (%(default)s)")
-    options = parser.parse_args(argv)
-    options.output = options.output.absolute()
-    os.chdir(common.REPOSITORY)
+    options = parser.parse_in_repository(argv)
     name = SIZES[options.size]
     chosen, made = study.STUDIES[name], study.STUDIES[name].simulated(options.runs)
     options.seeds = options.seeds or chosen.seeds
@@ -223,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     training = [{"condition": run.condition.name, **run.result()} for run in training_runs]
     blocks: dict[str, Block] = {}
 
-    def write(publish: Callable[..., object], *drawing: Callable[[Path], object]) -> None:
+    def write(publish: Callable[..., object], *drawing: common.Drawing) -> None:
         results = {volume: block.result() for volume, block in blocks.items()}
         publish(name, options, {"volumes": results, "training": training}, page(results, training), *drawing)
 

@@ -6,7 +6,6 @@ Trains the demo's networks on a box at z = 3 (study `forest`), and evaluates the
 cells and cosmologies, and on copies of boxes whose inputs were changed.
 """
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,9 +67,7 @@ def changed(file: str, name: str, channels: Sequence[Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     from scipy.stats import spearmanr
 
-    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
-    options.output = options.output.absolute()
-    os.chdir(common.REPOSITORY)
+    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_in_repository(argv)
     training, held_out = study.trained("forest", options.seeds, options.runs, 1), {"grid": 96, "seeds": [21, 22]}
     config, simulation = training[0].config, {**study.STUDIES["forest"].simulation, "held_out": held_out}
     simulated, channels = boxes.Boxes(simulation, VOLUMES, options.runs), config.volume_channels[0]

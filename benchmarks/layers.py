@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import common, timing
+from benchmarks import common
 from networks.ops import HOPPER, padded, plan
 from networks.ops.blocks import cells_weight, has_few_channels, space_to_depth
 from networks.ops.hopper.tiles import BLOCK
@@ -46,7 +46,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float
     left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
     left, right = left.to(dtype or half(device)), right.to(dtype or half(device))
     product = torch.empty_like(left)
-    return 2e-12 * size**3 / statistics.median(timing.repeat(lambda: torch.mm(left, right, out=product), device, 0.5))
+    return 2e-12 * size**3 / statistics.median(common.repeat(lambda: torch.mm(left, right, out=product), device, 0.5))
 
 
 # s [N, Cs, D, D, D], l [N, Cl, 2D, 2D, 2D] and w [Cs, Cl, 4, 4, 4] as coarse, fine and weights in hopper/common.py.
@@ -80,13 +80,11 @@ def library_calls(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tup
     return list(zip(cudnn, plain, strict=True))
 
 
-def measure(
-    name: str, layer: Any, batch: int, side: int, device: torch.device, choice: plan.Choice
-) -> list[dict[str, Any]]:
+def measure(name: str, layer: Any, batch: int, side: int, choice: plan.Choice) -> list[dict[str, Any]]:
     """A row for each pass of a layer; `side`: D of the small grid."""
-    dtype, (small, large) = half(device), layer.weight.shape[:2]
+    device, (small, large) = layer.weight.device, layer.weight.shape[:2]
     s, l, w = (  # noqa: E741
-        torch.randn(shape, device=device).to(dtype, memory_format=torch.channels_last_3d)
+        torch.randn(shape, device=device).to(half(device), memory_format=torch.channels_last_3d)
         for shape in ((batch, small, *[side] * 3), (batch, large, *[2 * side] * 3), (small, large, 4, 4, 4))
     )
     is_down, kinds, rows = name.startswith("down"), ["forward", "input gradient", "weight gradient"], []
@@ -95,11 +93,11 @@ def measure(
         kinds[:2] = kinds[1::-1]
     for kind, kernel, (cudnn, plain) in zip(kinds, own, library_calls(s, l, w), strict=True):
         row = {"layer": name, "pass": kind, "GFLOP": 2e-9 * 64 * s.numel() * large}
-        row[f"{CUDNN} ms"] = 1e3 * statistics.median(timing.repeat(cudnn, device, 0.1))
+        row[f"{CUDNN} ms"] = 1e3 * statistics.median(common.repeat(cudnn, device, 0.1))
         if kernel is None:
             row["skipped"] = choice.reason
         else:
-            row[f"{OWN} ms"] = 1e3 * statistics.median(timing.repeat(kernel, device, 0.1))
+            row[f"{OWN} ms"] = 1e3 * statistics.median(common.repeat(kernel, device, 0.1))
             expected, actual = plain().float(), kernel().float()
             row["error"] = float((actual - expected).norm() / expected.norm())
         rows.append(row)
@@ -126,8 +124,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__, batch=64, crop=64, width=64)
-    parser.set_defaults(output=Path("runs/layers"))
+    parser = common.Parser(__doc__, batch=64, crop=64, width=64, output=Path("runs/layers"))
     options, device = parser.parse_args(argv), common.this_machine().device
     if options.crop % 2:
         raise UserError(f"--crop {options.crop} is odd; a U-Net halves it")
@@ -138,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     choices = plan.make(network, plan.Setting("auto", options.crop, half(device), device))
     for name, layer in network.named_children():
         side = options.crop >> (1 if name == "last" else int(name[-1]))
-        result["layers"] += measure(name, layer, options.batch, side, device, choices[name])
+        result["layers"] += measure(name, layer, options.batch, side, choices[name])
         common.save("layers", options, result, markdown(result))
     result[WARM] = matmul_rate(device)
     common.publish("layers", options, result, markdown(result))

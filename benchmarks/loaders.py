@@ -9,13 +9,14 @@ Throughput is measured in interleaved trials in one process; each start in a new
 import argparse
 import functools
 import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from utils.data import symmetry
 from utils.data.loaders import LOADERS, DataSplits, dali, get_loader, open_volumes
 from utils.data.loaders.base import sample_plan
 from utils.errors import UserError
+from utils.files import atomic_write
 from utils.volumes.convert_to_npy import convert
 
 FIELDS = {"Nbody": 4, "Hydro": 5}  # channels
@@ -39,43 +41,29 @@ UNTIMED_BATCHES = 6
 STARTS = ("start seconds", "first epoch seconds", "later epoch seconds", "first epoch / later")  # of three epochs
 
 
-def volumes(box: int, crop: int, npy: bool = False) -> tuple[Path, Path]:
-    """A training volume, and a validation volume of one crop; they are created in data/ if they are missing."""
-    paths = Path(f"data/benchmark_{box}.h5"), Path(f"data/benchmark_{crop}.h5")
-    for path, side in zip(paths, (box, crop), strict=True):
+def volume_keys(box: int, crop: int, npy: bool = False) -> dict[str, Any]:
+    """The config's keys for a training volume, and a validation volume of one crop; makes missing files in data/."""
+    keys: dict[str, Any] = {"box_size": [box, crop]}
+    for split, side in (("train", box), ("val", crop)):
+        path = Path(f"data/benchmark_{side}.h5")
+        copies = {kind: path.with_name(f"{path.stem}_{kind}.npy") for kind in ("data", "label")}
         if not path.exists():
             make_volume(path, side)
-        if npy and not all(copy.exists() for copy in npy_paths(path).values()):
+        if npy and not all(copy.exists() for copy in copies.values()):
             convert(path, overwrite=True)
-    return paths
+        keys |= {f"{split}_path": str(path), **{f"{split}_path_npy_{kind}": str(copies[kind]) for kind in copies}}
+    return keys
 
 
 def make_volume(path: Path, box: int) -> None:
     """Random values: compressible pages would make every loader look faster."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    generator, partial = np.random.default_rng(0), path.with_suffix(".partial")
-    with h5py.File(partial, "w") as file:
+    generator = np.random.default_rng(0)
+    with atomic_write([path]) as (partial,), h5py.File(partial, "w") as file:
         for name, channels in FIELDS.items():
             dataset = file.create_dataset(name, (channels, box, box, box), "f4")
             for channel in range(channels):
                 dataset[channel] = 2 * generator.random((box, box, box), np.float32) - 1
-    partial.rename(path)
-
-
-def npy_paths(path: Path) -> dict[str, Path]:
-    """The file's .npy copies by kind."""
-    return {kind: path.with_name(f"{path.stem}_{kind}.npy") for kind in ("data", "label")}
-
-
-def volume_keys(train: Path, valid: Path) -> dict[str, Any]:
-    """The config's keys for these files."""
-    keys: dict[str, Any] = {"box_size": []}
-    for split, path in (("train", train), ("val", valid)):
-        with h5py.File(path) as file:
-            keys["box_size"].append(file["Nbody"].shape[-1])
-        keys[f"{split}_path"] = str(path)
-        keys |= {f"{split}_path_npy_{kind}": str(copy) for kind, copy in npy_paths(path).items()}
-    return keys
 
 
 def available(device: torch.device) -> list[str]:
@@ -96,7 +84,7 @@ def available(device: torch.device) -> list[str]:
 def loader_config(options: argparse.Namespace, name: str) -> Config:
     """The config of one loader."""
     keys = {
-        **volume_keys(*volumes(options.box, options.crop, npy=get_loader(name).reads == "npy")),
+        **volume_keys(options.box, options.crop, npy=get_loader(name).reads == "npy"),
         "data_loader_config": name,
         "data_size": options.crop,
         "local_batch_size": options.batch,
@@ -135,8 +123,7 @@ class PlainDataset(Dataset):
 
 def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
     """Batches of a PyTorch DataLoader."""
-    workers = options.workers
-    loader = DataLoader(PlainDataset(options), options.batch, num_workers=workers, persistent_workers=True)
+    loader = DataLoader(PlainDataset(options), options.batch, num_workers=options.workers, persistent_workers=True)
     while True:
         yield from loader
 
@@ -168,10 +155,8 @@ def throughput(options: argparse.Namespace, names: Sequence[str], device: torch.
             ways[f"plain DataLoader, {options.workers} processes"] = endless_plain(options)
         for name in names:
             ways[name] = common.endless(stack.enter_context(build_loader(options, name)).train)
-        measures: dict[str, Callable[[], float]] = {}
-        for name, way in ways.items():
-            stack.callback(way.close)
-            measures[name] = functools.partial(delivered, way, options, device)
+        opened = {name: stack.enter_context(closing(way)) for name, way in ways.items()}
+        measures = {name: functools.partial(delivered, way, options, device) for name, way in opened.items()}
         bounds = {"memory copy (bound)": (host, host)}
         if device.type == "cuda":
             bounds |= {"copy to the device (bound)": (host, device), "copy on the device (bound)": (device, device)}
@@ -183,9 +168,11 @@ def throughput(options: argparse.Namespace, names: Sequence[str], device: torch.
 def start(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Starts one loader with its files out of the page cache, and runs three epochs. Linux only."""
     npy = get_loader(name).reads == "npy"
-    for path in volumes(options.box, options.crop, npy):
-        for file in npy_paths(path).values() if npy else [path]:
-            common.drop_pages(file)
+    for key, path in volume_keys(options.box, options.crop, npy).items():
+        if "path" in key and ("npy" in key) == npy:
+            with open(path, "rb", buffering=0) as file:
+                os.fsync(file.fileno())  # pages not yet written cannot be dropped
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     device, started = common.this_machine().device, time.perf_counter()
     with build_loader(options, name) as loaders:
         common.synchronize(device)

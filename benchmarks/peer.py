@@ -9,11 +9,10 @@ data to a GPU, and its network has a quarter of the channels and, as with `full_
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +20,6 @@ from torch import nn
 from utils.config import Config
 from utils.data.loaders import Batch
 from utils.errors import UserError
-
-LOSS = "loss_func_opt_final"
-WIDTH = 64  # channels of the tutorial's first layer
 
 
 def load(directory: Path, file: str, *names: str) -> ModuleType:
@@ -39,71 +35,47 @@ def load(directory: Path, file: str, *names: str) -> ModuleType:
 
 
 def network_module(directory: Path) -> ModuleType:
-    return load(directory, "networks/UNet.py", "UNet", LOSS)
+    return load(directory, "networks/UNet.py", "UNet", "loss_func_opt_final")
 
 
 def batches(directory: Path, config: Config) -> Iterator[Batch]:
     """Epoch after epoch of the tutorial's loader, with the volume in memory; the first is loaded before it returns."""
-    keys = ("train_path", "val_path", "box_size", "data_size", "Nsamples", "Nsamples_val", "local_batch_size")
+    keys = ("box_size", "data_size", "Nsamples", "Nsamples_val", "local_batch_size")
     settings = {key: getattr(config, key) for key in keys}
-    for key in ("train_path", "val_path"):  # it reads one file
-        settings[key] = settings[key] if isinstance(settings[key], str) else settings[key][0]
-    settings["data_loader_config"] = "inmem"
-    settings |= {"distributed": False, "enable_benchy": False, "use_cache": None, "num_data_workers": 1}
+    settings |= {key: config.paths(key)[0] for key in ("train_path", "val_path")}  # it reads one file
+    settings |= {"data_loader_config": "inmem", "num_data_workers": 1, "use_cache": None}
+    settings |= {"distributed": False, "enable_benchy": False}
     module = load(directory, "utils/data_loader.py", "get_data_loader_distributed")
     loader, _ = module.get_data_loader_distributed(SimpleNamespace(**settings), 0)
     return (Batch(*pair) for _ in itertools.count() for pair in loader)
 
 
-def narrower(module: ModuleType, factor: int) -> Callable[[SimpleNamespace], nn.Module]:
-    """The tutorial's UNet with fewer channels."""
-
-    def build(settings: SimpleNamespace) -> nn.Module:
-        for name in ("down_conv", "up_conv"):
-            full = getattr(module, name)
-
-            def layer(before: int, after: int, full: Callable[..., nn.Module] = full) -> nn.Module:
-                return full(before if before < factor * 4 else before // factor, after // factor)
-
-            setattr(module, name, layer)
-        network: Any = module.UNet(settings)
-        wide = network.conv_last
-        network.conv_last = nn.ConvTranspose3d(wide.in_channels // factor, wide.out_channels, 4, stride=2, padding=1)
-        return network
-
-    return build
-
-
 class Step:
-    """The tutorial's step, with the initial weights of `network`, a U-Net of this project."""
+    """The tutorial's step, with the initial weights and the channels of `network`, a U-Net of this project."""
 
     compiled = False
 
     def __init__(self, directory: Path, network: nn.Module, device: torch.device, plain: bool = False) -> None:
-        """plain: without options, in float32, and with the channels of `network`."""
+        """plain: without options, in float32."""
         module, channels = network_module(directory), network.get_parameter("last.bias").numel()
         settings = SimpleNamespace(full_scale=hasattr(network, "down6"), N_out_channels=channels)
-        width = network.get_parameter("down1.bias").numel()
-        build = narrower(module, WIDTH // width) if plain and width < WIDTH else module.UNet
-        self.network, self._device, self._plain = build(settings).to(device), device, plain
-        with torch.no_grad():
-            for theirs, ours in zip(self.network.parameters(), network.parameters(), strict=True):
-                theirs.copy_(ours)
-        self._loss = module.loss_func if plain else getattr(module, LOSS)
+        self.network, self._device, self._plain = module.UNet(settings).to(device), device, plain
+        for theirs, ours in zip(self.network.parameters(), network.parameters(), strict=True):
+            theirs.data = ours.detach().clone(memory_format=torch.contiguous_format)  # perhaps of fewer channels
+        self._loss = module.loss_func if plain else module.loss_func_opt_final
         self._lambda_rho = 0.0 if plain else torch.zeros(1, channels, 1, 1, 1, device=device)
-        self._optimizer = torch.optim.Adam(self.network.parameters(), fused=None if plain else True)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), fused=None if plain else True)
         self._scaler = torch.amp.GradScaler(device.type, enabled=not plain)
 
     def __call__(self, batch: Batch, lr: float) -> torch.Tensor:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.param_groups[0]["lr"] = lr
         loss = self._differentiate(batch)
-        self._scaler.step(self._optimizer)
+        self._scaler.step(self.optimizer)
         self._scaler.update()
         return loss
 
     def _differentiate(self, batch: Batch) -> torch.Tensor:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         with torch.autocast(self._device.type, torch.float16, enabled=not self._plain):
             loss: torch.Tensor = self._loss(self.network(batch.inputs), batch.targets, self._lambda_rho)
             loss.item()

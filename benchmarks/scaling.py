@@ -180,13 +180,10 @@ def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**asdict(point), "device": runs[0]["provenance"]["device"], **measured}
 
 
-def efficiencies(series: Sequence[Point], points: Mapping[Point, Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Samples/s per rank relative to the fewest ranks that were measured, by kind and number of ranks."""
-    relative: dict[str, dict[int, float]] = {}
-    for kind in KINDS:
-        rates = {point.ranks: points[point][kind]["median"] / point.ranks for point in series if point in points}
-        relative[kind] = {ranks: rate / next(iter(rates.values())) for ranks, rate in rates.items()}
-    return relative
+def efficiencies(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Samples/s per rank relative to the first point, by kind and number of ranks."""
+    rates = {kind: {point["ranks"]: point[kind]["median"] / point["ranks"] for point in points} for kind in KINDS}
+    return {kind: {ranks: rate / next(iter(of.values())) for ranks, rate in of.items()} for kind, of in rates.items()}
 
 
 def report(plan: Plan, options: argparse.Namespace) -> None:
@@ -196,11 +193,12 @@ def report(plan: Plan, options: argparse.Namespace) -> None:
     heads += ["efficiency SYNTHETIC", "efficiency FULL", *OVERHEADS, "n"]
     parts, series = [], []
     for title, places in plan.series.items():
-        efficiency, rows = efficiencies(places, points), []
-        for point in (point for point in places if point in points):
-            values = points[point]
-            cells = [plan.mark(point.ranks), str(point.local_batch), *(common.ranged(values[kind]) for kind in KINDS)]
-            cells += [f"{100 * efficiency[kind][point.ranks]:.1f} %" for kind in ("SYNTHETIC", "FULL")]
+        measured, rows = [points[place] for place in places if place in points], []
+        efficiency = efficiencies(measured)
+        for values in measured:
+            ranks = values["ranks"]
+            cells = [plan.mark(ranks), values["local_batch"], *(common.ranged(values[kind]) for kind in KINDS)]
+            cells += [f"{100 * efficiency[kind][ranks]:.1f} %" for kind in ("SYNTHETIC", "FULL")]
             cells += [f"{100 * values[name]['median']:.1f} %" for name in OVERHEADS]
             rows.append([*cells, values["FULL"]["n"]])
         parts.append(f"**{title}**\n\n{common.table(heads, rows, left=0)}")
@@ -218,8 +216,7 @@ def report(plan: Plan, options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__, config="demo", ranks=[1, 2, 4], trials=3)
-    parser.set_defaults(output=common.RESULTS / "scaling")
+    parser = common.Parser(__doc__, config="demo", ranks=[1, 2, 4], trials=3, output=common.RESULTS / "scaling")
     parser.add_argument("--weak", nargs="*", type=positive, metavar="BATCH", help="samples per rank (the config's)")
     parser.add_argument("--strong", nargs="*", type=positive, metavar="BATCH", help="samples of all ranks (the same)")
     parser.add_argument("--batches", type=positive, help="batches per benchmark trial (30; 5 on a CPU)")

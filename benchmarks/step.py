@@ -110,7 +110,7 @@ OTHERS: Sets = [("own", "EMA"), ("own", "G"), ("cudnn 128",), ("cudnn 16",), ("T
 def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
     """The config of a set of options at these sizes."""
     base = {
-        **loaders.volume_keys(*loaders.volumes(options.box, options.crop)),
+        **loaders.volume_keys(options.box, options.crop),
         "data_size": options.crop,
         "local_batch_size": options.batch,
         "network.width": options.width,
@@ -131,9 +131,8 @@ class Training:
         build_loader = get_loader(self.config.data_loader_config).build
         opened = stack.enter_context(build_loader(open_volumes(self.config), world))
         self._note_memory("volumes")
-        step = build.step(
-            self.config, world, build.network_with_loss(self.config), GraphStep if chosen.graph else EagerStep
-        )
+        step_class = GraphStep if chosen.graph else EagerStep
+        step = build.step(self.config, world, build.network_with_loss(self.config), step_class)
         stack.callback(step.close)
         self.step: Any = step if name != PEER else peer.Step(options.peer, step.network, world.device)
         self._batches = stack.enter_context(closing(common.endless(opened.train)))
@@ -191,7 +190,6 @@ def measure(options: argparse.Namespace) -> None:
         rates = common.interleaved(measures, options.trials, warmup=0)
         entries = [entry_of(name, training, rates, options.sets[0]) for name, training in built.items()]
         for entry, training in zip(entries, built.values(), strict=True):
-            entry["ms"] = 1e3 * training.config.global_batch_size / entry["SYNTHETIC"]["median"]
             entry["floor ms"] = floor.milliseconds(training.config, cold, copies)
         result = {"unit": "samples/s", layers.COLD: cold, "copies TB/s at the start": copies, "ladder": entries}
         common.save("step", options, result, markdown(entries, cold))
@@ -223,6 +221,7 @@ def entry_of(name: str, training: Training, rates: Mapping[str, Sequence[float]]
         "gradient norm of the warm-up steps": training.gradient_norms,
         "device GiB": max(training.memory.values(), default=None),
         "device GiB at most until": training.memory,
+        "ms": 1e3 * (config.global_batch_size or 0) / synthetic["median"],
     }
 
 
@@ -257,10 +256,8 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
     """The parts of a call, in order."""
     if options.call == 2:
         pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
-        files = (common.REPOSITORY / "tests").rglob("test_*.py")
-        marked = [
-            path for path in files if re.search(r"mark\.gpu|from devices import", path.read_text(encoding="utf-8"))
-        ]
+        files, marks = (common.REPOSITORY / "tests").rglob("test_*.py"), re.compile(r"mark\.gpu|from devices import")
+        marked = [path for path in files if marks.search(path.read_text(encoding="utf-8"))]
         marked.sort(key=lambda path: -path.stat().st_size)  # no process is left with a long one at the end
         return [Part(path.name, [*pytest, str(path.relative_to(common.REPOSITORY))], 0) for path in marked]
     parts, output = [], f"--output={options.output / 'part'}"
@@ -287,13 +284,12 @@ def parts_of(options: argparse.Namespace) -> list[Part]:
 
 def timeline(parts: Sequence[Part], minutes: float) -> str:
     """The parts that a call would reach at the assumed costs, with the seconds of their start and end."""
-    now, limit, rows = START, 60 * minutes - WRITING - GRACE, []
+    now, rows = START, []
     for part in parts:
-        if now + part.seconds <= limit:
-            rows.append((part.name, f"{now:.0f}", f"{now + part.seconds:.0f}"))
-            now += part.seconds
-        else:
-            rows.append((part.name, "not reached", ""))
+        end = now + part.seconds
+        reached = end <= 60 * minutes - WRITING - GRACE
+        rows.append((part.name, f"{now:.0f}", f"{end:.0f}") if reached else (part.name, "not reached", ""))
+        now = end if reached else now
     return common.table(("part", "starts after s", "ends after s"), rows)
 
 
@@ -323,10 +319,8 @@ class Call:
             for path in self._directory.glob("part/*.json"):  # also of a process that failed later, in the profiler
                 measured = read_json(path)
                 self.results["ladder"] += measured.pop("ladder", [])
-                self.results = {
-                    **{key: measured[key] for key in (layers.COLD, layers.WARM, "layers") if key in measured},
-                    **self.results,
-                }
+                first = {key: measured[key] for key in (layers.COLD, layers.WARM, "layers") if key in measured}
+                self.results = first | self.results
                 path.unlink()
             if self._options.call == 2 and log.exists():
                 self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -357,9 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.sets and (options.call or options.dry_run):
         raise UserError("--sets measures these sets alone; remove --call and --dry_run, or --sets")
     if options.peer is not None:
-        peer.load(
-            options.peer, "networks/UNet.py", "UNet", peer.LOSS
-        )  # refuses another directory before anything is measured
+        peer.network_module(options.peer)  # refuses another directory before anything is measured
         options.peer = options.peer.absolute()
         options.sets = options.sets and [*dict.fromkeys([*options.sets, PEER])]
     elif PEER in (options.sets or ()):

@@ -93,23 +93,22 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
     """Total length that the intervals cover; overlaps count once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
-        if end > reached:
-            total += end - max(start, reached)
-            reached = end
+        total += max(end - max(start, reached), 0)
+        reached = max(end, reached)
     return total
 
 
 def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Categories of several sets of options, and the kernels of each that take longest."""
-    rows = [["step", *(f"{result['step_ms']:.3f}" for result in results.values())]]
-    for category in (*CATEGORIES, "gaps"):
-        rows.append([category, *(f"{result['categories'][category]:.3f}" for result in results.values())])
+    columns = [{"step": result["step_ms"], **result["categories"]} for result in results.values()]
+    rows = [[name, *(f"{column[name]:.3f}" for column in columns)] for name in ("step", *CATEGORIES, "gaps")]
     rows.append(["kernels per step", *(f"{result['kernels']:.0f}" for result in results.values())])
     parts = [table(("ms per step, not hidden behind a line above", *results), rows)]
     for name, result in results.items():
-        kernels = []
-        for entry in result["top"]:
-            kernels.append((f"`{entry['name'][:120]}`", entry["category"], f"{entry['ms']:.3f}", f"{entry['runs']:g}"))
+        kernels = [
+            (f"`{entry['name'][:120]}`", entry["category"], f"{entry['ms']:.3f}", f"{entry['runs']:g}")
+            for entry in result["top"]
+        ]
         parts.append(table((f"kernel of {name}", "category", "ms", "runs"), kernels, left=2))
     return "\n\n".join(parts)
 

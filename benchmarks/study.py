@@ -22,7 +22,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,7 @@ from utils import config as configs
 from utils.cli import read_changes
 from utils.data.datasets import open_dataset
 from utils.data.loaders import open_volumes
-from utils.data.loaders.classification import ClassificationLoader
-from utils.data.plan import ShufflePlan
 from utils.data.task import CLASSES, task_of
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run import tags
 from utils.run.checkpoint import read_weights, saved_steps, step_directory
@@ -151,12 +147,12 @@ class Training:
         network.load_state_dict(read_weights(self.checkpoint)["network"])
         network.eval()
         dataset, splits = open_dataset(self.config.dataset)
-        samples = len(splits["train"].labels)
-        plan, world = ShufflePlan(samples, samples, split="valid"), World(Launch("single process"), torch.device("cpu"))
-        loader = ClassificationLoader(splits["train"], plan, batch_size=500, scale=dataset.scale, world=world)
+        images, labels = (torch.from_numpy(values) for values in (splits["train"].inputs, splits["train"].labels))
+        scale = dataset.scale if images.dtype == torch.uint8 else 1  # others are indices of words
         with torch.no_grad():
-            right = sum(float(accuracy(network(inputs), labels)) * len(labels) for inputs, labels in loader.epoch(0))
-        return right / samples
+            batches = zip(images.split(500), labels.split(500), strict=True)
+            right = sum(float(accuracy(network(scale * inputs), classes)) * len(classes) for inputs, classes in batches)
+        return right / len(labels)
 
 
 def training_runs_of(
@@ -205,13 +201,12 @@ def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> d
     """
     goal = statistics.fmean(result["curve"][-1][study.measure] for result in reference)
     sign = 1 if study.rises else -1
-
-    def first(curve: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
-        return next((point for point in curve if sign * point[study.measure] >= sign * goal), None)
-
     whole = {result["seed"]: result["curve"][-1] for result in reference}
-    points = {result["seed"]: first(result["curve"]) for result in results} if results is not reference else whole
-    reached = {seed: point for seed, point in points.items() if point is not None}
+    reached = dict(whole) if results is reference else {}
+    for result in results:
+        for point in result["curve"]:
+            if sign * point[study.measure] >= sign * goal:
+                reached.setdefault(result["seed"], point)
     summary: dict[str, Any] = {"reached": len(reached)}
     if len(reached) == len(results) and reached.keys() <= whole.keys():
         for key in ("samples", "seconds"):
@@ -231,11 +226,7 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
     last = [{**result, **result["curve"][-1]} for result in results]
     measures = [study.measure, LOSS, "Loss/train", "seconds", *([ACCURACY] if ACCURACY in last[0] else [])]
     return {
-        "name": condition.name,
-        "config": condition.config,
-        "changes": dict(condition.changes),
-        "ranks": condition.ranks,
-        "script": list(condition.script),
+        **{key: getattr(condition, key) for key in ("name", "config", "changes", "ranks", "script")},
         "global batch": config.global_batch_size,
         "steps": config.total_steps,
         "epochs": config.num_epochs,
@@ -314,9 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
     options = parser.parse_args(argv)
     for name in ("logs", "output", "runs"):  # logs and results name no directory of this machine
-        setattr(
-            options, name, getattr(options, name) and Path(os.path.relpath(getattr(options, name), common.REPOSITORY))
-        )
+        if path := getattr(options, name):
+            setattr(options, name, Path(os.path.relpath(path, common.REPOSITORY)))
     os.chdir(common.REPOSITORY)
     study, runs = STUDIES[options.study], options.runs
     options.seeds = options.seeds or study.seeds
@@ -326,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result, text = report(options.study, training_runs, runs)
     except UserError as error:
         raise failure or error from None
-    drawing: Callable[[Path], object] | None = None
+    drawing: common.Drawing | None = None
     if len(study.evaluate) > 1:
         drawing = functools.partial(boxes.draw, result["evaluations"])
     elif len({training.config.loss for training in training_runs}) == 1:  # others have curves of different scales

@@ -10,7 +10,6 @@ is the mean over cells and channels in nats, of Gaussian and of Laplace errors, 
 
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,10 +35,7 @@ LABELS = "68 %", "95 %", "slope"  # shares of errors within σ and 1.96 σ; slop
 
 
 def predicted(networks: Sequence[Path], file: str, runs: Path) -> list[torch.Tensor]:
-    """Means and variances of predictions under 8 reflections, and the target, [C, x, y, z]: every second cell per axis.
-
-    They are kept for a later start.
-    """
+    """Means and variances of predictions of 8 reflections, and the target, [C, x, y, z]: every second cell per axis."""
     path = runs / "uncertainty" / f"{'_'.join(path.parents[1].name for path in networks)}_{Path(file).stem}.pt"
     if not path.exists():
         world, options = common.this_machine(), InferenceOptions(symmetries=8)
@@ -107,9 +103,8 @@ def report(result: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_args(argv)
-    options.output, runs, forest = options.output.absolute(), options.runs, study.STUDIES["forest"]
-    os.chdir(common.REPOSITORY)
+    options = common.Parser(__doc__, seeds=3, runs=common.RUNS).parse_in_repository(argv)
+    runs, forest = options.runs, study.STUDIES["forest"]
     training, simulated = study.trained("forest", options.seeds, runs, 1), Boxes(forest.simulation, VOLUMES, runs)
     checkpoints = [run.checkpoint for run in training]
     density = TrainedNetwork.load(checkpoints[0], common.this_machine().device).channels[1][0]

@@ -7,16 +7,16 @@ The volume is a simulated box of 64³ cells, repeated along each axis. The netwo
 one step. All trials are in one process; the first one includes the search for the fastest convolutions on a GPU.
 """
 
-import functools
-import importlib
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 
+import predict
 from benchmarks import common
 from utils.errors import UserError
 
@@ -44,13 +44,9 @@ def make_files(folder: Path, width: int, crop: int, times: int) -> tuple[Path, P
     return next(expdir.glob("demo/*/00/checkpoints/step_*")), large
 
 
-def seconds_of(program: str, flags: Sequence[str]) -> float:
-    main, started = importlib.import_module(program).main, time.perf_counter()
-    main(flags)
-    return time.perf_counter() - started
-
-
 def main(argv: Sequence[str] | None = None) -> None:
+    import evaluate  # needs optional libraries
+
     sizes, folder = {"grid": 256, "crop": 64, "width": 8, "trials": 3}, Path("data/volumes")
     options = common.Parser(__doc__, **sizes, folder=folder, device="cpu").parse_args(argv)
     options.folder = options.folder.absolute()
@@ -58,9 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--grid {options.grid} is not a multiple of {SIDE}")
     checkpoint, volume = make_files(options.folder, options.width, options.crop, options.grid // SIDE)
     gas, shared = options.folder / "gas.h5", [f"--input={volume}", "--overwrite", f"--device={options.device}"]
-    flags = {"predict": [f"--checkpoint={checkpoint}", f"--output={gas}", *shared]}
-    flags["evaluate"] = [f"--prediction={gas}", f"--output={options.folder / 'evaluation'}", *shared]
-    measures = {name: functools.partial(seconds_of, name, words) for name, words in flags.items()}
+    calls = {"predict": partial(predict.main, [f"--checkpoint={checkpoint}", f"--output={gas}", *shared])}
+    words = [f"--prediction={gas}", f"--output={options.folder / 'evaluation'}", *shared]
+    calls["evaluate"] = partial(evaluate.main, words)
+    measures = {name: partial(common.seconds_of, call, torch.device("cpu")) for name, call in calls.items()}
     seconds = common.interleaved(measures, options.trials, warmup=0)
     results = {name: common.summary(values) for name, values in seconds.items()}
     text = f"{options.grid}³ cells, width {options.width}, windows of {options.crop}³, {options.device}.\n\n"

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from analysis.evaluation.results import Results
-from benchmarks import boxes, common, forest
+from analysis.evaluation import results
+from benchmarks import common, forest
 from benchmarks.study import STUDIES, Condition, Study
 from utils.errors import UserError
 
-SIMULATION = {
-    **{"redshift": 3.0, "cosmology": "planck18", "cell": 0.3125},
-    **{"train": {"grid": 16, "seeds": [1]}, "valid": {"grid": 16, "seeds": [2]}},
-    **{"held_out": {"grid": 16, "seeds": [11, 12]}},
-}
+SEEDS = {"train": [1], "valid": [2], "held_out": [11, 12]}
+SIMULATION: dict[str, Any] = {part: {"grid": 16, "seeds": seeds} for part, seeds in SEEDS.items()}
+SIMULATION |= {"redshift": 3.0, "cosmology": "planck18", "cell": 0.3125}
 CHANGES = {"device": "cpu", "report_baselines": False, "report_pictures": False, "log_noise_scale": False}
 
 
@@ -38,7 +36,7 @@ def test_an_interrupted_study_continues(
     monkeypatch.setitem(STUDIES, "forest", Study(conditions, seeds=1, simulation=SIMULATION, evaluate=volumes))
     started: list[str] = []
     evaluated: list[str] = []
-    evaluate = boxes.evaluate
+    save = results.save
 
     def failure_of(command: Sequence[str], log: Path, **options: Any) -> str:
         started.append(next(word for word in command if word.startswith(("--output=", "--resume="))))
@@ -50,20 +48,19 @@ def test_an_interrupted_study_continues(
             raise Interruption
         return reason
 
-    def evaluate_or_stop(checkpoint: Path, file: str, **settings: Any) -> Results:
-        evaluated.append(f"{checkpoint.parents[1].name} {Path(file).stem}")
+    def save_or_stop(result: results.Results, path: Path) -> None:
+        evaluated.append(f"{path.parent.name} {path.stem}")
         if len(evaluated) == 2:
             raise Interruption
-        return evaluate(checkpoint, file, **settings)
+        save(result, path)
 
     truth = {"cell (Mpc/h)": 0.3125, "measures": {"PDF distance": {"mean": 0.07, "n": 1}}, "P1D ratio": [1.0] * 8}
     (tmp_path / "convergence.json").write_text(json.dumps({"settings": {"redshift": 3.0}, "results": [truth]}))
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(common, "failure_of", failure_of)
-    monkeypatch.setattr(boxes, "evaluate", evaluate_or_stop)
+    monkeypatch.setattr(results, "save", save_or_stop)
     monkeypatch.setattr(forest, "LENGTHS", (0.2,))
     monkeypatch.setattr(forest, "relation", lambda *_: (1e4, 1.5))  # so little training may predict hot gas alone
-    monkeypatch.chdir(tmp_path)
     arguments = [f"--runs={tmp_path / 'runs'}", f"--output={tmp_path}"]
     with pytest.raises(Interruption):
         forest.main(arguments)

@@ -17,13 +17,6 @@ from utils.errors import UserError
 SYNTHETIC = ["--config=test", "--data_loader_config=synthetic", "--set", "device=cpu"]
 
 
-def benchy(ranks: int, local: int, synthetic: float, full: float, no_comm: float | None = None) -> dict[str, Any]:
-    """A result as benchmark mode writes it."""
-    rates = {"IO": 9 * full, "SYNTHETIC": synthetic, "FULL": full, "NO-COMM": no_comm}
-    measured = {kind: {"median": rate, "trials": [rate]} for kind, rate in rates.items() if rate is not None}
-    return {"provenance": {"device": "a CPU"}, "ranks": ranks, "global_batch_size": ranks * local, **measured}
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -51,8 +44,9 @@ def test_the_study_launches_every_point_with_the_same_threads(tmp_path: Path, mo
         assert words[0] == sys.executable
         assert {"train.py", "--enable_benchy", "--config=test", "--bucket_cap_mb=3"} <= set(words)
         assert ("torch.distributed.run" in words) == (ranks > 1), "one rank needs no launcher"
-        values = benchy(ranks, local, 10.0 * ranks, 9.0 * ranks, 11.0 * ranks if ranks > 1 else None)
-        Path(environment["BENCHY_OUTPUT"]).write_text(json.dumps(values))
+        rates = {"IO": 80, "SYNTHETIC": 10, "FULL": 9} | ({"NO-COMM": 11} if ranks > 1 else {})  # of benchmark mode
+        measured = {kind: {"median": float(rate * ranks)} for kind, rate in rates.items()}
+        Path(environment["BENCHY_OUTPUT"]).write_text(json.dumps({"provenance": {"device": "a CPU"}, **measured}))
         return ""
 
     monkeypatch.setattr(common, "failure_of", failure_of)
@@ -73,8 +67,7 @@ def test_the_study_launches_every_point_with_the_same_threads(tmp_path: Path, mo
     text = (tmp_path / "scaling.md").read_text()
     assert text.strip() in capsys.readouterr().out
     stored = (common.RESULTS / "scaling/scaling.md").read_text()
-    heads = [next(line for line in table.splitlines() if line.startswith("| ranks")) for table in (text, stored)]
-    assert heads[0] == heads[1]
+    assert next(line for line in text.splitlines() if line.startswith("| ranks")) in stored.splitlines()
     (tmp_path / "points" / points[1].name(2)).unlink()
     scaling.main([*words, "--collect"])
     result = json.loads((tmp_path / "scaling.json").read_text())

@@ -21,6 +21,14 @@ from utils.steps import build
 from utils.steps.size import training_flops
 
 
+@pytest.fixture
+def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides GPUs, and has files made in `tmp_path` and small matrices multiplied."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
+    monkeypatch.chdir(tmp_path)
+
+
 def test_sets_are_valid_configs_that_differ() -> None:
     result = {str((kind.graph, configs.load(common.YAML, "base", dict(kind.changes)))) for kind in SETS.values()}
     assert len(result) == len(SETS)
@@ -34,8 +42,7 @@ def test_sets_are_valid_configs_that_differ() -> None:
         (3, ["volumes", "loaders", "own, EMA"]),
     ],
 )
-def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: Any, number: int, reached: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_call_ends_in_time_and_needs_a_gpu(cpu: None, capsys: Any, number: int, reached: Any) -> None:
     with pytest.raises(UserError, match="on a CPU run make bench-cpu"):
         step.main([f"--call={number}"])
     for minutes in (2, 8):
@@ -47,7 +54,7 @@ def test_a_call_ends_in_time_and_needs_a_gpu(capsys: Any, monkeypatch: Any, numb
     assert "test_documentation.py" not in ends
 
 
-def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_failure_loses_no_other_result(cpu: None, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """A process is killed after its measurement, one fails, a set is measured, and the last one hangs."""
     entry = {"name": "B", "options": "text", "TFLOP/s": 1.0, "matmul TFLOP/s": 2.0, "FULL / SYNTHETIC": 1.0}
     entry |= {"ms": 4.0, "floor ms": 3.0}
@@ -67,7 +74,6 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     settings = {"START": 40.0, "WRITING": 0.0, "GRACE": 0.1, "STARTED": time.perf_counter()}
     for name, value in {**settings, "parts_of": lambda _: parts}.items():
         monkeypatch.setattr(step, name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     step.main([f"--output={tmp_path}", "--minutes=1"])
     result = json.loads((tmp_path / "ladder.json").read_text())
     assert [entry["name"] for entry in result["ladder"]] == ["B", "B"]
@@ -75,10 +81,8 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
     assert result["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
     assert result["failed"]["long"].startswith("no time left")
     assert result["failed"]["hang"].startswith("stopped after ")
-    assert (
-        "| B: text | 3 (2 – 4) | 1.000 | 3 (2 – 4) | 1.000 | 1 | 25.0 | 50.0 | 4.00 | 3.00 | 75 |"
-        in capsys.readouterr().out
-    )
+    row = "| B: text | 3 (2 – 4) | 1.000 | 3 (2 – 4) | 1.000 | 1 | 25.0 | 50.0 | 4.00 | 3.00 | 75 |"
+    assert row in capsys.readouterr().out
 
 
 def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +98,8 @@ def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatc
     assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
 
 
-def test_a_call_measures_sets_in_alternating_trials(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_call_measures_sets_in_alternating_trials(cpu: None, tmp_path: Path, monkeypatch: Any) -> None:
     """The command of its part, in this process."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
     monkeypatch.setattr(step, "CPU_SETS", [("float32", "channels last")])
     (part,) = step.parts_of(SimpleNamespace(call=None, size="tiny", peer=None, output=tmp_path))  # type: ignore[arg-type]
     step.main(part.words[2:])
@@ -115,10 +116,8 @@ def test_a_call_measures_sets_in_alternating_trials(tmp_path: Path, monkeypatch:
     assert "| float32: no TF32, 2 loader threads |" in (tmp_path / "part/step.md").read_text()
 
 
-def test_each_convolution_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_convolution_is_measured_alone(cpu: None, tmp_path: Path) -> None:
     """All operations of a step are in the table, and it names the passes in which cuDNN is faster."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
     layers.main(["--batch=2", "--crop=8", "--width=4", f"--output={tmp_path}"])
     result = json.loads((tmp_path / "layers.json").read_text())
     counted = [row for row in result["layers"] if (row["layer"], row["pass"]) != ("down1", "input gradient")]
@@ -145,57 +144,25 @@ def test_the_floor_counts_the_products_of_a_step_and_each_value_once() -> None:
     assert slow_copies == pytest.approx(sum(size for _, size in works.values()) / 1e6, rel=1e-3)
 
 
-TUTORIAL = """
-import torch
-from torch import nn
-
-@torch.jit.script
-def loss_func_opt_final(output, target, lambda_rho):
-    return torch.mean(torch.abs(output - target) + lambda_rho * torch.abs(torch.exp(output) - torch.exp(target)))
-
-class UNet(nn.Module):
-    def __init__(self, params):
-        super().__init__()
-        assert not params.full_scale
-        self.down = nn.ModuleList(nn.Conv3d(a, b, 4, 2, 1) for a, b in ((4, 4), (4, 8), (8, 16)))
-        ends = ((16, 8), (16, 4), (8, params.N_out_channels))
-        self.up = nn.ModuleList(nn.ConvTranspose3d(a, b, 4, 2, 1) for a, b in ends)
-
-    def forward(self, x):
-        skips = []
-        for layer in self.down:
-            skips.append(x := nn.functional.leaky_relu(layer(x)))
-        skips.pop()
-        for layer in self.up[:-1]:
-            x = torch.cat([torch.relu(layer(x)), skips.pop()], 1)
-        return torch.tanh(self.up[-1](x))
-"""
-
-
-def test_the_tutorial_is_measured_on_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for its file, with the same names; it starts from the same weights. Other directories are refused."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
-    file = tmp_path / "tutorial/networks/UNet.py"
-    file.parent.mkdir(parents=True)
-    command = ["--sets", "float32", "--size=tiny", f"--peer={tmp_path / 'tutorial'}", f"--output={tmp_path}"]
+def test_the_tutorial_is_measured_on_the_same_batches(cpu: None, clone: Path, tmp_path: Path) -> None:
+    """It starts from the same weights. Other directories are refused."""
+    command = ["--sets", "float32", "--size=tiny", f"--output={tmp_path}"]
     for text in (None, "import torch.nothing", "class UNet:", "class UNet:\n    pass\n"):
         if text is not None:
-            file.write_text(text)
+            (tmp_path / "networks").mkdir(exist_ok=True)
+            (tmp_path / "networks/UNet.py").write_text(text)
         with pytest.raises(UserError, match="is not a clone of the SC21 tutorial"):
-            step.main(command)
-    file.write_text(TUTORIAL)
-    step.main(command)
+            step.main([*command, f"--peer={tmp_path}"])
+    step.main([*command, f"--peer={clone}"])
     ours, theirs = json.loads((tmp_path / "step.json").read_text())["ladder"]
     assert theirs["name"] == PEER
     assert theirs["SYNTHETIC"]["min"] > 0 < theirs["first step s"]
     for name in ("loss", "gradient norm"):
         values = [entry[f"{name} of the warm-up steps"] for entry in (ours, theirs)]
         assert values[0] == pytest.approx(values[1], rel=0.02), "float16 alone differs"
-    options: Any = SimpleNamespace(call=1, peer=tmp_path / "tutorial", size="cuda", batch=64, output=tmp_path)
+    options: Any = SimpleNamespace(call=1, peer=clone, size="cuda", batch=64, output=tmp_path)
     words = {part.name: part.words for part in step.parts_of(options)}
-    assert f"--peer={tmp_path / 'tutorial'}" in words[f"own, {PEER}"]
+    assert f"--peer={clone}" in words[f"own, {PEER}"]
     with pytest.raises(UserError, match="needs --peer"):
         step.main(["--sets", PEER])
 

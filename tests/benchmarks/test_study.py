@@ -75,8 +75,6 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
 def test_trainings_run_once_and_are_compared(tmp_path: Path, monkeypatch: Any, capsys: Any, run_forked: Any) -> None:
     """Finished runs are kept, regardless of their commit. Their logs are copied without checkpoints and evaluations."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
-    monkeypatch.setattr(common, "failure_of", run_forked)
-    monkeypatch.chdir(tmp_path)  # main changes the directory
     arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
     settings = ("num_epochs=2", "Nsamples=320", "Nsamples_val=40", "report_pictures=false")
     arguments += [f"--set={setting}" for setting in settings]
@@ -86,7 +84,6 @@ def test_trainings_run_once_and_are_compared(tmp_path: Path, monkeypatch: Any, c
     assert [(p["epoch"], p["samples"], p["step"]) for p in curve] == [(0, 0, 0), (1, 320, 10), (2, 640, 20)]
     assert curve[0]["seconds"] == 0 < curve[1]["seconds"] < curve[2]["seconds"]
     assert (tmp_path / "out/study_digits.png").read_bytes().startswith(b"\x89PNG")
-
     started: list[str] = []
     path = next((tmp_path / "runs").glob("**/digits-0-seed0/provenance.json"))
     path.write_text(json.dumps({**json.loads(path.read_text()), "git_commit": "another"}))
@@ -108,8 +105,6 @@ def test_a_diverged_training_does_not_end_the_study(
 ) -> None:
     """The others are trained and reported, and the study ends with the reason."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
-    monkeypatch.setattr(common, "failure_of", run_forked)
-    monkeypatch.chdir(tmp_path)
     finished: list[tuple[str, int]] = []
     run = Training.run
 
@@ -136,19 +131,15 @@ def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
 ) -> None:
     changes = {"num_epochs": 1, "report_baselines": False, "report_pictures": False, "log_noise_scale": False}
     trained_on = {"near": ["a"], "both": ["a", "b"], "far": ["b"]}
+    seeds = {"train": [1], "valid": [2], "held_out": [11, 12]}
+    simulation = {part: {"grid": 16, "seeds": numbers} for part, numbers in seeds.items()}
     toy = Study(
         [Condition(name, "test", changes=changes, boxes=files) for name, files in trained_on.items()],
-        simulation={
-            **{"redshift": 2.0, "cosmology": "planck18", "cell": 0.5},
-            **{"train": {"grid": 16, "seeds": [1]}, "valid": {"grid": 16, "seeds": [2]}},
-            **{"held_out": {"grid": 16, "seeds": [11, 12]}},
-        },
+        simulation={**simulation, "redshift": 2.0, "cosmology": "planck18", "cell": 0.5},
         evaluate={"a": {}, "b": {"redshift": 4.0, "cell": 1.0}},
     )
     monkeypatch.setitem(STUDIES, "generalization", toy)
-    monkeypatch.setattr(common, "failure_of", run_or_draw)
     monkeypatch.setattr(boxes, "SIGHTLINES", 4)
-    monkeypatch.chdir(tmp_path)
     arguments = ["generalization", "--seeds=1", f"--runs={tmp_path}", f"--output={tmp_path}", "--set=device=cpu"]
     study.main(arguments)
     path = tmp_path / "study_generalization.json"
