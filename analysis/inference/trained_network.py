@@ -28,8 +28,8 @@ from utils.run.checkpoint import Weights, read_weights
 from utils.steps import build
 from utils.steps.eager import load_network
 from utils.volumes import attributes
-from utils.volumes.hdf5 import FieldReader, open_field
-from utils.volumes.input_statistics import compare
+from utils.volumes.hdf5 import IMPORTER, FieldReader, open_field
+from utils.volumes.input_statistics import OTHER_UNITS, compare
 
 log = logging.getLogger(__name__)
 
@@ -163,12 +163,17 @@ def build_predictor(
     conditions = attributes.conditions_of(network, volume.path, volume.simulation)
     window = options.window or config.data_size
     divisor = math.lcm(*(model.config.window_multiple for model in networks))
-    if world.is_root:
-        attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
-        attributes.warn_of_untrained_conditions(network, volume.path, conditions)
-        compare(trained.known.input_statistics, volume.path, volume.values, config)
-        for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
-            log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
+    with world.raise_together():
+        if world.is_root:
+            attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
+            attributes.warn_of_untrained_conditions(network, volume.path, conditions)
+            if compare(trained.known.input_statistics, volume.path, volume.values, config) > OTHER_UNITS:
+                remedy = f"import the original fields with {IMPORTER} (docs/data.md, Your own files)"
+                raise UserError(
+                    f"{volume.path} holds physical values, or other channels than those of the network; {remedy}"
+                )
+            for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
+                log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor}, which the network needs")
     grid = build_window_grid(volume.shape, window, options.overlap, volume.periodic and not options.not_periodic)

@@ -308,7 +308,7 @@ def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> Non
         ("--init_from={new}/damaged", "weights.pt is damaged: its digest does not match; recopy it"),
         ("--init_from={new}/none.pt", "no such file: "),
         ("--init_from={source}/training.pt", "holds no network; give weights.pt"),
-        ("--resume={source} --set=network.width=8", "does not fit this run: size mismatch for down1.weight: "),
+        ("--resume={source} --set=network.width=8", "; undo network.width 4 -> 8, or omit --resume"),
         ("--resume={source} --set=optimizer.name=sgd", "does not fit this run: its optimizer is Adam, "),
         ("--init_from={source} --set=network.width=8", "does not fit this run: size mismatch for down1.weight: "),
     ],

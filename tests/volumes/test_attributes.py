@@ -136,7 +136,7 @@ def test_files_with_other_channels_are_refused_with_the_names(tmp_path: Path, ta
         Volumes.open(configs.validate({"train_path": str(first), "val_path": str(second)}, "c"), "hdf5")
     both = [", ".join(channel.name for channel in channels) for channels in (targets, CHANNELS)]
     difference = f"{both[0]} {says.replace('NAMES', both[1])}"
-    assert str(refused.value) == f"{second} and {first} have different channels: {difference}; give files with the same"
+    assert f"{second} and {first} have different channels: {difference}; give files with the same" in str(refused.value)
 
 
 def test_a_run_has_the_channels_that_its_files_name(tmp_path: Path, caplog: Any) -> None:

@@ -63,7 +63,9 @@ class Start:
         saved, self._checkpoint = self._checkpoint, None
         if saved is not None:
             warn_of_other_code(str(saved.path), saved.weights)
-            with _must_fit(str(saved.path), REMEDY):
+            other = [change for change in self._changes if change.startswith(("network.", "N_out_", "channels."))]
+            undo = f"undo {', '.join(other)}, or omit --resume to start from scratch"
+            with _must_fit(str(saved.path), undo if other else REMEDY):
                 step.load_state({"network": saved.weights["network"], **saved.training})
             _restore_random(saved, world)
         elif self._init_from is not None:

@@ -165,7 +165,8 @@ def resolve_channels(side: Side, count: int, given: Channels, files: Mapping[str
     source, known = next(iter(stated.items()), ("", given or known_channels(side, count)))
     for path, channels in stated.items():
         if difference := channel_difference(channels, known):
-            raise UserError(f"{path} and {source} have different channels: {difference}; give files with the same")
+            remedy = "give files with the same, for example imported with the same --velocity_scale_km_s"
+            raise UserError(f"{path} and {source} have different channels: {difference}; {remedy}")
     if stated and given and (difference := channel_difference(known, given)):
         warn_once(f"{source} has other channels than the config, and overrides it: {difference}")
     warn_of_assumed(side, files, known)

@@ -16,6 +16,7 @@ CROPS, LEAST_CROPS, LARGEST_CROP = 64, 8, 32  # of all training volumes, of each
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 STEPS = [1.2207440846057596**-axis for axis in (1, 2, 3)]  # the golden ratio's sequence in 3D (Roberts 2018)
 TINY = 1e-12  # of constant channels
+OTHER_UNITS = 1000.0  # such inputs hold physical values; the worst mistake with transformed ones had a distance of 75
 LIMIT, LEAST_VOLUME = 1.5, 27  # crops; no volume of the training's kind was as far: benchmarks/input_statistics.py
 
 log = logging.getLogger(__name__)
@@ -101,10 +102,12 @@ def distance(trained: Mapping[str, Any], path: str, field: Any, config: Config) 
 
 def compare(
     trained: Mapping[str, Any] | None, path: str, field: Any, config: Config, whose: str = "the training"
-) -> None:
-    """Logs the `distance` of a volume's inputs [C, X, Y, Z], as a warning beyond `limit`; nothing without `trained`."""
+) -> float:
+    """Logs and returns the `distance` of a volume's inputs [C, X, Y, Z], a warning beyond `limit`; 0 if not trained."""
+    largest = 0.0
     if trained:
         largest, place, is_far = distance(trained, path, field, config)
         line = f"{path}: the inputs are {largest:.2g} standard deviations of crops from those of {whose} ({place})"
         remedy = "; check units, order of axes, redshift and cells (docs/generalization.md)"
         log.log(*(logging.WARNING, line + remedy) if is_far else (logging.INFO, line))
+    return largest
