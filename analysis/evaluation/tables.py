@@ -112,7 +112,8 @@ def channel_table(evaluation: Results) -> Table:
     errors = evaluation.l1, evaluation.copied_l1, evaluation.r2
     for channel, l1, copied, r2 in zip(evaluation.channels, *errors, strict=True):
         error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
-        mean = f"{error:.4g} {residual_unit(channel)}" if channel.unit else "unknown"
+        number = number_text(error) if error >= 0.001 else f"{error:.3g}"
+        mean = f"{number} {residual_unit(channel)}" if channel.unit else "unknown"
         rows.append([channel.name, f"{l1:.5f}", "" if np.isnan(copied) else f"{copied:.5f}", number_text(r2, 4), mean])
     rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
     if math.isfinite(evaluation.divergence_r2):
