@@ -37,7 +37,7 @@ def descend(
     changes if `idle`, on the device, is not 0.
     """
     first, second = weight.shape[:2]
-    lr = torch.as_tensor(group["lr"], dtype=torch.float32) if weight.device.type == "cpu" else group["lr"]
+    lr = group["lr"]
     if not isinstance(lr, torch.Tensor):
         lr = torch.full((), lr, device=weight.device)  # by a kernel: a copy from the host would wait
     half = getattr(weight, "half_copy", None)

@@ -37,7 +37,7 @@ def learned_sides(sides: Sequence[int], options: OptimizerConfig) -> list[int]:
 
 
 def has_kernel(weight: torch.Tensor) -> bool:
-    """True if the kernel of cells.py can update the weight, without a learned basis."""
+    """True if the kernel of cells.py can update the weight, if none of its bases is learned."""
     if not weight.is_cuda or importlib.util.find_spec("triton") is None:
         return False
     from utils.optim import cells
@@ -80,9 +80,9 @@ class Soap(AdamByWeight):
     convolutions have one basis, along the cells of the kernel: the discrete cosine transform. Biases and the parameters
     of normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
-    The bases are renewed outside of CUDA graphs; a skipped update has no renewal. docs/optimizers.md describes what
-    ranks exchange and what the host waits for. On a GPU, products are in TF32 if the process allows it, and
-    renewals in float32. There, the kernel of cells.py updates large convolutions.
+    The bases are renewed outside of CUDA graphs; a skipped update has no renewal. Only the first one waits for the
+    device. On a GPU, products are in TF32 if the process allows it, and renewals in float32. There, the kernel of
+    cells.py updates large convolutions.
     """
 
     def __init__(self, options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> None:
