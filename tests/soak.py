@@ -66,7 +66,7 @@ KEYS: dict[str, list[Any]] = {
     "log_noise_scale": [False, True],
     "enable_amp": [False, True],
     "precision": ["bfloat16", "float16"],
-    "lr_schedule.shape": ["cosine", "constant"],
+    "lr_schedule.shape": ["cosine", "constant", "cooldown"],
     "lr_schedule.start_lr": [0.0002, 0.01],
     "checkpoint.every_steps": [None, 1, 3, 5],
     "checkpoint.keep_last": [1, 2],

@@ -256,7 +256,7 @@ def test_all_faults_are_reported_in_one_line_with_similar_keys_of_all_sections()
     assert len(text.splitlines()[0]) == len(text) < 1000, "a long value is shortened"
     for part in (
         "unknown key num_epoch; did you mean num_epochs?",
-        "lr_schedule.shape must be 'cosine' or 'constant', got 'cosin'",
+        "lr_schedule.shape must be 'cosine', 'constant' or 'cooldown', got 'cosin'",
         "optimizer must be a section with keys; did you mean optimizer.name=sgd?",
     ):
         assert part in text

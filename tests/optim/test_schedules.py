@@ -51,6 +51,12 @@ def test_every_shape_warms_up_linearly_and_is_a_function_of_the_step_alone(shape
     assert lrs == [schedule(step) for step in reversed(range(60))][::-1]
 
 
+def test_a_cooldown_falls_linearly_over_the_last_fifth_to_the_last_rate() -> None:
+    schedule = Schedule(scheduled(shape="cooldown", end_lr=4e-4))
+    assert [schedule(step) for step in range(48)] == [2e-3] * 48
+    assert [schedule(step) for step in range(48, 60)] == pytest.approx([2e-3 - 1.6e-3 * n / 12 for n in range(1, 13)])
+
+
 @pytest.mark.parametrize(
     ("name", "epochs", "end", "steps", "peak", "warmup"),
     [

@@ -85,10 +85,11 @@ class WeightInitConfig(Section):
 class LrScheduleConfig(Section):
     """Learning rate: scaling with the batch size, linear warm-up, then the shape; see utils/optim/schedules.py."""
 
-    shape: Literal["cosine", "constant"] = "cosine"  # half-cosine decay, or constant
+    # half-cosine decay, constant, or constant with a linear decay to end_lr over the last fifth of the steps
+    shape: Literal["cosine", "constant", "cooldown"] = "cosine"
     scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
     start_lr: PositiveFloat = 2e-4  # learning rate at base_batch_size, before scaling
-    end_lr: Rate = 0.0  # cosine: learning rate of the last step, without a warm-up
+    end_lr: Rate = 0.0  # not constant: learning rate of the last step; cosine: without a warm-up
     warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size
     warmup_epochs: Rate = 0.0  # alternative to warmup_steps
 

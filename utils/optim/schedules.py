@@ -47,9 +47,16 @@ def cosine(config: Config, peak: float, step: int) -> float:
     return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def cooldown(config: Config, peak: float, step: int) -> float:
+    """`peak`, then a linear decay to `end_lr` over the last fifth of the steps (Hägele et al. 2024)."""
+    end, decay = config.lr_schedule.end_lr, max(1, config.total_steps // 5)
+    return end + (peak - end) * min(1.0, (config.total_steps - 1 - step) / decay)
+
+
 SCHEDULES: dict[str, Callable[[Config, float, int], float]] = {
     "cosine": cosine,
     "constant": lambda config, peak, step: peak,
+    "cooldown": cooldown,
 }
 
 
