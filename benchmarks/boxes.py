@@ -4,7 +4,8 @@ A study in benchmarks/studies.yaml may have
     simulation: options of simulation for all boxes, with `cell` in Mpc/h instead of the size of the box; `train`,
         `valid` and `held_out` have the cells per side and the seeds: of the training boxes, the validation box, and the
         boxes for the evaluation
-    evaluate: volumes on which all networks are evaluated, by name: a file, or changes of `simulation`
+    evaluate: volumes on which all networks are evaluated, by name: a file, or changes of `simulation`. Of one that is
+        `like` another, only the boxes for the evaluation are simulated, perhaps by another `module`
 A condition with `boxes` trains on boxes of these names.
 """
 
@@ -58,8 +59,19 @@ class Boxes:
         """The files of one of PARTS, of boxes like the volume `name`."""
         if isinstance(self.volumes[name], str):
             return [self.volumes[name]]
+        volume = self.volumes[name]
+        if "like" in volume and part != "held_out":
+            return self.files(volume["like"], part)
+        return [self._file(keys) for keys in self.boxes(name, part)]
+
+    def boxes(self, name: str, part: str) -> list[dict[str, Any]]:
+        """The options of the simulator for the boxes of `files`; `module` is another program."""
         given = {**self.simulation, **self.volumes[name]}
-        return [self._file(given, given[part]["grid"], seed) for seed in given[part]["seeds"]]
+        shared = {key: value for key, value in given.items() if key not in ("cell", "like", *PARTS)}
+        grid = given[part]["grid"]
+        return [
+            {**shared, "box_size": given["cell"] * grid, "grid": grid, "seed": seed} for seed in given[part]["seeds"]
+        ]
 
     def simulate(self) -> None:
         """Simulates all boxes, one at a time of each of PARTS."""
@@ -67,16 +79,12 @@ class Boxes:
         threads = len(PARTS) if self.simulation.get("device") == "cuda" else 1  # on a CPU a box uses all cores
         common.in_threads(lambda part: self.files(*part), parts, threads, common.GRACE_SECONDS)
 
-    def _file(self, given: Mapping[str, Any], grid: int, seed: int) -> str:
+    def _file(self, keys: Mapping[str, Any]) -> str:
         """The file of a box."""
-        keys = {key: value for key, value in given.items() if key not in ("cell", *PARTS)}
-        keys |= {"box_size": given["cell"] * grid, "grid": grid, "seed": seed}
         path = self.runs / "boxes" / f"{'_'.join(f'{key}={value}' for key, value in sorted(keys.items()))}.h5"
         if not path.exists():
             with common.logged(f"simulating {path}"):
-                flags = [f"--{key}={value}" for key, value in keys.items()]
-                command = [sys.executable, "-m", "simulation", *flags, f"--output={path}"]
-                common.call(f"simulating {path}", command, path.with_suffix(".log"))
+                common.call(f"simulating {path}", simulation_command(keys, path), path.with_suffix(".log"))
         return str(path)
 
     def training_keys(self, names: Sequence[str]) -> dict[str, Any]:
@@ -108,6 +116,12 @@ class Boxes:
                 evaluated[name][shown] = {key: spread[key] for key in SHOWN if key in spread}
             evaluated[name][COPYING] = spreads([{"L1": copying_error(checkpoints[first][0], file)} for file in files])
         return evaluated
+
+
+def simulation_command(keys: Mapping[str, Any], path: Path) -> list[str]:
+    """The command that writes a box with these options to a file."""
+    flags = [f"--{key}={value}" for key, value in keys.items() if key != "module"]
+    return [sys.executable, "-m", keys.get("module", "simulation"), *flags, f"--output={path}"]
 
 
 def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:

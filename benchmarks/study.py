@@ -17,6 +17,7 @@ Spreads are standard deviations over seeds; each seed has its own weights and or
 """
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -248,7 +249,7 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
         goal, seconds = summary["to the goal"], f"{summary['seconds']['mean']:.0f}"
         cells = [summary["name"], summary["global batch"], summary["epochs"], summary["steps"], seconds]
         for key in measures:
-            factor, form, unit = (1, ".5f", "") if key.startswith("Loss/") else (100, ".1f", " %")
+            factor, form, unit = (100, ".1f", " %") if study.rises else (1, ".5f", "")
             cells.append(common.plus_minus(summary[key], form, factor) + unit)
         cells.append(f"{goal['reached']} of {len(summary['seeds'])}")
         for key, form in (("samples", ",.0f"), ("seconds", ",.1f")):
@@ -262,7 +263,8 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
     """Curves over samples, with standard deviations. The seconds, which other programs disturb, are in the table."""
     with common.plot(path, (9, 5)) as (panel,):
         for summary in summaries:
-            points = summary["curve"][1:]  # the untrained network is the same under all conditions
+            # The untrained network is the same under all conditions.
+            points = [point for point in summary["curve"] if point["step"]]
             places, means, deviations = ([point[name] for point in points] for name in ("samples", "mean", "stdev"))
             common.band(panel, places, means, deviations, marker="o", label=summary["name"])
         panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
@@ -284,11 +286,13 @@ def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[di
         raise UserError(f"no training run of {first} is finished")
     finished = {name: trained for name, trained in finished.items() if trained}
     results = {name: [training.result() for training in trained] for name, trained in finished.items()}
+    for result in itertools.chain(*results.values()):  # an untrained network is not evaluated
+        result["curve"] = [point for point in result["curve"] if study.measure in point]
     reference = results[first]
     summaries = [summarize(study, trained, results[name], reference) for name, trained in finished.items()]
     text = result_table(study, summaries)
     result: dict[str, Any] = {"study": name, "missing": missing, "conditions": summaries}
-    if study.evaluate:
+    if study.evaluate and study.simulation["held_out"]["seeds"]:
         checkpoints = {name: [training.checkpoint for training in trained] for name, trained in finished.items()}
         conditions = study.conditions if len(study.evaluate) > 1 else ()
         specialists = {condition.boxes[0]: condition.name for condition in conditions if len(condition.boxes) == 1}
