@@ -239,7 +239,9 @@ def endless(loader: Loader) -> Generator[Batch, None, None]:
 def save(name: str, options: argparse.Namespace, result: Mapping[str, Any], text: str) -> Path:
     """Writes <options.output>/<name>.json with settings and provenance, and the report `text` as .md; atomically."""
     settings = {key: value for key, value in vars(options).items() if key not in ("output", "runs")}
-    content = json.dumps({"settings": settings, **result, "provenance": provenance(this_machine())}, default=str)
+    known = provenance(this_machine())
+    known["command"] = [re.sub("(^|=)/.*", r"\1DIR", word) for word in known["command"]]  # no directory of this machine
+    content = json.dumps({"settings": settings, **result, "provenance": known}, default=str)
     content = json.loads(content, parse_constant=lambda _: None)  # JSON has no NaN and no infinity
     path: Path = options.output / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

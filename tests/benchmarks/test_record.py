@@ -1,6 +1,7 @@
 """The record: row 0 by a stand-in for the tutorial's program, rows by this one, and the newest row again."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def test_rows_count_until_the_goal_and_the_newest_runs_again(
     options = [f"--output={tmp_path / 'out'}", f"--runs={tmp_path / 'runs'}"]
     with pytest.raises(UserError, match="has no goal yet: give --peer"):
         record.main(options)
+    monkeypatch.setattr(sys, "argv", ["record.py", f"--peer={clone}", "--runs", str(clone)])
     record.main([*options, f"--peer={clone}"])
     written = json.loads((tmp_path / "out/record.json").read_text())
     zero, _, other = written["rows"]
@@ -33,6 +35,7 @@ def test_rows_count_until_the_goal_and_the_newest_runs_again(
     assert other["samples"]["values"] == [0, 0]
     assert all(loss <= written["goal"] for loss in other["loss"]["values"])
     assert str(tmp_path) not in (tmp_path / "out/record.json").read_text().replace(files["train_path"], "")
+    assert written["provenance"]["command"] == ["record.py", "--peer=DIR", "--runs", "DIR"]
     record.main([*options, "--seeds=1"])
     (again,) = json.loads((tmp_path / "out/record_again.json").read_text())["rows"]
     assert again["samples"]["values"] == other["samples"]["values"][:1]
