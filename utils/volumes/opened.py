@@ -226,12 +226,9 @@ class Volumes:
         if not volumes:
             return config
         for number, (side, key) in enumerate(CHANNELS_KEYS.items()):
-            given = getattr(config.channels, side)
-            count = getattr(config, key)
-            if key not in config.model_fields_set:
-                count = int(volumes[0].fields[number].shape[0])
+            count = getattr(config, key) if key in config.model_fields_set else volumes[0].fields[number].shape[0]
             files = {volume.path: volume.channels[number] for volume in volumes}
-            found = attributes.resolve_channels(side, count, given, files)
+            found = attributes.resolve_channels(side, count, getattr(config.channels, side), files)
             channels[side] = [dataclasses.asdict(channel) for channel in found]
         keys = {**config.model_dump(), "channels": channels}
         return validate_section(Config, keys, f"with the channels of {volumes[0].path}")

@@ -97,7 +97,7 @@ class ThreadedCropLoader(CropLoader):
     """Threads read the crops of each batch into one of some `buffers`, with one task per sample."""
 
     buffers = BATCHES_AHEAD + 1  # the consumer holds at least one
-    channels_last_buffers = False  # also if the config's batches are not
+    channels_last_buffers = False  # True: even if the config's batches are not
 
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
