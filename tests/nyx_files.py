@@ -23,14 +23,6 @@ def physical_fields(shape: tuple[int, int, int], seed: int = 0) -> dict[str, np.
     return {name: values.astype("f4") for name, values in fields.items()}
 
 
-def simulated_fields(grid: int, **options: Any) -> dict[str, np.ndarray]:
-    """Fields of a particle-mesh simulation with `grid` cells per side, by Nyx's names."""
-    from simulation.simulate import SimulationOptions, simulate_fields
-
-    dark, gas = simulate_fields(SimulationOptions(grid=grid, **options))
-    return {DARK_MATTER: dark[0], **dict(zip(GAS, gas, strict=True))}
-
-
 def write_nyx(
     path: Path,
     fields: Mapping[str, np.ndarray],

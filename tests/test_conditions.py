@@ -152,4 +152,4 @@ def test_what_cannot_be_conditioned_is_refused_in_one_line(
 
 def test_every_known_condition_is_an_attribute_that_simulated_files_state() -> None:
     assert set(CONDITIONS) == set(get_args(Condition))
-    assert set(CONDITIONS.values()) <= set(simulation_of(file_attributes(SimulationOptions()), 0.1))
+    assert set(CONDITIONS.values()) <= set(simulation_of(file_attributes(SimulationOptions()), 8, "")[1])

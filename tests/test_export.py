@@ -33,8 +33,8 @@ PAGE = TOP / "docs" / "inference.md"
 SIZES = [(1, 4, 4, 4), (2, 4, 8, 12), (3, 16, 4, 4), (1, 12, 12, 12)]
 STATISTICS = {"crop": 8, "channels": {"dark-matter density": {"mean": [-0.1, -0.1, 0.02]}}}
 FLOOR = 1e-6  # of the training files; imported volumes have another one than simulated ones
-KNOWN = {"simulation": simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, None) | {"cell size (Mpc/h)": 0.16}}
-KNOWN |= {"input_statistics": STATISTICS, "code": {"mine/net.py": "ab12"}}
+SIMULATION = simulation_of({"density_floor_of_mean": np.float64(FLOOR)}, 1, "")[1] | {"cell size (Mpc/h)": 0.16}
+KNOWN = {"simulation": SIMULATION, "input_statistics": STATISTICS, "code": {"mine/net.py": "ab12"}}
 PATHS = {"train_path": ["/data/author/a.h5", "/data/author/b.h5"], "expdir": f"{Path.home()}/runs/"}
 
 

@@ -27,9 +27,8 @@ from utils.distributed.signals import Signals
 from utils.run.writer import HostCopy
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
-from utils.volumes.convert_to_npy import convert
-from utils.volumes.hdf5 import Volume, open_volume
-from utils.volumes.npy import open_npy_volume
+from utils.volumes.convert_to_npy import convert, open_npy_volume
+from utils.volumes.hdf5 import DATASETS, Volume, open_volume
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -229,7 +228,7 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
     write_signed_zeros(path)
     data, label = (str(copy) for copy in convert(path))
     plan = SamplePlan(203, cubes(16), 8, seed=1, split=split)
-    copies = open_npy_volume((data, label), ("data", "label"), str(path))
+    copies = open_npy_volume((data, label), ("data", "label"), str(path), DATASETS, None)
     host = loader_of(ThreadedCropLoader, [open_volume(path)], plan, channels_last=channels_last)
     assert_same_batches(loader_of(DaliLoader, [copies], plan, device="cuda:0", channels_last=channels_last), host)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sample_results import draw_nothing
+from volume_files import smooth_field
 
 import evaluate
 import predict
@@ -24,10 +25,7 @@ VECTOR = [f"B_{axis}" for axis in "xyz"]
 def write_snapshot(folder: Path, seed: int) -> Path:
     """Raw NumPy fields: a density, a gas pressure that follows it, a vector, and a mass that may be zero."""
     folder.mkdir()
-    rng = np.random.default_rng(seed)
-    waves = np.fft.rfftn(rng.normal(size=(SIDE,) * 3))
-    k = np.sqrt(sum(axis**2 for axis in np.meshgrid(*[np.fft.fftfreq(SIDE)] * 2, np.fft.rfftfreq(SIDE), indexing="ij")))
-    smooth = np.fft.irfftn(waves * np.exp(-((8 * k) ** 2)), (SIDE,) * 3, axes=(0, 1, 2))
+    smooth = smooth_field(1, SIDE, np.random.default_rng(seed))[0]
     density = np.exp(smooth / smooth.std())
     fields = {"dark_matter_density": density, "P": 1e-9 * density**1.7, "HI": np.maximum(smooth, 0)}
     fields |= {name: 1e-6 * np.gradient(density, axis=axis) for axis, name in enumerate(VECTOR)}

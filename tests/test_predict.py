@@ -28,7 +28,7 @@ from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import TrainedNetwork
 from analysis.inference.window_grid import build_window_grid
 from analysis.slabs import Slabs
-from utils.config.channels import TRANSFORM, Channel, known_channels
+from utils.config.channels import PLAUSIBLE, TRANSFORM, Channel, known_channels
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -205,7 +205,7 @@ def test_the_importer_reads_a_file_in_the_layout_of_nyx(command: Any, tmp_path: 
         assert file["domain"].attrs["size"] == pytest.approx([24.0, 16.0, 16.0])
         speed = file["native_fields/velocity_z"]
         np.testing.assert_allclose(speed, 1e5 * SIMULATED["velocity_scale_km_s"] * hydro[3], rtol=1e-6)
-    monkeypatch.setitem(import_volume.PLAUSIBLE, "mean density", (0.0, np.inf))  # the network is not trained
+    monkeypatch.setitem(PLAUSIBLE, "mean density", (0.0, np.inf))  # the network is not trained
     flag = f"--velocity_scale_km_s={SIMULATED['velocity_scale_km_s']}"
     import_volume.main([f"--input={tmp_path / 'hydro.h5'}", f"--output={tmp_path / 'back.h5'}", flag])
     back = contents(tmp_path / "back.h5")

@@ -127,10 +127,10 @@ def one_line_errors() -> Iterator[None]:
 def value_errors_for_users(
     line: Callable[[Exception], str] = str, kinds: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Converts errors of code that does not know UserError, such as networks, to UserErrors with this line."""
+    """Converts errors of code that does not know UserError, such as networks and h5py, to UserErrors with this line."""
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except kinds as error:
         raise UserError(line(error)) from None

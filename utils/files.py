@@ -140,24 +140,18 @@ def open_locked(path: Path, fault: str, seconds: float = 0.0) -> io.FileIO:
     deadline = time.monotonic() + seconds
     while True:
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
-        if _lock(file, path):
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
-        file.close()
+        except IN_USE:
+            file.close()
+        except OSError as error:
+            reason = f"The file system of {path} has no locks ({os_reason(error)})"
+            log.warning("%s: make sure that no other process writes there at the same time", reason)
+            return file
         if time.monotonic() >= deadline:
             raise UserError(fault)
         time.sleep(POLL_SECONDS)
-
-
-def _lock(file: io.FileIO, path: Path) -> bool:
-    """True if the lock was free, or if there are no locks."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except IN_USE:
-        return False
-    except OSError as error:
-        reason = f"The file system of {path} has no locks ({os_reason(error)})"
-        log.warning("%s: make sure that no other process writes there at the same time", reason)
-    return True
 
 
 def is_locked(path: Path) -> bool:

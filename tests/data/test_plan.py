@@ -67,18 +67,6 @@ def test_positions_repeat_only_after_all_were_used(samples: int) -> None:
     assert not only.origins.any(), "one position, the box itself"
 
 
-def test_a_large_epoch_has_distinct_uniform_positions() -> None:
-    """48,000 samples at 49³ positions, of which some collide at first; the bounds are five standard deviations."""
-    samples, positions = 48_000, 49
-    plan = SamplePlan(samples, cubes(64), crop=16, seed=1).epoch(0)
-    assert len(np.unique(plan.origins, axis=0)) == samples
-    columns = [*zip(plan.origins.T, [positions] * 3, strict=True), (plan.symmetries, symmetry.COUNT)]
-    for values, count in columns:
-        drawn = np.bincount(values)
-        assert len(drawn) == count
-        assert abs(drawn - samples / count).max() < 5 * np.sqrt(samples / count)
-
-
 def test_volumes_have_the_share_of_the_samples_that_they_have_of_the_positions() -> None:
     """Uniform over all positions of both boxes, without repetition; the bound is five standard deviations."""
     boxes, crop, samples = ((20, 12, 9), (8, 30, 16)), 4, 2000

@@ -88,7 +88,6 @@ def test_a_file_states_all_that_its_channels_are(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"scale": [1.0] * 4}, "Hydro has 5 channels, but 4 values in attribute scale; correct it"),
-        ({"scale": h5py.Empty("f8")}, "Hydro has 5 channels, but 0 values in attribute scale; correct it"),
         ({"scale": [1.0, 0.0, 1.0, 1.0, 1.0]}, "attributes of .*a.h5: Hydro: .*scale must be greater than 0, got 0.0"),
         ({"component": ["", "v x", "v y", "v z", "v z"]}, "two channels are the component v z; correct one"),
         ({"component": ["", "v1", "v2", "v3", ""]}, "component must match .*, got 'v1'"),
@@ -180,7 +179,6 @@ def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_it(caplog: An
         ("periodic", "False", False),
         ("periodic", np.bytes_("no"), False),
         ("periodic", [True, True, False], "expected true or false"),
-        ("periodic", h5py.Empty("b"), "expected true or false"),
         ("box_size_mpc_h", [20.0, 20.0, 20.0], 20.0),
         ("box_size_mpc_h", "20", 20.0),
         ("box_size_mpc_h", "20 Mpc/h", "expected a number"),
@@ -188,7 +186,6 @@ def test_a_file_whose_transform_is_assumed_is_a_warning_that_names_it(caplog: An
         ("redshift", [np.bytes_("3"), np.bytes_("2")], r"\['3', '2'\], expected a number"),
         ("redshift", np.bytes_("3.0"), 3.0),
         ("redshift", [], "expected a number"),
-        ("velocity_scale_km_s", "fast", "expected a number above 0"),
         ("velocity_scale_km_s", 0.0, "expected a number above 0"),
     ],
 )

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 from nyx_files import DARK_MATTER, GAS, UNIVERSE, write_nyx
@@ -122,23 +121,16 @@ def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path,
     """Of a box whose velocities are in √a units: importer, preflight, training, prediction, evaluation."""
     too_fast = study.moved(box, lambda _: (1 + box.attributes["redshift"]) ** 0.5)
     path, flags = tmp_path / "box.h5", ["--device=cpu", f"--checkpoint={trained_run}", f"--input={tmp_path / 'box.h5'}"]
-    channels = [*itertools.chain(*study.channels_of(box))]
-    factor = channels[1].scale / SIMULATED["velocity_scale_km_s"]
-    with h5py.File(path, "w") as file:
-        file["Nbody"], file["Hydro"] = study.moved(too_fast, lambda _: factor).fields
-        simulation = {key: box.attributes[key] for key in ("redshift", "cosmology_Om0", "box_size_mpc_h")}
-        file.attrs.update({**SIMULATED, **simulation})
     names = [DARK_MATTER, *(f"dark_matter_{name}" for name in GAS[1:4]), *GAS]
-    values = itertools.chain(*too_fast.fields)
+    channels, values = itertools.chain(*study.channels_of(box)), itertools.chain(*too_fast.fields)
     fields = {name: part.to_physical(field) for name, part, field in zip(names, channels, values, strict=True)}
     universe = {**UNIVERSE, "redshift": box.attributes["redshift"]}
     snapshot = write_nyx(tmp_path / "snapshot.h5", fields, box.cell or 1, universe)
-    training = [
-        f"--set={key}={value}" for key, value in {"train_path": path, "val_path": path, "device": "cpu"}.items()
-    ]
+    scale = f"--velocity_scale_km_s={SIMULATED['velocity_scale_km_s']}"
+    training = [f"--set=train_path={path}", f"--set=val_path={path}", "--set=device=cpu"]
     training += ["--config=test", "--set=box_size=[32,32]", f"--set=expdir={tmp_path / 'runs'}", "--num_epochs=1"]
     for main, words, warning in (
-        (import_volume.main, [f"--input={snapshot}", f"--output={tmp_path / 'imported.h5'}"], " - WARNING - "),
+        (import_volume.main, [f"--input={snapshot}", f"--output={path}", scale], " - WARNING - "),
         (train.main, [*training, "--preflight"], "preflight: warning: "),
         (train.main, training, " - WARNING - "),
         (predict.main, [*flags, f"--output={tmp_path / 'gas.h5'}"], " - WARNING - "),

@@ -15,9 +15,8 @@ from volume_files import SIMULATED, write_volume
 from utils import config as configs
 from utils.errors import UserError
 from utils.volumes import hdf5
-from utils.volumes.convert_to_npy import convert, main
-from utils.volumes.hdf5 import open_volume
-from utils.volumes.npy import ENDINGS, open_npy_volume
+from utils.volumes.convert_to_npy import ENDINGS, convert, main, open_npy_volume
+from utils.volumes.hdf5 import DATASETS, open_volume
 from utils.volumes.opened import Volumes
 
 KEYS = ("train_path_npy_data", "train_path_npy_label")
@@ -80,7 +79,7 @@ def test_a_bad_npy_file_is_one_line_that_names_it_and_how_to_create_it(tmp_path:
         damage(inputs)
     paths = (str(inputs) if damage else None, str(targets))
     with pytest.raises(UserError, match=says) as caught:
-        open_npy_volume(paths, KEYS, str(source), open_volume(source))
+        open_npy_volume(paths, KEYS, str(source), DATASETS, open_volume(source))
     assert "\n" not in str(caught.value)
     assert str(inputs) in str(caught.value)
     assert f"python -m utils.volumes.convert_to_npy -i {source}" in str(caught.value)

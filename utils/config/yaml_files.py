@@ -185,17 +185,12 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
             raise UserError(f"{fault}{did_you_mean(name, [EXTENDS])}")
     file, inherited = configs.pop(EXTENDS, None), Configs()
     if file is not None:
-        extended, further = _read(_extended_file(path, str(file)), (*extended_by, path))
+        expanded = os.path.expandvars(os.path.expanduser(str(file)))
+        near, shipped = Path(path).parent / expanded, SHIPPED / expanded
+        is_other = near.exists() and os.path.realpath(near) != os.path.realpath(path)
+        extended, further = _read(str(near if is_other or not shipped.exists() else shipped), (*extended_by, path))
         inherited = further | extended
     return _complete(path, configs, inherited), inherited
-
-
-def _extended_file(path: str, name: str) -> str:
-    """The file that `extends` names: relative to the file at `path`, or else one of the shipped files."""
-    expanded = os.path.expandvars(os.path.expanduser(name))
-    near, shipped = Path(path).parent / expanded, SHIPPED / expanded
-    is_other = near.exists() and os.path.realpath(near) != os.path.realpath(path)
-    return str(near if is_other or not shipped.exists() else shipped)
 
 
 def _complete(path: str, configs: dict[str, dict[str, Any]], inherited: Configs) -> Configs:

@@ -125,15 +125,14 @@ def _parse_idx(data: bytes, axes: int) -> np.ndarray:
 
 
 def read_cifar(contents: Mapping[str, bytes]) -> dict[str, ClassificationData]:
-    *train, valid = (contents[name] for name in CIFAR_CHECKSUMS)
-    return {"train": _parse_cifar(b"".join(train)), "valid": _parse_cifar(valid)}
-
-
-def _parse_cifar(data: bytes) -> ClassificationData:
     """Records of one byte for the label, then red, green, blue. Source: https://www.cs.toronto.edu/~kriz/cifar.html."""
-    records = np.frombuffer(bytearray(data), np.uint8).reshape(-1, 1 + int(np.prod(CIFAR_SHAPE)))
-    images = np.ascontiguousarray(records[:, 1:]).reshape(-1, *CIFAR_SHAPE)
-    return ClassificationData(images, records[:, 0].astype(np.int64))
+    *train, valid = (contents[name] for name in CIFAR_CHECKSUMS)
+    splits = {}
+    for split, data in (("train", b"".join(train)), ("valid", valid)):
+        records = np.frombuffer(bytearray(data), np.uint8).reshape(-1, 1 + int(np.prod(CIFAR_SHAPE)))
+        images = np.ascontiguousarray(records[:, 1:]).reshape(-1, *CIFAR_SHAPE)
+        splits[split] = ClassificationData(images, records[:, 0].astype(np.int64))
+    return splits
 
 
 class _StandIn:

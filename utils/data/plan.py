@@ -52,8 +52,11 @@ class SamplePlan:
 
         Validation uses the same crops in every epoch and for every seed, without augmentation.
         """
-        if self.parts > 1:
-            return self._volume_by_volume()
+        if self.parts > 1:  # the samples of each volume are those of a plan of this volume alone
+            plans = [replace(self, samples=self.samples // self.parts, boxes=(box,)).epoch(0) for box in self.boxes]
+            volumes = np.repeat(np.arange(self.parts), self.samples // self.parts)
+            origins = np.concatenate([plan.origins for plan in plans])
+            return EpochPlan(volumes, origins, np.full(len(volumes), symmetry.IDENTITY, dtype=np.int64))
         fixed = self.split == "valid"
         words = _random_words(0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch)
         grids = [tuple(side - self.crop + 1 for side in box) for box in self.boxes]  # positions along each axis
@@ -70,13 +73,6 @@ class SamplePlan:
         if fixed or self.mode == "none":
             choices = choices[[symmetry.IDENTITY]]
         return EpochPlan(volumes, origins, choices[_below(words, len(choices), self.samples)])
-
-    def _volume_by_volume(self) -> EpochPlan:
-        """The samples of each volume, which are those of a plan of this volume alone."""
-        plans = [replace(self, samples=self.samples // self.parts, boxes=(box,)).epoch(0) for box in self.boxes]
-        volumes = np.repeat(np.arange(self.parts), self.samples // self.parts)
-        origins = np.concatenate([plan.origins for plan in plans])
-        return EpochPlan(volumes, origins, np.full(len(volumes), symmetry.IDENTITY, dtype=np.int64))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ UNIVERSE = {
 }
 
 Attributes = Mapping[str, Any]
-Simulation = dict[str, float | str]
+Simulation = dict[str, float | str]  # redshift, cosmology, density floor and size of a cell
 
 # Keys of a Simulation by the name of the condition.
 CONDITIONS = {name: key for name, (key, _) in UNIVERSE.items()}
@@ -199,24 +199,20 @@ def channel_difference(found: Channels, expected: Channels) -> str:
     return ""
 
 
-def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
-    """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
+def simulation_of(attributes: Attributes, side: int, path: str) -> tuple[float | None, Simulation]:
+    """Size of a cell in comoving Mpc/h, and all of a Simulation, as far as the file states them.
+
+    It states the length of its longest side, which has `side` cells.
+    """
     length = attributes.get("box_size_mpc_h")
     if length is not None and not SMALLEST_BOX <= length <= LARGEST_BOX:  # spectra and flux would not be finite
         limits = f"from {SMALLEST_BOX:g} to {LARGEST_BOX:g}"
         raise UserError(f"{path}: its attribute box_size_mpc_h is {length:g}; make it a length {limits}, or remove it")
-    return None if length is None else length / side
-
-
-def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
-    """Redshift, cosmology, density floor and size of a cell, as far as the file states them."""
+    cell = None if length is None else length / side
     names = ("redshift", FLOOR, *sorted(name for name in attributes if name.startswith("cosmology")))
     stated = {name: attributes[name] for name in names if name in attributes} | {CELL: cell}
-    return {
-        name: value if isinstance(value, str) else float(value)
-        for name, value in stated.items()
-        if isinstance(value, str | Real)
-    }
+    known = {name: value for name, value in stated.items() if isinstance(value, str | Real)}
+    return cell, {name: value if isinstance(value, str) else float(value) for name, value in known.items()}
 
 
 def implausible(simulation: Mapping[str, Any], limits: Mapping[str, tuple[float, float]] = LIKELY) -> list[str]:

@@ -12,11 +12,11 @@ import h5py
 import numpy as np
 
 from utils.config.channels import Channels, Side
-from utils.errors import UserError, os_reason, os_remedy
+from utils.errors import UserError, os_reason, os_remedy, value_errors_for_users
 from utils.log import warn_once
 from utils.progress import Progress
 from utils.volumes import attributes as stated
-from utils.volumes.attributes import Attributes, Simulation, attributes_of, cell_size, simulation_of
+from utils.volumes.attributes import Attributes, Simulation, attributes_of, simulation_of
 from utils.volumes.page_cache import MADV_WILLNEED, advise
 
 DATASETS = ("Nbody", "Hydro")
@@ -26,6 +26,7 @@ LARGE_CHUNK = 2**28  # bytes
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
 IMPORTER = "python -m utils.volumes.import_volume"  # makes channels of physical values
 OF_NPY = f"{IMPORTER} makes one of the .npy files in a directory, named dark_matter_density.npy and so on"
+RENAMED = "if it has another name: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')"
 LISTED = 12  # datasets in a message
 
 
@@ -39,14 +40,10 @@ def open_file(path: str, remedy: str = "give another path") -> h5py.File:
         return h5py.File(path, "r")
 
 
-@contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
+def reading(path: str) -> contextlib.AbstractContextManager[None]:
     """Converts the errors of h5py, which raises many types for a damaged file, to UserErrors."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
+
+    def line(error: Exception) -> str:
         text = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split())
         if "truncated" in text:
             text = "the file is truncated"
@@ -55,7 +52,9 @@ def reading(path: str) -> Iterator[None]:
             text = "it is not an HDF5 file"
             if path.endswith(".npy"):
                 remedy = OF_NPY
-        raise UserError(f"cannot read {path}: {text}; {remedy}") from None
+        return f"cannot read {path}: {text}; {remedy}"
+
+    return value_errors_for_users(line, (Exception,))
 
 
 def contents(file: h5py.File) -> str:
@@ -73,23 +72,18 @@ def check_storage(dataset: h5py.Dataset) -> None:
         raise UserError(f"{name} refers to values in other files; copy them: with h5py, new_file[NAME] = dataset[:]")
     stored = dataset.id.get_storage_size()
     if dataset.chunks:
-        _check_filters(dataset, name)
+        layout = dataset.id.get_create_plist()
+        for code, *_ in map(layout.get_filter, range(layout.get_nfilters())):
+            if not h5py.h5z.filter_avail(code):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module("hdf5plugin")  # registers its filters
+            if not h5py.h5z.filter_avail(code):
+                remedy = "install its plugin: pip install hdf5plugin, or write the file without it: h5repack -f NONE"
+                raise UserError(f"{name} needs the HDF5 filter number {code}; {remedy}")
         chunks = math.prod(-(-side // chunk) for side, chunk in zip(dataset.shape, dataset.chunks, strict=True))
         stored = size * dataset.id.get_num_chunks() // chunks
     if stored < size:
         raise UserError(f"{name}: {1 - stored / size:.3%} of its values were never written; recreate the file")
-
-
-def _check_filters(dataset: h5py.Dataset, name: str) -> None:
-    """Raises UserError if a filter is missing; tries hdf5plugin, if it is installed."""
-    layout = dataset.id.get_create_plist()
-    for code, *_ in map(layout.get_filter, range(layout.get_nfilters())):
-        if not h5py.h5z.filter_avail(code):
-            with contextlib.suppress(ImportError):
-                importlib.import_module("hdf5plugin")  # registers its filters
-        if not h5py.h5z.filter_avail(code):
-            remedy = "install its plugin: pip install hdf5plugin, or write the file without it: h5repack -f NONE"
-            raise UserError(f"{name} needs the HDF5 filter number {code}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -163,15 +157,10 @@ def stored_slabs(stored: Any, name: str) -> Iterator[tuple[slice, np.ndarray]]:
 
 
 class FieldReader:
-    """Reads one dataset [C, X, Y, Z] of a file in planes along x."""
+    """Reads one dataset [C, X, Y, Z] of a file: `values` is a mapped array, unless h5py must convert them."""
 
     def __init__(
-        self,
-        path: str,
-        name: str,
-        channels: int | None,
-        remedy: str = "if it has another name: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
-        file: h5py.File | None = None,
+        self, path: str, name: str, channels: int | None = None, remedy: str = RENAMED, file: h5py.File | None = None
     ) -> None:
         """UserError if the file, open as `file` or not, contradicts the config; `remedy` if it lacks the dataset."""
         self.path, self.name = path, name
@@ -183,10 +172,12 @@ class FieldReader:
             check_storage(dataset)
             self._stated = stated.stated_channels(dataset)
             self.file = str(dataset.file.filename)  # another one than `path` if the dataset is an external link
-            self.values = float32_field(dataset)
-        # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
-        self.cell = cell_size(self.attributes, max(self.shape), path)
-        self.simulation = simulation_of(self.attributes, self.cell)
+            offset = dataset.id.get_offset()
+            self.values: Any = ConvertedField(dataset)
+            if dataset.dtype == np.dtype("<f4") and not dataset.chunks and offset is not None:
+                # A plain array: slicing a memmap object is slower.
+                self.values = np.asarray(np.memmap(self.file, "<f4", "r", offset, dataset.shape))
+        self.cell, self.simulation = simulation_of(self.attributes, max(self.shape), path)
         self.periodic: bool = self.attributes.get("periodic", True)
 
     def channels(self, side: Side) -> Channels | None:
@@ -229,8 +220,7 @@ class ArrayReader(FieldReader):
         self.path = self.name = self.file = "the array"
         self.values, self.attributes, self._stated = as_float32(values), dict(attributes), None
         self.shape = values.shape[1], values.shape[2], values.shape[3]
-        self.cell = cell_size(self.attributes, max(self.shape), self.path)
-        self.simulation = simulation_of(self.attributes, self.cell)
+        self.cell, self.simulation = simulation_of(self.attributes, max(self.shape), self.path)
         self.periodic = bool(attributes.get("periodic", True))
 
 
@@ -264,18 +254,7 @@ def as_float32(values: Any) -> np.ndarray:
         return np.asarray(values, np.float32)
 
 
-def float32_field(dataset: h5py.Dataset) -> Any:
-    """A mapped array of a contiguous float32 dataset, a ConvertedField of others."""
-    offset = dataset.id.get_offset()
-    if dataset.dtype != np.dtype("<f4") or dataset.chunks or offset is None:
-        return ConvertedField(dataset)
-    mapped = np.memmap(dataset.file.filename, "<f4", "r", offset, dataset.shape)
-    return np.asarray(mapped)  # a plain array: slicing a memmap object is slower
-
-
-def checked_dataset(
-    file: h5py.File, path: str, name: str, channels: int | None = None, remedy: str = "choose another file or dataset"
-) -> h5py.Dataset:
+def checked_dataset(file: h5py.File, path: str, name: str, channels: int | None, remedy: str) -> h5py.Dataset:
     """A dataset [C, X, Y, Z]; `channels` None accepts any number. `remedy` is that for a missing dataset."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):

@@ -11,6 +11,8 @@ import argparse
 import itertools
 import logging
 import math
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,9 +21,12 @@ from typing import Any
 
 import h5py
 import numpy as np
+import torch
 
 from utils.cli import Parser, hdf5_output, positive
-from utils.config.channels import PLAUSIBLE, QUANTITIES, SIDES, TRANSFORM, known_channels
+from utils.config import load
+from utils.config.channels import TRANSFORM
+from utils.config.yaml_files import EXTENDS, SHIPPED, dump
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.log import configure_logging
@@ -29,38 +34,23 @@ from utils.progress import Progress
 from utils.volumes.attributes import CELL, FLOOR, LIMITS, UNIVERSE, channel_attributes, implausible, write_attributes
 from utils.volumes.cross_check import check_file
 from utils.volumes.hdf5 import DATASETS, cells_text, open_volume, stored_slabs
-from utils.volumes.import_config import write_config
-from utils.volumes.opened import SPLITS
-from utils.volumes.snapshots import (
-    DARK_MATTER_DENSITY,
-    GAS_DENSITY,
-    OTHER,
-    UNITS,
-    FieldChannel,
-    GridField,
-    Shape,
-    Snapshot,
-    check_values,
-    open_snapshot,
-    own_channels,
-)
-from utils.volumes.values import MEDIANS, check_distinct
+from utils.volumes.import_channels import Datasets, FieldChannel, Options, check_units, check_values, plan_channels
+from utils.volumes.opened import PATH_KEYS, SPLITS, box_entry, largest_crop, npy_keys
+from utils.volumes.snapshots import GAS_DENSITY, UNITS, Shape, Snapshot, open_snapshot
+from utils.volumes.values import check_distinct
 
 SMALLEST_CROP = 2
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
-IN_A_PART = (0.01, 1000.0)  # plausible mean densities of a part of a box, such as a void or a cluster
-REMEDIES = {  # for values that do not fit the unit
-    "density": "correct its attribute units or --mean_density, or give --not_periodic if it is a part of a box",
-    "velocity": "correct its attribute units or, without one, give another --velocity_units",
-    "temperature": "write temperatures in K, no logarithms and no internal energies (docs/data.md)",
-}
-
-Options = argparse.Namespace  # the command line; the attributes have the names of the flags
+FAST, SMALL = "bs64_fast", "demo"  # the configs to extend, for a GPU and for a CPU: 117 and 1.6 million parameters
+CROPS = {FAST: 64, SMALL: 32}  # their data_size
+HEADER = """\
+# Trains on imported volumes: {command}
+# The config begins with all keys of `{parent}`; to begin with those of another config, change the line `extends` in it.
+# {parent} has {recipe}, which belong together.
+"""
 
 log = logging.getLogger(__name__)
-
-Datasets = Mapping[str, Sequence[FieldChannel]]
 
 
 @dataclass(frozen=True)
@@ -137,8 +127,7 @@ def plan_source(options: Options) -> Source:
     snapshot = open_snapshot(path, options.shape, options.index, others)
     is_part = options.not_periodic or not snapshot.periodic
     parts, simulation = plan_parts(snapshot.shape[0], options), describe(snapshot, options)
-    means, cell = stated_means(snapshot, options, is_part), simulation.pop(CELL, None)
-    datasets = plan_channels(snapshot, options, means)
+    datasets, cell = plan_channels(snapshot, options, is_part), simulation.pop(CELL, None)
     attributes = {
         "made_by": "utils.volumes.import_volume",
         "input": str(path.resolve()),
@@ -148,70 +137,6 @@ def plan_source(options: Options) -> Source:
         FLOOR: math.exp(-options.transform["density_log_scale"]),
     }
     return Source(snapshot.shape, datasets, parts, attributes, cell, is_part)
-
-
-def stated_means(snapshot: Snapshot, options: Options, is_part: bool) -> dict[str, float | None]:
-    """The values of --mean_density by the names of the fields; raises UserError if some are missing."""
-    densities = {name: field for name, field in snapshot.fields.items() if field.quantity == "density"}
-    is_needed = is_part and any(field.unit != "mean" for field in densities.values())
-    means = options.mean_density or ([] if is_needed else [None] * len(densities))
-    if len(means) != len(densities) or 0.0 in means:
-        needed = f"give a number above 0 per density, --mean_density {' '.join(densities).upper()}"
-        text = "the mean of the whole box, not of a part, in the unit of the field (1 for a field in units of the mean)"
-        raise UserError(f"{snapshot.path}: {needed}: {text}")
-    return dict(zip(densities, means, strict=True))
-
-
-def plan_channels(snapshot: Snapshot, options: Options, means: Mapping[str, float | None]) -> Datasets:
-    dark = [name for name in snapshot.fields if name.startswith("dark_matter")]
-    gas = [name for name in snapshot.fields if name not in dark and snapshot.fields[name].quantity != OTHER]
-    datasets: dict[str, list[FieldChannel]] = {}
-    for dataset, side, names, others in zip(
-        DATASETS, SIDES, (dark, gas), (options.input_field, options.field), strict=True
-    ):
-        quantities = tuple(dict.fromkeys(snapshot.fields[name].quantity for name in names))
-        if quantities != QUANTITIES[side].get(len(names), ()) or not (names or others or dataset == DATASETS[1]):
-            needed = f"{DARK_MATTER_DENSITY}, with gas also {GAS_DENSITY}, and all components of a velocity or none"
-            raise UserError(f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {needed}")
-        channels = known_channels(side, len(names), options.transform)
-        rows = ((name, snapshot.fields[name], channel) for name, channel in zip(names, channels, strict=True))
-        planned = [(field, channel, _factor(field, options, means.get(name))) for name, field, channel in rows]
-        planned += [row for name, fields in others for row in own_channels(snapshot, name, fields, dict(options.unit))]
-        if planned:
-            datasets[dataset] = planned
-        if len({channel.name for _, channel, _ in planned}) < len(planned):
-            raise UserError(f"two {side} have one name; rename the one of --field or --input_field")
-    if unused := dict(options.unit).keys() - dict(options.field + options.input_field):
-        raise UserError(f"--unit {', '.join(unused)}: there is no such --field or --input_field")
-    return datasets
-
-
-def _factor(field: GridField, options: Options, mean: float | None) -> float:
-    """The factor from a field's unit to that of its channel: one over the mean for densities in unknown units."""
-    units, unit, remedy = UNITS[field.quantity], field.unit, "write temperatures in K"
-    if field.quantity == "density" and (mean or unit != "mean"):
-        return 1 / (mean or _mean(field))
-    if field.quantity == "temperature":
-        unit = unit or "K"
-    if field.quantity == "velocity":
-        unit, remedy = options.velocity_units or unit, f"give --velocity_units ({', '.join(units)})"
-        if field.is_stated and field.unit in units and field.unit != unit:
-            raise UserError(f"{field.name} states {field.unit}, not {unit}; correct it, or remove --velocity_units")
-    if unit not in units:
-        raise UserError(f"{field.name} is in {unit or 'an unknown unit'}; {remedy}")
-    return units[unit]
-
-
-def _mean(field: GridField) -> float:
-    total = 0.0
-    with Progress(f"mean of {field.name}", field.stored.shape[0], "planes") as progress:
-        for slab, values in stored_slabs(field.stored, field.name):
-            check_values(field, slab, values)
-            total += float(values.sum(dtype=np.float64))
-            progress.advance(len(values))
-    if not total:
-        raise UserError(f"{field.name} is 0 everywhere; give another file")
-    return total / math.prod(field.stored.shape)
 
 
 def describe(snapshot: Snapshot, options: Options) -> dict[str, float]:
@@ -278,13 +203,13 @@ def _write_source(source: Source, parts: Sequence[tuple[h5py.File, range]]) -> N
             datasets = [(file[name], planes) for file, planes in parts]
             for number, channel in enumerate(channels):
                 means = _write_channel(channel, number, datasets, source.attributes[FLOOR], progress)
-                _check_units(channel, means, source.is_part)
+                check_units(channel, means, source.is_part)
 
 
 def _write_channel(
     source: FieldChannel, number: int, parts: Sequence[tuple[h5py.Dataset, range]], floor: float, progress: Progress
 ) -> np.ndarray:
-    """Converts a field to channel `number` of the dataset of each part; returns the means that `_check_units` takes."""
+    """Converts a field to channel `number` of the dataset of each part; returns the means that `check_units` takes."""
     (field, channel, factor), sums, low, high = source, np.zeros(3), math.inf, -math.inf
     for slab, read in stored_slabs(field.stored, field.name):
         values = np.array(read)  # changed below
@@ -309,19 +234,42 @@ def _write_channel(
     return sums / math.prod(field.stored.shape)
 
 
-def _check_units(source: FieldChannel, means: np.ndarray, is_part: bool) -> None:
-    """UserError for an implausible mean (velocities: root mean square); `means`: of field, its square, its channel."""
-    field, channel, factor = source
-    if field.quantity == OTHER:
-        return
-    name, value = ("root mean square", math.sqrt(means[1])) if field.quantity == "velocity" else ("mean", means[0])
-    low, high = IN_A_PART if is_part and field.quantity == "density" else PLAUSIBLE[str(channel.unit)]
-    typical, remedy = factor * value, REMEDIES[field.quantity]
-    if not low <= typical <= high:
-        raise UserError(f"{field.name}: a {name} of {typical:.3g} {channel.unit} is implausible; {remedy}")
-    typical = channel.to_physical(means[2])
-    if field.quantity == "temperature" and typical < MEDIANS[str(channel.unit)][0]:
-        log.warning(f"{field.name}: a geometric mean of {typical:.3g} K is low for ionized gas; {remedy}")
+def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], machine: str | None = None) -> list[str]:
+    """Writes a config for volumes of these shapes, training first, unless one exists; returns lines for the user."""
+    command = f"python train.py --yaml_config {shlex.quote(str(path))}"
+    if path.exists():
+        return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
+    smallest = min(map(min, volumes.values()))
+    parent, reason = _parent(smallest, machine)
+    crop, first, last = min(CROPS[parent], largest_crop(smallest)[0]), next(iter(volumes)), list(volumes)[-1]
+    paths = {key: str(file.resolve()).replace("$", "$$") for key, file in (("train_path", first), ("val_path", last))}
+    keys: dict[str, Any] = {EXTENDS: parent, **paths, **dict.fromkeys(npy_keys(*PATH_KEYS.values()))}
+    keys |= {"box_size": [box_entry([volumes[file]]) for file in (first, last)], "dataset_names": list(DATASETS)}
+    keys |= {"symmetries": "full", "expdir": "./runs"}
+    if crop < CROPS[parent]:
+        keys |= {"data_size": crop, "network": {"scales": largest_crop(smallest)[1]}}
+    config = load(str(SHIPPED / "UNet.yaml"), parent)
+    recipe = f"global batch {config.global_batch_size}, learning rate {config.lr_schedule.start_lr:g}"
+    text = HEADER.format(command=command, parent=parent, recipe=recipe) + dump({EXTENDS: "UNet.yaml", path.stem: keys})
+    with os_errors_for_users(f"cannot write {path}"), atomic_write([path]) as (partial,):
+        partial.write_text(text, encoding="utf-8")
+    lines = [f"wrote {path}, a config that extends {parent} ({recipe}), because {reason}"]
+    if crop < CROPS[parent]:
+        lines.append(f"warning: crops have {crop} cells per side, because a side has {smallest}; import larger parts")
+    return [*lines, "to train:", command]
+
+
+def _parent(smallest: int, machine: str | None) -> tuple[str, str]:
+    """The config to extend for volumes with a smallest side of `smallest` cells, and the reason."""
+    # A login node may have no GPU.
+    found = "a GPU" if torch.cuda.is_available() else next(filter(shutil.which, ("sbatch", "qsub")), None)
+    if machine == "cpu":
+        return SMALL, "of --for cpu"
+    if not (machine or found):
+        return SMALL, "neither a GPU nor sbatch or qsub was found; --for gpu writes one for a GPU"
+    if smallest < CROPS[FAST]:
+        return SMALL, f"crops of {FAST} have {CROPS[FAST]} cells per side, and a side has {smallest}"
+    return FAST, "of --for gpu" if machine else f"{found} was found"
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -20,10 +20,10 @@ from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB, atomic_write, copy_file, remove_abandoned, sample_digest
 from utils.log import warn_once
 from utils.volumes import attributes
+from utils.volumes.convert_to_npy import open_npy_volume
 from utils.volumes.cross_check import START_BYTES, cross_check
 from utils.volumes.hdf5 import Volume, cells_text, open_volume
 from utils.volumes.input_statistics import compare, training_statistics
-from utils.volumes.npy import open_npy_volume
 from utils.volumes.values import check_all, check_distinct, check_samples, warn_of_units
 
 SPLITS = {"train": 0, "valid": 1}  # the index in box_size, and the part of the random stream's key
@@ -205,7 +205,7 @@ class Volumes:
             needed = os.path.exists(source) or not all(path and os.path.exists(path) for path in pair)
             volume, files = self._open(source, key) if needed else None, (source, pair[0], pair[1])
             if files not in self._opened:
-                self._opened[files] = open_npy_volume(files[1:], keys, source, volume, self.config.dataset_names)
+                self._opened[files] = open_npy_volume(files[1:], keys, source, self.config.dataset_names, volume)
             volumes.append(self._opened[files])
         return volumes
 
@@ -226,12 +226,9 @@ class Volumes:
         if not volumes:
             return config
         for number, (side, key) in enumerate(CHANNELS_KEYS.items()):
-            given = getattr(config.channels, side)
-            count = getattr(config, key)
-            if key not in config.model_fields_set:
-                count = int(volumes[0].fields[number].shape[0])
+            count = getattr(config, key) if key in config.model_fields_set else volumes[0].fields[number].shape[0]
             files = {volume.path: volume.channels[number] for volume in volumes}
-            found = attributes.resolve_channels(side, count, given, files)
+            found = attributes.resolve_channels(side, count, getattr(config.channels, side), files)
             channels[side] = [dataclasses.asdict(channel) for channel in found]
         keys = {**config.model_dump(), "channels": channels}
         return validate_section(Config, keys, f"with the channels of {volumes[0].path}")
@@ -273,9 +270,8 @@ class Volumes:
                 warn_once(f"{volume.path}: {fault}; correct its attributes")
             if not config.allow_physical_values:
                 warn_of_units(volume, config.volume_channels)
-            if network.conditions:
-                conditions = attributes.conditions_of(network, volume.path, volume.simulation)
-                attributes.warn_of_untrained_conditions(network, volume.path, conditions)
+            conditions = attributes.conditions_of(network, volume.path, volume.simulation)
+            attributes.warn_of_untrained_conditions(network, volume.path, conditions)
         for name, (low, high) in zip(network.conditions, network.condition_ranges, strict=True):
             if low == high:
                 log.warning(f"network.conditions: {name} is {low:g} in all training volumes, so it has no effect")

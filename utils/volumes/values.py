@@ -96,13 +96,10 @@ def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
     lines = []
     for first, second in itertools.product(volumes["train"], volumes["valid"]):
         if [field.shape for field in first.fields] == [field.shape for field in second.fields]:
-            samples = [
-                (sample(first.path, training), sample(second.path, validation))
-                for training, validation in zip(first.fields, second.fields, strict=True)
-            ]
-            is_same = all(np.array_equal(*pair) for pair in samples)
+            one, other = ([sample(volume.path, field) for field in volume.fields] for volume in (first, second))
+            is_same = all(map(np.array_equal, one, other))
             with np.errstate(all="ignore"):  # of constant channels
-                alike = np.mean([np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in zip(*samples[0], strict=True)])
+                alike = np.mean([np.corrcoef(pair.reshape(2, -1))[0, 1] for pair in np.stack([one[0], other[0]], 1)])
             if is_same or alike > (SAME_DENSITY if first.inputs.shape[0] == 1 else SAME_STRUCTURES):
                 use = "use the same volume" if is_same else "have the same structures, like snapshots of one simulation"
                 paths = " and ".join(dict.fromkeys((first.path, second.path)))

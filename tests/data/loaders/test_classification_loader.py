@@ -10,14 +10,12 @@ import torch
 from devices import ON_GPU
 from reference_samples import digest, rank_batches
 
-from utils.config import Config
 from utils.data.datasets import ClassificationData
-from utils.data.loaders.classification import ClassificationLoader, shuffle_plan
+from utils.data.loaders.classification import ClassificationLoader
 from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import ShufflePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.errors import UserError
 
 # These never change: a run that resumes under another numpy must continue with the same samples.
 GOLDEN_WHOLE = {0: [0, 1, 2, 5, 6, 4, 3, 7], 3: [3, 4, 1, 0, 6, 2, 7, 5]}
@@ -62,14 +60,6 @@ def test_the_rows_of_an_epoch_are_distinct_and_a_function_of_seed_and_epoch_alon
         assert ShufflePlan(8, 8, seed=3).epoch(epoch).tolist() == GOLDEN_WHOLE[epoch]
         assert ShufflePlan(4, 60000, seed=3).epoch(epoch).tolist() == GOLDEN_PART[epoch]
         assert ShufflePlan(9, 23, 7, split="valid").epoch(epoch).tolist() == list(range(9)), "the first, in order"
-
-
-def test_more_samples_than_available_is_an_error() -> None:
-    config = Config(Nsamples=24, Nsamples_val=24)
-    for split, key in (("train", "Nsamples"), ("valid", "Nsamples_val")):
-        with pytest.raises(UserError, match=f"^{key} 24 is more than the 23 {split} samples of "):
-            shuffle_plan(config, split, 23)
-        assert shuffle_plan(config, split, 24) == ShufflePlan(24, 24, split=split)
 
 
 @KINDS

@@ -42,9 +42,11 @@ class Loader(Protocol):
     """
 
     volumes: Sequence[str] = ("",)  # names of the volumes that have a validation loss each
+    batches: Sequence[slice] = ()  # the rows of an epoch's plan that this rank takes, one slice per batch
 
     def __len__(self) -> int:
         """Number of batches per epoch on this rank."""
+        return len(self.batches)
 
     def volume_of(self, batch: int) -> int:
         """The index in `volumes` of the volume of a batch."""
@@ -61,7 +63,6 @@ class Loader(Protocol):
 class CropLoader(Loader):
     """Base class of loaders that carry out a sample plan.
 
-    batches: the rows of an epoch's plan that this rank takes, one slice per batch.
     shapes: [N, C, D, D, D] of the inputs and the targets of a full batch.
     vectors: the vector fields of inputs and targets, as channel triples (x, y, z components).
     """
@@ -76,9 +77,6 @@ class CropLoader(Loader):
         crop, counts = (plan.crop,) * 3, (config.N_in_channels, config.N_out_channels)
         self.shapes = [(size, channels, *crop) for channels in counts]
         self.vectors = config.vectors
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
     def volume_of(self, batch: int) -> int:
         return self.batches[batch].start * self.plan.parts // self.plan.samples
@@ -142,17 +140,14 @@ def build_crop_loaders(
     world: World,
     splits: Mapping[str, Sequence[Volume]],
     loader: Callable[[Sequence[Volume], SamplePlan, Config, World], CropLoader],
-    from_files: bool = False,
 ) -> DataSplits:
-    """Builds a loader for the volumes of each split, see `build_splits`.
+    """Builds a loader for the volumes of each split, see `build_splits`; files are read into the page cache first.
 
-    splits: what the loader reads, `volumes` from its own storage.
-    from_files: the loader reads crops from the files, which are therefore read into the page cache first.
+    splits: what the loader reads, `volumes` or those of its own storage, which have no files.
     """
-    if from_files:
-        both = all_volumes(splits)
-        mapped = [field for volume in both if volume.mapped for field in volume.fields]
-        warm_page_cache([path for volume in both for path in volume.files], mapped, world)
+    both = all_volumes(splits)
+    if files := [path for volume in both for path in volume.files]:
+        warm_page_cache(files, [field for volume in both if volume.mapped for field in volume.fields], world)
     config = volumes.config
 
     def build(split: str) -> Loader:

@@ -5,7 +5,6 @@ from collections.abc import Generator
 
 import torch
 
-from utils.config import Config
 from utils.data.datasets import ClassificationData, open_dataset
 from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
@@ -23,21 +22,16 @@ def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
         dataset, splits = open_dataset(config.dataset)
 
     def make(split: str) -> Loader:
-        plan = shuffle_plan(config, split, len(splits[split].labels))
+        samples, available = getattr(config, key := SAMPLES_KEYS[split]), len(splits[split].labels)
+        if samples > available:
+            raise UserError(f"{key} {samples} is more than the {available} {split} samples of {config.dataset.name}")
+        plan = ShufflePlan(samples, available, config.seed, split)
         return ClassificationLoader(splits[split], plan, batch_size=size, scale=dataset.scale, world=world)
 
     loaders = build_splits(make, world)
     counts = ", ".join(f"{len(data.labels)} {split}" for split, data in splits.items())
     log.info("%s: %s samples", config.dataset.name, counts)
     return loaders
-
-
-def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
-    """The order of one split's samples; UserError if the config requests more than the `available` ones."""
-    samples = getattr(config, key := SAMPLES_KEYS[split])
-    if samples > available:
-        raise UserError(f"{key} {samples} is more than the {available} {split} samples of {config.dataset.name}")
-    return ShufflePlan(samples, available, config.seed, split)
 
 
 class ClassificationLoader(Loader):
@@ -52,7 +46,7 @@ class ClassificationLoader(Loader):
     ) -> None:
         device = world.device
         self._plan, self._scale = plan, scale
-        self._batches = rank_batches(plan.samples, batch_size, world.rank, world.size, drop_last=plan.split == "train")
+        self.batches = rank_batches(plan.samples, batch_size, world.rank, world.size, drop_last=plan.split == "train")
         self._mine = slice(world.rank, None, world.size)
         self._inputs = torch.from_numpy(data.inputs).to(device)
         self._labels = torch.from_numpy(data.labels).to(device)
@@ -62,16 +56,13 @@ class ClassificationLoader(Loader):
         self._values = torch.empty_like(self._raw, dtype=torch.float32) if self._is_image else self._raw
         self._targets = torch.empty(batch_size, dtype=torch.int64, device=device)
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         order = torch.from_numpy(self._plan.epoch(epoch)[self._mine].copy())
         if self._order.is_cuda:
             order = order.pin_memory()  # PyTorch keeps this memory until the copy has finished
         self._order.copy_(order, non_blocking=True)
         start = first_batch * len(self._targets)
-        for batch in self._batches[first_batch:]:
+        for batch in self.batches[first_batch:]:
             size = len(range(self._plan.samples)[batch])
             gathered, rows = Batch(self._values[:size], self._targets[:size]), self._order[start : start + size]
             raw = torch.index_select(self._inputs, 0, rows, out=self._raw[:size])

@@ -17,14 +17,14 @@ import torch
 
 from utils.config import Config
 from utils.data import symmetry
-from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders
-from utils.data.loaders.crops import CropReader
-from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, HostPrefetcher
+from utils.data.loaders.base import Batch, DataSplits, build_crop_loaders
+from utils.data.loaders.prefetcher import Fills, HostPrefetcher
+from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.volumes.convert_to_npy import ENDINGS
 from utils.volumes.hdf5 import Volume
-from utils.volumes.npy import ENDINGS
 from utils.volumes.opened import Volumes
 
 QUEUE = 2  # batches that DALI has at a time
@@ -34,42 +34,42 @@ SPARE = 2  # buffers for the batch that is being read, and for one whose copy to
 def build(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     with world.raise_together():
         import_dali()
-    return build_crop_loaders(volumes, world, volumes.for_loader(world, npy=True), DaliLoader, from_files=True)
+    return build_crop_loaders(volumes, world, volumes.for_loader(world, npy=True), DaliLoader)
 
 
-class DaliLoader(CropLoader):
+class DaliLoader(ThreadedCropLoader):
+    buffers, channels_last_buffers = QUEUE + SPARE, True
+
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
-        super().__init__(plan, config, world)
-        self._volumes, self._on_gpu = volumes, world.device.type == "cuda"
-        # For each field the source channels [48, C] and their signs [48, C].
-        fields, mode = zip(ENDINGS, self.shapes, self.vectors, strict=True), config.symmetries
-        self._tables = [(name, symmetry.channel_table(shape[1], vectors, mode)) for name, shape, vectors in fields]
-        buffers = [
-            Batch(*(torch.zeros((n, *sides, c), pin_memory=self._on_gpu) for n, c, *sides in self.shapes))
-            for _ in range(QUEUE + SPARE)
-        ]
-        prefetcher = CudaPrefetcher if self._on_gpu else HostPrefetcher
-        self._prefetcher = prefetcher(world.device, self.shapes, config.channels_last)
-        self._reader = CropReader(self, [volume.path for volume in volumes], buffers, self._copy)
-        self._pipeline = self._build()
+        super().__init__(volumes, plan, config, world)
+        copiers = zip(ENDINGS, self._copiers, strict=True)
+        self._tables = [(name, copier.sources, copier.signs) for name, copier in copiers]
+        fn, types, pipeline_def = import_dali()
+        gpu = (world.device.index or 0) if self._on_gpu else None
+        options = {"device_id": gpu, "prefetch_queue_depth": QUEUE, "enable_conditionals": True}
+        size, threads = self.shapes[0][0], max(1, config.num_data_workers)
+        define = pipeline_def(batch_size=size, num_threads=threads, **options)
+        self._pipeline = define(self._augment)(fn, types)
+        self._pipeline.build()
         # DALI's first run fills its whole queue and needs input for that, however short the epoch is.
-        for buffer in buffers[:QUEUE]:
+        for buffer in self._buffers[:QUEUE]:
             self._feed(np.zeros(len(buffer.inputs), np.int64), buffer)
         self._pipeline.schedule_run()
         for _ in range(QUEUE):
             self._pipeline.outputs()
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
-        return self._prefetcher.prefetch(self._fills(epoch, first_batch))
+        prefetcher = self._prefetcher or HostPrefetcher(self.world.device, self.shapes, self.config.channels_last)
+        return prefetcher.prefetch(self._fills(epoch, first_batch))
 
     def close(self) -> None:
-        self._reader.close()
+        super().close()
         del self._pipeline  # ends its threads
 
     def _fills(self, epoch: int, first_batch: int) -> Fills:
         """Keeps DALI's queue filled. Each fill takes the next batch out of it."""
         running: deque[int] = deque()  # samples of the batches that DALI has
-        with closing(self._reader.read(epoch, first_batch)) as batches:
+        with closing(self._read(epoch, first_batch)) as batches:
             try:
                 for rows, buffer in batches:
                     self._feed(rows.symmetries, buffer)
@@ -91,10 +91,8 @@ class DaliLoader(CropLoader):
             crops = torch.from_dlpack(output.as_tensor())
             samples.copy_(crops.movedim(-1, 1) if self.config.channels_last else crops, non_blocking=True)
 
-    def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
-        x, y, z = (slice(int(start), int(start) + self.plan.crop) for start in origin)
-        for field, out in zip(self._volumes[volume].fields, sample, strict=True):
-            np.copyto(out, np.moveaxis(field[:, x, y, z], 0, -1))
+    def _read_sample(self, volume: int, origin: np.ndarray, index: int, *sample: np.ndarray) -> None:
+        super()._read_sample(volume, origin, symmetry.IDENTITY, *sample)  # DALI applies the symmetry
 
     def _feed(self, symmetries: np.ndarray, buffer: Batch) -> None:
         """Passes a batch to DALI, as many crops of the buffer as there are symmetries."""
@@ -103,23 +101,13 @@ class DaliLoader(CropLoader):
         self._pipeline.feed_input("symmetry", TensorListCPU(symmetries.astype(np.int32)))
         for name, crops in zip(ENDINGS, buffer.first(len(symmetries)), strict=True):
             # Passed without a copy, and marked as pinned if it is: DALI then copies it to the device directly.
-            self._pipeline.feed_input(name, TensorListCPU(crops.numpy(), is_pinned=self._on_gpu))
-
-    def _build(self) -> Any:
-        fn, types, pipeline_def = import_dali()
-        size, threads = self.shapes[0][0], max(1, self.config.num_data_workers)
-        gpu = (self.world.device.index or 0) if self._on_gpu else None
-        options = {"device_id": gpu, "prefetch_queue_depth": QUEUE, "enable_conditionals": True}
-        define = pipeline_def(batch_size=size, num_threads=threads, **options)
-        pipeline = define(self._augment)(fn, types)
-        pipeline.build()
-        return pipeline
+            self._pipeline.feed_input(name, TensorListCPU(crops.movedim(1, -1).numpy(), is_pinned=self._on_gpu))
 
     def _augment(self, fn: Any, types: Any) -> tuple[Any, ...]:
         """DALI's graph: both fields' crops [D, H, W, C] under the symmetries of their samples, in the step's layout."""
         index, outputs = fn.external_source(name="symmetry", dtype=types.INT32, ndim=0), []
         flips = types.Constant((symmetry.SIGNS < 0).astype(np.int32))[index]
-        for name, (sources, signs) in self._tables:
+        for name, sources, signs in self._tables:
             crop = fn.external_source(name=name, dtype=types.FLOAT, layout="DHWC", no_copy=True)
             source, sign = types.Constant(sources)[index], types.Constant(signs.astype(np.float32))[index]
             crop, sign = (crop.gpu(), sign.gpu()) if self._on_gpu else (crop, sign)

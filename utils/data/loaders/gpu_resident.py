@@ -127,13 +127,9 @@ def device_plan(plan: EpochPlan, boxes: Sequence[Sequence[int]]) -> np.ndarray:
 
     The tables have 48 rows for each volume, one for each symmetry.
     """
-    strides = np.stack([_strides(box) for box in boxes])
+    strides = np.array([(y * z, z, 1) for _, y, z in boxes], dtype=np.int64)
     starts = (plan.origins * strides[plan.volumes]).sum(axis=1)
     return np.stack([starts, symmetry.COUNT * plan.volumes + plan.symmetries], axis=1, dtype=np.int64)
-
-
-def _strides(box: Sequence[int]) -> np.ndarray:
-    return np.array([box[1] * box[2], box[2], 1], dtype=np.int64)
 
 
 def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
@@ -145,9 +141,9 @@ def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
     the sample with `strides` along its axes: the offset where the path starts, and its signed strides along plane, row
     and column.
     """
-    table = np.empty((symmetry.COUNT, 9), dtype=np.int64)
+    table, pitch = np.empty((symmetry.COUNT, 9), dtype=np.int64), np.array([box[1] * box[2], box[2], 1])
     for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
-        load, store = signs * _strides(box)[axes], np.array(strides)
+        load, store = signs * pitch[axes], np.array(strides)
         fastest = axes.tolist().index(2)
         # Along the field's fastest axis the path follows the field, along its other axes the sample.
         store[fastest] *= signs[fastest]
@@ -159,21 +155,6 @@ def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
     return table
 
 
-def _volume_tables(
-    fields: Sequence[torch.Tensor], crop: int, strides: Sequence[int], vectors: symmetry.Vectors, mode: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`walks`, and the sources and signs of all channels, for each symmetry of each volume."""
-    assert all(field.is_contiguous() for field in fields)
-    assert len({field.untyped_storage().data_ptr() for field in fields}) == 1
-    sources, signs = symmetry.channel_table(len(fields[0]), vectors, mode)
-    starts = [field.storage_offset() - fields[0].storage_offset() for field in fields]
-    return (
-        np.concatenate([walks(field.shape[1:], crop, strides) for field in fields]),
-        np.concatenate([start + sources * field[0].numel() for start, field in zip(starts, fields, strict=True)]),
-        np.concatenate([signs for _ in fields]),
-    )
-
-
 class TritonGather:
     """Gathers samples of one field of the volumes on the device, on the current stream, with one kernel per batch."""
 
@@ -183,14 +164,20 @@ class TritonGather:
         """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage."""
         field = fields[0]
         assert field.dtype in (torch.float32, torch.float16)
+        assert all(part.is_contiguous() for part in fields)
+        assert len({part.untyped_storage().data_ptr() for part in fields}) == 1
         self._kernel = _kernel()
         channels = len(field)
         sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
-        walk, source, sign = _volume_tables(fields, crop, self._strides[2:], vectors, mode)
+        # The tables have a row for each symmetry of each volume.
+        walk = np.concatenate([walks(part.shape[1:], crop, self._strides[2:]) for part in fields])
+        sources, signs = symmetry.channel_table(channels, vectors, mode)
+        starts = [part.storage_offset() - field.storage_offset() for part in fields]
+        source = np.concatenate([start + sources * part[0].numel() for start, part in zip(starts, fields, strict=True)])
         # Signs are flipped in the bits, which is exact even for zeros and NaN.
         bits = torch.int32 if field.element_size() == 4 else torch.int16
-        flip = np.where(sign < 0, torch.iinfo(bits).min, 0)
+        flip = np.where(np.concatenate([signs] * len(fields)) < 0, torch.iinfo(bits).min, 0)
         *tables, flips = (torch.from_numpy(table).to(field.device) for table in (walk, source, flip))
         self._inputs = field.view(bits), *tables, flips.to(bits)
         lanes, (rows, columns) = 1, TILE_ONE_CHANNEL

@@ -48,7 +48,11 @@ class CudaPrefetcher:
         ahead: tuple[_Slot, int] | None = None
         try:
             for slot, (size, fill) in zip(itertools.cycle(self._slots), fills, strict=False):
-                self._fill(slot, size, fill)
+                slot.filled = torch.cuda.Event()
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(slot.released)  # by the kernels that read the slot's previous batch
+                    fill(slot.batch.first(size))
+                    slot.filled.record(self._stream)
                 if ahead is not None:
                     yield from _lend(*ahead, consumer)
                     # Enqueued one step ago; the host memory that it read is rewritten next.
@@ -60,14 +64,6 @@ class CudaPrefetcher:
             # Also if the epoch ends early, because the next one rewrites the memory that the fills read.
             self._stream.synchronize()
             fills.close()
-
-    def _fill(self, slot: _Slot, size: int, fill: Fill) -> None:
-        """Enqueues a fill behind the kernels that read the slot's previous batch."""
-        slot.filled = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(slot.released)
-            fill(slot.batch.first(size))
-            slot.filled.record(self._stream)
 
 
 def _lend(slot: _Slot, size: int, consumer: torch.cuda.Stream) -> Generator[Batch, None, None]:

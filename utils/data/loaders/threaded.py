@@ -1,4 +1,8 @@
-"""The loaders `lowmem` and `inmem`: threads assemble crops straight into batch buffers, a few batches ahead.
+"""The loaders `lowmem` and `inmem`: threads cut crops out of volumes, straight into batch buffers, a few batches ahead.
+
+The copies release the interpreter lock, so threads do scale. Permuting axes while reading a huge array is slow, because
+consecutive reads are kilobytes apart. So each channel of the crop is first read row by row, with the sign of a vector
+component, into a scratch block that stays in the core's cache, and its axes are permuted from there.
 
 `inmem` reads crops from one copy of the volumes for all ranks of a node. The copy's file in a tmpfs is unlinked as soon
 as every rank has mapped it, before it is filled: the memory is released however the run ends. A single rank uses
@@ -10,26 +14,32 @@ import functools
 import logging
 import os
 import shutil
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from utils.config import Config
+from utils.data import symmetry
 from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders, memory_format
-from utils.data.loaders.crops import BATCHES_AHEAD, CropCopier, CropReader
 from utils.data.loaders.prefetcher import CudaPrefetcher, copies
-from utils.data.plan import SamplePlan
+from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import LocalError, UserError, os_errors_for_users
 from utils.files import GIB
 from utils.volumes.hdf5 import Volume
 from utils.volumes.opened import Volumes, all_volumes
 from utils.volumes.page_cache import available_memory
 
+# Batches whose reads are started in advance: the next batch is read while the current one is in use.
+BATCHES_AHEAD = 2
 SHARED_MEMORY = "/dev/shm"
 REMEDY = "use --data_loader_config=lowmem"
 
@@ -38,7 +48,7 @@ log = logging.getLogger(__name__)
 
 def build_lowmem(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     """Crops from the files, which are mapped if they are contiguous."""
-    return build_crop_loaders(volumes, world, volumes.for_loader(world), ThreadedCropLoader, from_files=True)
+    return build_crop_loaders(volumes, world, volumes.for_loader(world), ThreadedCropLoader)
 
 
 def build_inmem(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
@@ -53,36 +63,95 @@ def build_inmem(volumes: Volumes, world: World, reserve: int = 0) -> DataSplits:
     return build_crop_loaders(volumes, world, shared, ThreadedCropLoader)
 
 
+class CropCopier:
+    """Copies crops of one field of several volumes; safe to call from several threads at once."""
+
+    def __init__(self, fields: Sequence[Any], crop: int, vectors: symmetry.Vectors, mode: str) -> None:
+        """Each volume's field is [C, X, Y, Z]: an array, mapped or not, or an HDF5 dataset."""
+        self._fields, self._crop = fields, crop
+        self.sources, self.signs = symmetry.channel_table(fields[0].shape[0], vectors, mode)
+        self._scratch = threading.local()
+
+    def copy(self, volume: int, origin: np.ndarray, index: int, out: np.ndarray) -> None:
+        """Writes the crop at `origin` [3] of a volume under symmetry `index` to `out` [C, crop, crop, crop]."""
+        side = self._crop
+        x, y, z = (slice(int(start), int(start) + side) for start in origin)
+        crop = self._fields[volume][:, x, y, z]  # a view of a mapped array; read here from a chunked dataset
+        if index == symmetry.IDENTITY:
+            np.copyto(out, crop)
+            return
+        if not hasattr(self._scratch, "block"):
+            # Padded, because rows and planes a power of two apart would compete for a few cache lines.
+            self._scratch.block = np.empty((side, side + 1, side + 4), dtype=np.float32)[:, :side, :side]
+        block = self._scratch.block
+        moved = symmetry.move_axes(block, index)
+        for channel, (source, sign) in enumerate(zip(self.sources[index], self.signs[index], strict=True)):
+            if sign > 0:
+                np.copyto(block, crop[source])
+            else:
+                np.negative(crop[source], out=block)
+            np.copyto(out[channel], moved)
+
+
 class ThreadedCropLoader(CropLoader):
+    """Threads read the crops of each batch into one of some `buffers`, with one task per sample."""
+
+    buffers = BATCHES_AHEAD + 1  # the consumer holds at least one
+    channels_last_buffers = False  # True: even if the config's batches are not
+
     def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
         super().__init__(plan, config, world)
+        self._volumes, self._on_gpu = volumes, world.device.type == "cuda"
         self._copiers = [
             CropCopier(fields, plan.crop, vectors, config.symmetries)
             for *fields, vectors in zip(*(volume.fields for volume in volumes), self.vectors, strict=True)
         ]
-        on_gpu, form = world.device.type == "cuda", memory_format(config.channels_last)
-        buffers = [
-            Batch(*(torch.empty(shape, pin_memory=on_gpu, memory_format=form).zero_() for shape in self.shapes))
-            for _ in range(BATCHES_AHEAD + 1)
+        form = memory_format(config.channels_last or self.channels_last_buffers)
+        self._buffers = [
+            Batch(*(torch.empty(s, pin_memory=self._on_gpu, memory_format=form).zero_() for s in self.shapes))
+            for _ in range(self.buffers)
         ]
-        self._reader = CropReader(self, [volume.path for volume in volumes], buffers, self._copy)
-        self._prefetcher = CudaPrefetcher(world.device, self.shapes, config.channels_last) if on_gpu else None
+        self._arrays = [[part.numpy() for part in buffer] for buffer in self._buffers]
+        self._pool = ThreadPoolExecutor(max(1, config.num_data_workers), thread_name_prefix="loader")
+        self._prefetcher = CudaPrefetcher(world.device, self.shapes, config.channels_last) if self._on_gpu else None
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
-        batches = self._assemble(epoch, first_batch)
-        return batches if self._prefetcher is None else self._prefetcher.prefetch(copies(batches))
+        with contextlib.closing(self._read(epoch, first_batch)) as filled:
+            batches = (buffer.first(len(rows)) for rows, buffer in filled)
+            yield from batches if self._prefetcher is None else self._prefetcher.prefetch(copies(batches))
 
     def close(self) -> None:
-        self._reader.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _assemble(self, epoch: int, first_batch: int) -> Generator[Batch, None, None]:
-        with contextlib.closing(self._reader.read(epoch, first_batch)) as filled:
-            for rows, buffer in filled:
-                yield buffer.first(len(rows))
+    def _read(self, epoch: int, first_batch: int) -> Generator[tuple[EpochPlan, Batch], None, None]:
+        """Yields the samples of each batch, and the buffer that begins with them."""
+        plan = self.plan.epoch(epoch)
+        pending: deque[tuple[EpochPlan, Batch, list[Future[None]]]] = deque()
+        order = iter(range(first_batch, len(self.batches)))
+        try:
+            while True:
+                while len(pending) < BATCHES_AHEAD and (number := next(order, None)) is not None:
+                    rows, slot = plan.rows(self.batches[number]), number % len(self._buffers)
+                    samples = zip(rows.volumes, rows.origins, rows.symmetries, *self._arrays[slot], strict=False)
+                    tasks = [self._pool.submit(self._read_sample, *sample) for sample in samples]
+                    pending.append((rows, self._buffers[slot], tasks))
+                if not pending:
+                    return
+                rows, buffer, tasks = pending[0]
+                for task in tasks:
+                    task.result()
+                pending.popleft()
+                yield rows, buffer
+        finally:
+            # Even after an early end or a failure, no thread may still use a buffer when the next epoch starts.
+            for _, _, tasks in pending:
+                for task in tasks:
+                    task.cancel() or task.exception()
 
-    def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
-        for copier, out in zip(self._copiers, sample, strict=True):
-            copier.copy(volume, origin, index, out)
+    def _read_sample(self, volume: int, origin: np.ndarray, index: int, *sample: np.ndarray) -> None:
+        with os_errors_for_users(f"cannot read {self._volumes[volume].path}", "copy or recreate it", LocalError):
+            for copier, out in zip(self._copiers, sample, strict=True):
+                copier.copy(volume, origin, index, out)
 
 
 def free_shared_memory(world: World) -> int:
