@@ -105,9 +105,7 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
-def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epoch_only(
-    backend, tmp_path, data_flags, monkeypatch
-) -> None:
+def test_compiled_runs_follow_plain_ones_and_compile_in_one_epoch(backend, tmp_path, data_flags, monkeypatch) -> None:
     """Two epochs with validation. The default, inductor, spends 15 s in the C++ compiler."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # other tests compile at the same time
     torch._dynamo.reset()
