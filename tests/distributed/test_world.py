@@ -1,7 +1,6 @@
 """Collectives, joint errors, and the end of the process group."""
 
 import itertools
-import math
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -18,21 +17,6 @@ from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch
 from utils.distributed.world import World, connect
 from utils.errors import Stopped, UserError
-
-
-def test_a_single_rank_needs_no_process_group() -> None:
-    with connect("cpu") as world:
-        assert not dist.is_initialized()
-        assert (world.rank, world.size, world.is_root, world.is_node_leader) == (0, 1, True, True)
-        assert world.gather_json((math.inf, {"a": None})) == [[math.inf, {"a": None}]], "a list, as on several ranks"
-        assert world.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
-        assert world.sum(torch.tensor(2.0)) == 2
-        world.barrier()
-        with pytest.raises(UserError, match=r"^wrong$"), world.raise_together():
-            raise UserError("wrong")
-        with pytest.raises(KeyError), world.raise_together():
-            raise KeyError("not a UserError")
-
 
 # Rank -> the error that it raises.
 FAILURES: list[dict[int, Exception]] = [
@@ -82,7 +66,7 @@ def test_collectives_and_joint_errors() -> None:
     [(True, "cuda", False), (False, "cuda", False), (True, "cuda", True), (True, "cpu", False)],
 )
 def test_nccl_is_used_only_to_exchange_gradients_between_gpus(monkeypatch, wanted, device, shared) -> None:
-    heartbeat, meeting = Heartbeat(), (dist.HashStore(), torch.device(device), shared)
+    heartbeat = Heartbeat(worlds.DEFAULT_TIMEOUTS, Launch("test"))
 
     def init(backends: str, **_: Any) -> None:
         assert backends == ("cpu:gloo,cuda:nccl" if (wanted, device, shared) == (True, "cuda", False) else "gloo")
@@ -90,7 +74,7 @@ def test_nccl_is_used_only_to_exchange_gradients_between_gpus(monkeypatch, wante
         raise Stopped
 
     monkeypatch.setattr(worlds, "read_launch", lambda: Launch("test", world_size=2))
-    monkeypatch.setattr(worlds, "rendezvous", lambda *_: meeting)
+    monkeypatch.setattr(worlds, "rendezvous", lambda *_: (dist.HashStore(), torch.device(device), shared))
     monkeypatch.setattr(worlds, "Heartbeat", lambda *_: heartbeat)
     monkeypatch.setattr(dist, "init_process_group", init)
     with pytest.raises(Stopped), connect(nccl=wanted):
