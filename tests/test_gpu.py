@@ -54,7 +54,10 @@ def recorded(run: Path, *names: str) -> list[float]:
     return [record[name] for record in metrics(run) for name in names if name in record]
 
 
-@pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
+COMPILED = ["--enable_amp", "--enable_jit", "--set=channels_last=true"]
+
+
+@pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"], COMPILED])
 def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags, switches) -> None:
     train.main([*flags, "--set=device=cpu", f"--set=expdir={tmp_path}"])
     train.main([*flags, "--set=device=cuda", f"--set=expdir={tmp_path}", *switches])
