@@ -63,7 +63,6 @@ STEP: tuple[Phase, int, int] = ("step", 18, 7)
     ("positions", "message"),
     [
         ([STEP, ("data", 18, 7), STEP], r"rank 1 \(host node1\) hangs at step 18 \(data\) for 60 s; the others wait"),
-        ([STEP, ("save", 17, 7), STEP], r"rank 1 \(host node1\) hangs at step 17 \(save\) for 60 s; the others wait"),
         ([STEP, STEP, ("step", 18, 6)], r"rank 2 \(host node2\) hangs at step 18 \(step\) for 60 s; the others wait"),
         ([STEP, STEP], r"rank 0 \(host node0\) hangs at step 18 \(step\) for 60 s; exit code 76"),
     ],
