@@ -1,4 +1,4 @@
-"""Tests of --preflight: it checks a run before training, prints the findings and writes nothing."""
+"""Tests of --preflight: it checks a run before training, prints the findings and writes nothing; sizes of runs."""
 
 import contextlib
 import re
@@ -12,9 +12,11 @@ import pytest
 import torch
 from processes import start_ranks
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from trainings import TOP, directory
 
 import train
+from networks import build_network
 from utils import preflight
 from utils.config import Config
 from utils.config.sections import NetworkConfig
@@ -207,3 +209,23 @@ def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() 
         for changes in ({}, {"enable_amp": True}, {"accumulation_steps": 4})
     )
     assert full == 2 * half == 4 * quarter > 0
+
+
+UNET, FIELDS = {"crop": 16, "width": 4, "scales": 3}, torch.rand(2, 4, 16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "inputs"),
+    [
+        ("unet", UNET, FIELDS),
+        ("cifar_cnn", {"shape": (3, 32, 32), "classes": 10, "norm": "ghost(4)"}, torch.rand(4, 3, 32, 32)),
+        ("reuters_cnn", {"shape": (50,), "classes": 46, "vocabulary": 9}, torch.zeros(2, 50, dtype=torch.int64)),
+    ],
+)
+def test_the_count_is_what_a_real_pass_executes(name: str, options: dict[str, Any], inputs: torch.Tensor) -> None:
+    network = build_network(name, **options).to("meta")
+    counted = size.training_flops(network, inputs.to("meta"))
+    assert network.training
+    with FlopCounterMode(display=False) as counter:
+        build_network(name, **options)(inputs).sum().backward()
+    assert counted == counter.get_total_flops() / len(inputs) > 0

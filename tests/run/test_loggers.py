@@ -101,13 +101,6 @@ def test_points_after_the_clock_was_set_back_are_shown(tmp_path: Path) -> None:
     assert curves(tmp_path)["Loss/train"] == [(step, step) for step in range(7)]
 
 
-def test_a_logger_that_records_nothing_creates_nothing(tmp_path: Path) -> None:
-    run = LoggedRun(RunDirectory(tmp_path))
-    with closing(RunRecords(run, build_loggers([*LOGGERS], run), time.perf_counter)) as logger:
-        logger.flush()
-    assert os.listdir(tmp_path) == []
-
-
 def test_training_records_the_curves_of_the_tutorial(tmp_path: Path, data_flags: list[str], monkeypatch: Any) -> None:
     """A page of 113 hyperparameters showed the first five by name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
