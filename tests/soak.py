@@ -251,19 +251,6 @@ def random_run(seed: int, folder: Path) -> list[Stop]:
     return stops
 
 
-def soak_launchers(kills: int, seed: int, launchers: list[str]) -> None:
-    for index, launcher in enumerate(launchers):
-        print(f"{launcher}: seed {seed}", flush=True)
-        folder = tempfile.mkdtemp(prefix="soak-")
-        share = kills * (index + 1) // len(launchers) - kills * index // len(launchers)
-        try:
-            soak(share, seed, Path(folder), launcher)
-        except Unavailable as reason:
-            print(f"{launcher}: skipped, {reason}", flush=True)
-            continue
-        shutil.rmtree(folder)  # kept after an error
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=100)
@@ -276,9 +263,16 @@ def main() -> None:
         parser.error(f"unknown launcher in {options.launchers}; use plain, torchrun or srun")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each restart
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the cluster of srun
-    if options.kills:
-        soak_launchers(options.kills, options.seed, launchers)
-    stops = 0
+    kills, count, stops = options.kills, len(launchers), 0
+    for index, launcher in enumerate(launchers if kills else ()):
+        print(f"{launcher}: seed {options.seed}", flush=True)
+        folder = Path(tempfile.mkdtemp(prefix="soak-"))
+        try:
+            soak(kills * (index + 1) // count - kills * index // count, options.seed, folder, launcher)
+        except Unavailable as reason:
+            print(f"{launcher}: skipped, {reason}", flush=True)
+            continue
+        shutil.rmtree(folder)  # kept after an error
     for seed in range(options.seed, options.seed + options.runs):
         folder = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-"))
         stops += len(random_run(seed, folder))

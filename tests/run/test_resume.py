@@ -55,7 +55,7 @@ OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 
 CASES: dict[str, list[str]] = {
     "apex_adam": ["--set=optimizer.name=apex_adam"],
-    "nadam, bfloat16": ["--set=optimizer.name=nadam", "--enable_amp"],
+    "nadam, float16": ["--set=optimizer.name=nadam", "--enable_amp", "--set=precision=float16"],
     "sgd": ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9", "--set=lr_schedule.start_lr=0.01"],
     "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
     "lamb, manual exchange": ["--set=optimizer.name=lamb", "--set=ddp=manual"],

@@ -213,17 +213,6 @@ def test_no_checkpoint_has_weights_on_which_the_ranks_differ(tmp_path: Path, dat
     assert last(directory(tmp_path, 2, "WeightFlips")).state.step == STEP - 1
 
 
-def send_one_condition(world: World) -> None:
-    conditions = torch.arange(4.0).view(4, 1)
-    received = world.shift(conditions[world.rank :: world.size])  # as a loader slices them
-    assert torch.equal(received, conditions[1 - world.rank :: world.size])
-
-
-def test_two_ranks_repeat_micro_batches_with_one_condition() -> None:
-    """A fixed bug: "Tensors must be contiguous" ended the run at its first check, and at each restart again."""
-    run_ranks(send_one_condition, 2)
-
-
 @pytest.mark.parametrize(
     "options",
     [
