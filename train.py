@@ -64,7 +64,7 @@ def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[E
             build.log_settings(config, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, parts, run)
-            result = Trainer(config, parts, run, state, profiler, evaluation, signals).fit()
+            result = Trainer(parts, run, state, profiler, evaluation, signals).fit()
             world.pulse.enter("end")
             run.finish(result, *report_on_run(config, parts, run, result, evaluation))
 

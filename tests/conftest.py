@@ -31,7 +31,7 @@ LONG_FILES = (
     "tests/training/test_soak.py",
     "tests/distributed/test_signals.py",
     "tests/test_tutorial.py",
-    "tests/steps/test_own_kernels.py",
+    "tests/steps/test_kernels.py",
     "tests/data/test_loaders.py",
     "tests/benchmarks/test_step.py",
 )

@@ -47,7 +47,7 @@ def make_step(
     """A step of class `kind`; `optimizer` is a name or the config's settings, `options` are keys of the config."""
     network = (network or small_network()).to(world.device)
     settings = OptimizerConfig(**({"name": optimizer} if isinstance(optimizer, str) else optimizer))
-    built = build_optimizer(settings, network.named_parameters(), LR, kind.capturable)
+    built = build_optimizer(settings, dict(network.named_parameters()), LR, kind.capturable)
     return kind(NetworkWithLoss(network, loss or build_loss("l1")), built, Config(**options), world)
 
 

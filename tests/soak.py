@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,24 +30,21 @@ TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "tests" / "slurm")]
 
 from slurm_cluster import Unavailable  # noqa: E402 # found by the path above
-from soak_launchers import AGENT, RANKS, LauncherFactory, Plain, open_launcher  # noqa: E402
-from trainings import YAML, assert_same_training, directory  # noqa: E402
+from soak_launchers import AGENT, BETWEEN, END, RANKS, SAVE, START, Plain, RunFactory, open_launcher  # noqa: E402
+from trainings import YAML, assert_same_training  # noqa: E402
 from volume_files import write_volume  # noqa: E402
 
 from networks import LOSSES  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.errors import UserError  # noqa: E402
 from utils.optim.optimizers import OPTIMIZERS  # noqa: E402
-from utils.run.checkpoint import saved_steps  # noqa: E402
 
 # A save every third step in addition to each epoch's end: many kills hit a save. With this learning rate the
 # validation loss is lowest after the first epoch, then after the fourth one, and never after the last one.
 FLAGS = ["--set=checkpoint.every_steps=3", "--set=lr_schedule.start_lr=0.01", "--set=lr_schedule.shape=constant"]
 # The survivor of a kill before the rendezvous waits so long.
 FIXED = ["--config=test", "--set=report_baselines=false", "--set=timeouts.rendezvous=20", "--set=device=cpu"]
-START, BETWEEN, SAVE, END = "start", "between saves", "save", "end"
 WEIGHTS = {START: 30, BETWEEN: 20, SAVE: 20, END: 30}
-TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this run is missing"  # lines of the log
 # The exit code of a rank that gets a signal. Other ranks: done, failed because of a peer, bad input (a survivor that
 # waited for its peer in the rendezvous), and 76: the peer is gone.
 CODES = {signal.SIGKILL: 137, signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
@@ -96,47 +94,22 @@ class Stop(NamedTuple):
     codes: list[int]  # of the ranks or the launcher
 
 
-class Run:
-    """One training run in a folder of its own."""
-
-    def __init__(self, folder: Path, flags: list[str], ranks: int, launcher: LauncherFactory) -> None:
-        self.directory = directory(folder, ranks)
-        self.launcher = launcher([*flags, f"--set=expdir={folder}"], folder.with_suffix(".log"), ranks)
-
-    def saved(self) -> list[int]:
-        return saved_steps(self.directory / "checkpoints")
-
-    def is_saving(self) -> bool:
-        return any((self.directory / "checkpoints").glob(".*.partial"))
-
-    def has_summary(self) -> bool:
-        return (self.directory / "summary.json").exists()
-
-    def phase(self, last_step: int | None = None) -> str:
-        text = self.launcher.text()
-        if TRAINS not in text and WRITES_SUMMARY not in text:
-            return START
-        if last_step in self.saved():
-            return END
-        return SAVE if self.is_saving() else BETWEEN
-
-
 class StopTest:
     """An undisturbed training run, and stopped ones, which must end with its bits."""
 
-    def __init__(self, folder: Path, flags: list[str], ranks: int = RANKS, launcher: LauncherFactory = Plain) -> None:
+    def __init__(self, folder: Path, flags: list[str], ranks: int = RANKS, launcher: RunFactory = Plain) -> None:
         data = [f"--set={name}_path={write_volume(folder / f'{name}.h5', seed=len(name))}" for name in ("train", "val")]
-        self._settings = ([*FIXED, *data, *flags], ranks, launcher)
-        self._folder, self._whole = folder, Run(folder / "undisturbed", *self._settings)
+        self._folder, self._start = folder, partial(launcher, [*FIXED, *data, *flags], ranks)
+        self._whole = self._start(folder / "undisturbed")
         self.durations = self._train_undisturbed()  # of the phases, in seconds
         self._last_step = self._whole.saved()[0]
-        self.lines = self._whole.launcher.text().count("\n")
+        self.lines = self._whole.text().count("\n")
 
     def _train_undisturbed(self) -> dict[str, float]:
         run, steps, moments = self._whole, list[int](), dict[str, float]()
-        run.launcher.start()
-        while not run.launcher.has_ended():
-            if 0 in run.launcher.running():
+        run.start()
+        while not run.has_ended():
+            if 0 in run.running():
                 moments.setdefault(START, time.monotonic())
             if run.phase() != START:
                 moments.setdefault(BETWEEN, time.monotonic())
@@ -144,7 +117,7 @@ class StopTest:
                 steps, moments[END] = run.saved(), time.monotonic()
             time.sleep(0.01)
         ended = time.monotonic()
-        assert not any(run.launcher.wait()), run.launcher.text()[-3000:]
+        assert not any(run.wait()), run.text()[-3000:]
         durations = {START: moments[BETWEEN] - moments[START], END: ended - moments[END]}
         return {**durations, **dict.fromkeys((BETWEEN, SAVE), moments[END] - moments[BETWEEN])}
 
@@ -154,9 +127,9 @@ class StopTest:
         AssertionError unless it ends with the same bits, records, best checkpoint, summary and files as the
         undisturbed run, and nothing partial.
         """
-        run, done = Run(self._folder / name, *self._settings), list[Stop]()
+        run, done = self._start(self._folder / name), list[Stop]()
         for planned in (*plan, None):
-            if run.has_summary() and run.launcher.has_ended():
+            if run.has_summary() and run.has_ended():
                 break  # the next start would be another run
             stop = self._start_and_stop(run, planned or PlannedStop([]))
             if stop is not None:
@@ -170,48 +143,47 @@ class StopTest:
         assert not {name for name in names[0] ^ names[1] if not name.startswith(("events", "step_"))}
         return done
 
-    def _start_and_stop(self, run: Run, planned: PlannedStop) -> Stop | None:
+    def _start_and_stop(self, run: Plain, planned: PlannedStop) -> Stop | None:
         """Starts the run, stops it and waits for the consequences; None if the run ended by itself."""
-        launcher, victims, running = run.launcher, set[int](), None
-        launcher.start()
+        victims, running = set[int](), None
+        run.start()
         if planned.victims:
             self._wait_for_moment(run, planned)
             for number, seconds in planned.signals:
                 time.sleep(seconds)
-                running = launcher.running()
+                running = run.running()
                 for name in set(running) & set(planned.victims):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(running[name], number)
                         victims.add(name)
         phase, saved = run.phase(self._last_step), run.saved()
-        codes = launcher.wait(victims, running)
-        if type(launcher) is Plain or not planned.victims:
+        codes = run.wait(victims, running)
+        if type(run) is Plain or not planned.victims:
             numbers = {number for number, _ in planned.signals}
             allowed = OTHER_CODES | {CODES[number] for number in numbers} if planned.victims else {0}
             if run.has_summary() and planned.victims:
                 allowed |= {128 + number for number in numbers}  # a run that is done catches no signals
-            ended = f"exit codes {codes} after {planned}; see {run.directory}:\n{launcher.text()[-3000:]}"
+            ended = f"exit codes {codes} after {planned}; see {run.directory}:\n{run.text()[-3000:]}"
             assert set(codes) <= allowed, ended
         assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
         assert max(run.saved(), default=0) >= max(saved, default=0), f"{planned}: a checkpoint of {saved} is lost"
         return Stop(victims, phase, codes) if victims and (not codes or any(codes)) else None
 
-    def _wait_for_moment(self, run: Run, planned: PlannedStop) -> None:
+    def _wait_for_moment(self, run: Plain, planned: PlannedStop) -> None:
         """Returns at the planned moment, or when the run has ended."""
-        launcher = run.launcher
 
         def is_reached() -> bool:
             if planned.lines:
-                return launcher.text().count("\n") >= planned.lines
+                return run.text().count("\n") >= planned.lines
             if planned.phase == START:
-                return bool(set(planned.victims) & set(launcher.running()))
+                return bool(set(planned.victims) & set(run.running()))
             phase = run.phase(self._last_step)
             return phase == END or (planned.phase != END and phase != START)
 
-        while not is_reached() and not launcher.has_ended():
+        while not is_reached() and not run.has_ended():
             time.sleep(0.002)
         time.sleep(planned.seconds)
-        while planned.phase == SAVE and not run.is_saving() and not launcher.has_ended():
+        while planned.phase == SAVE and not run.is_saving() and not run.has_ended():
             time.sleep(0.001)
 
 
@@ -279,19 +251,6 @@ def random_run(seed: int, folder: Path) -> list[Stop]:
     return stops
 
 
-def soak_launchers(kills: int, seed: int, launchers: list[str]) -> None:
-    for index, launcher in enumerate(launchers):
-        print(f"{launcher}: seed {seed}", flush=True)
-        folder = tempfile.mkdtemp(prefix="soak-")
-        share = kills * (index + 1) // len(launchers) - kills * index // len(launchers)
-        try:
-            soak(share, seed, Path(folder), launcher)
-        except Unavailable as reason:
-            print(f"{launcher}: skipped, {reason}", flush=True)
-            continue
-        shutil.rmtree(folder)  # kept after an error
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=100)
@@ -304,9 +263,16 @@ def main() -> None:
         parser.error(f"unknown launcher in {options.launchers}; use plain, torchrun or srun")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each restart
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the cluster of srun
-    if options.kills:
-        soak_launchers(options.kills, options.seed, launchers)
-    stops = 0
+    kills, count, stops = options.kills, len(launchers), 0
+    for index, launcher in enumerate(launchers if kills else ()):
+        print(f"{launcher}: seed {options.seed}", flush=True)
+        folder = Path(tempfile.mkdtemp(prefix="soak-"))
+        try:
+            soak(kills * (index + 1) // count - kills * index // count, options.seed, folder, launcher)
+        except Unavailable as reason:
+            print(f"{launcher}: skipped, {reason}", flush=True)
+            continue
+        shutil.rmtree(folder)  # kept after an error
     for seed in range(options.seed, options.seed + options.runs):
         folder = Path(tempfile.mkdtemp(prefix=f"soak-{seed}-"))
         stops += len(random_run(seed, folder))

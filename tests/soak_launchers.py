@@ -1,4 +1,4 @@
-"""The launchers of tests/soak.py: plain processes, torchrun and srun, each with the ranks of the same run."""
+"""The runs of tests/soak.py, by launcher: plain processes, torchrun and srun."""
 
 import contextlib
 import os
@@ -10,17 +10,40 @@ from pathlib import Path
 
 from processes import ONE_THREAD, TOP, Program, free_port, has_ended, ranks_of_torchrun, start_ranks, wait_until
 from slurm_cluster import Job, private_cluster
+from trainings import directory
+
+from utils.run.checkpoint import saved_steps
 
 RANKS = 2
 AGENT = -1  # a victim, in place of a rank: the process of torchrun
+START, BETWEEN, SAVE, END = "start", "between saves", "save", "end"
+TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this run is missing"  # lines of the log
 
 
 class Plain:
-    """Starts of a training run as processes without a launcher, from a server that has imported the program."""
+    """A training run in a folder of its own, started without a launcher by a server that has imported the program."""
 
-    def __init__(self, flags: list[str], log: Path, ranks: int) -> None:
-        self._flags, self._log, self._starts, self._size = flags, log, 0, ranks
+    def __init__(self, flags: list[str], ranks: int, folder: Path) -> None:
+        self.directory, self._log = directory(folder, ranks), folder.with_suffix(".log")
+        self._flags, self._starts, self._size = [*flags, f"--set=expdir={folder}"], 0, ranks
         self._programs: list[Program] = []
+
+    def saved(self) -> list[int]:
+        return saved_steps(self.directory / "checkpoints")
+
+    def is_saving(self) -> bool:
+        return any((self.directory / "checkpoints").glob(".*.partial"))
+
+    def has_summary(self) -> bool:
+        return (self.directory / "summary.json").exists()
+
+    def phase(self, last_step: int | None = None) -> str:
+        text = self.text()
+        if TRAINS not in text and WRITES_SUMMARY not in text:
+            return START
+        if last_step in self.saved():
+            return END
+        return SAVE if self.is_saving() else BETWEEN
 
     def start(self) -> None:
         self._starts += 1
@@ -43,21 +66,21 @@ class Plain:
         return [program.end().returncode for program in self._programs]
 
 
-LauncherFactory = Callable[[list[str], Path, int], Plain]  # of flags, log and number of ranks
+RunFactory = Callable[[list[str], int, Path], Plain]  # of flags, number of ranks and folder
 
 
 class Command(Plain):
     """Starts by torchrun, which restarts the ranks after one of them was killed, or by srun on the nodes of a job."""
 
-    def __init__(self, flags: list[str], log: Path, ranks: int, job: Job | None = None) -> None:
-        super().__init__(flags, log, ranks)
+    def __init__(self, flags: list[str], ranks: int, folder: Path, job: Job | None = None) -> None:
+        super().__init__(flags, ranks, folder)
         options = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000"]
         self._job, command, self._environment = job, [sys.executable, "-m", *options], {**os.environ, **ONE_THREAD}
         if job is not None:
             options = [f"--jobid={job.number}", f"--nodes={ranks}", f"--ntasks={ranks}", "-u", "-K1"]
             command = ["srun", *options, "bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_", sys.executable]
             self._environment = {**job.cluster.environment, **ONE_THREAD}
-        self._command = [*command, "train.py", *flags]
+        self._command = [*command, "train.py", *self._flags]
         self._process: subprocess.Popen[bytes] | None = None
         self._start_of_text = 0
         self._pids: set[int] = set()  # of ranks
@@ -104,7 +127,7 @@ class Command(Plain):
 
 
 @contextlib.contextmanager
-def open_launcher(name: str) -> Iterator[LauncherFactory]:
+def open_launcher(name: str) -> Iterator[RunFactory]:
     """Yields the factory of a launcher; for srun, starts a Slurm and a job, or raises Unavailable."""
     if name == "srun":
         with private_cluster() as cluster:

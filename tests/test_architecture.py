@@ -14,7 +14,7 @@ from docs.modules import ROOT, tracked
 
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
 UTILS = "constants launchers powers | errors | progress log | files | config | cli lookup | distributed | optim"
-UTILS += " | volumes | data | steps | run | training | profiling | preflight"
+UTILS += " | volumes | data | steps | run | profiling | training | preflight"
 ANALYSIS = "slabs | modes | inference | lyman_alpha | evaluation"
 LAYERS = [[f"utils.{name}" for name in names.split()] for names in UTILS.split("|")]
 LAYERS += [[f"analysis.{name.strip()}"] for name in ANALYSIS.split("|")] + [["simulation"]]

@@ -21,7 +21,6 @@ from processes import GENEROUS, context, free_port, has_ended, rank_variables, w
 
 from utils import errors as user_errors
 from utils.config.sections import TimeoutsConfig
-from utils.distributed import flight_recorder
 from utils.distributed import heartbeat as heartbeats
 from utils.distributed.diagnosis import TICK, Diagnoser, Diagnosis
 from utils.distributed.heartbeat import Heartbeat, ReportStore
@@ -64,7 +63,6 @@ STEP: tuple[Phase, int, int] = ("step", 18, 7)
     ("positions", "message"),
     [
         ([STEP, ("data", 18, 7), STEP], r"rank 1 \(host node1\) hangs at step 18 \(data\) for 60 s; the others wait"),
-        ([STEP, ("save", 17, 7), STEP], r"rank 1 \(host node1\) hangs at step 17 \(save\) for 60 s; the others wait"),
         ([STEP, STEP, ("step", 18, 6)], r"rank 2 \(host node2\) hangs at step 18 \(step\) for 60 s; the others wait"),
         ([STEP, STEP], r"rank 0 \(host node0\) hangs at step 18 \(step\) for 60 s; exit code 76"),
     ],
@@ -95,7 +93,7 @@ def test_progress_of_any_rank_or_no_limit_is_no_alarm() -> None:
     for seconds in (0, 9999):
         silent.write(0)
         assert silent.diagnosis_after(seconds) is None
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(TimeoutsConfig(), Launch("test"))
     heartbeat._now = 30.0
     with Progress("reading", 2, live_only=True) as bar:
         bar.advance()
@@ -217,16 +215,13 @@ STORE_WARNINGS = r"(?s)(\[.*)?"
 FAILED = r"rank 1 \(host .*\) failed at step 17 \(data\): RuntimeError: wrong; .*"
 WRONG, LOCAL = RuntimeError("wrong\nin two lines"), LocalError("no memory left")
 # What the ranks do; their exit codes, None for one that is suspended; the line after "error: "; and all other output.
-SCENARIOS: dict[str, tuple[Callable[[World], None], list[int | None], str, str]] = {
+Scenario = tuple[Callable[[World], None], list[int | None], str, str]
+SUSPENDED: Scenario = send(0, signal.SIGSTOP), [None, 76, 76], GONE.format(0, r"does not answer for \d+ s"), ""
+SCENARIOS: dict[str, Scenario] = {
     # Those that take until a time limit first: they run at the same time.
-    "rank_0_is_suspended": (send(0, signal.SIGSTOP), [None, 76, 76], GONE.format(0, r"does not answer for \d+ s"), ""),
+    "rank_0_is_suspended": SUSPENDED,
     # Fixed: the others ended with stacks and exit code 1, without a line.
-    "rank_0_is_suspended_without_a_limit_of_silence": (
-        send(0, signal.SIGSTOP),
-        [None, 76, 76],
-        GONE.format(0, r"does not answer for \d+ s"),
-        "",
-    ),
+    "rank_0_is_suspended_without_a_limit_of_silence": SUSPENDED,
     "rank_1_is_suspended": (send(1, signal.SIGSTOP), [76, None, 76], GONE.format(1, SILENT), ""),
     "single_is_suspended_for_a_while": (single_is_suspended_for_a_while, [0], "", ""),
     # Fixed: they ran on without end.
@@ -338,9 +333,9 @@ def write_and_exit(folder: Path) -> None:
     os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
     dist.is_initialized = lambda: True
     sleep = ctypes.PyDLL(None).sleep  # with the GIL
-    setattr(flight_recorder.c10d, flight_recorder.RECORDERS["gloo"], lambda: sleep(int(GENEROUS)))
-    flight_recorder.LIMIT_SECONDS = 0.5
-    flight_recorder.write_collectives(folder, 0)
+    setattr(heartbeats.c10d, heartbeats.RECORDERS["gloo"], lambda: sleep(int(GENEROUS)))
+    heartbeats.RECORDER_SECONDS = 0.5
+    heartbeats.write_collectives(folder, 0)
 
 
 def test_a_recorder_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
@@ -350,3 +345,4 @@ def test_a_recorder_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None
     process.join(GENEROUS / 2)
     process.kill()
     assert process.exitcode == 1
+    assert (tmp_path / "stderr").read_text().startswith("Timeout (0:00:00.500000)!")

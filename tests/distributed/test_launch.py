@@ -1,5 +1,6 @@
-"""Launchers' environments, errors before the ranks are connected, and exits."""
+"""Launchers' environments, errors before the ranks are connected, exits, and the same run under each launcher."""
 
+import json
 import os
 import resource
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, rank_variables
+from processes import GENEROUS, TOP, Program, free_port, is_free, rank_variables, run
+from trainings import directory, metrics
 
 from utils.distributed.launch import Launch, allow_open_files, read_launch
 from utils.errors import LocalError, UserError, one_line_errors
@@ -197,3 +199,30 @@ def test_one_rank_may_open_as_many_files_as_the_hard_limit_allows() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_torchrun_slurm_and_a_single_process_give_the_same_losses(data_flags: list[str], tmp_path: Path) -> None:
+    arguments = ["train.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}", "--set=report_baselines=false"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launched = run([*torchrun, *arguments, "--run_num=torchrun"], tmp_path / "torchrun")
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stderr.count("Avg train loss") == 2, "only rank 0 logs, once per epoch"
+    # The rendezvous port is derived from the job id.
+    job = str(next(number for number in range(free_port(), 2**31) if is_free(15000 + number * 7 % 15000)))
+    step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": job, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    step = {**os.environ, **step, "SLURM_STEP_NODELIST": "localhost"}
+    programs = [Program(arguments, tmp_path / "alone")]
+    for task in "01":
+        variables = {**step, "SLURM_PROCID": task, "SLURM_LOCALID": task}
+        programs.append(Program([*arguments, "--run_num=slurm"], tmp_path / task, environment=variables))
+    assert [program.end().returncode for program in programs] == [0, 0, 0], [program.text for program in programs]
+    losses = {}
+    for name, ranks in (("00", 1), ("torchrun", 2), ("slurm", 2)):
+        folder = directory(tmp_path, ranks, name)
+        provenance = json.loads((folder / "provenance.json").read_text())
+        assert provenance["world_size"] == len(provenance["hostnames"]) == ranks
+        losses[name] = [record["Loss/valid"] for record in metrics(folder) if "Loss/valid" in record]
+    assert len(losses["00"]) == 3
+    assert losses["00"][-1] < losses["00"][0]
+    assert losses["torchrun"] == pytest.approx(losses["00"], rel=1e-4)
+    assert losses["slurm"] == pytest.approx(losses["00"], rel=1e-4)

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -103,9 +104,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mut
         yield os.environ
 
 
-def test_the_log_names_the_network_and_the_settings_in_one_line(
-    node: Builds, environment: MutableMapping[str, str], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_one_line_names_network_and_settings(node: Builds, environment: Any, caplog: Any, tmp_path: Path) -> None:
     """On several nodes core files are off, and Triton's cache is on the node."""
     caplog.set_level(logging.INFO)
     environment.update(node(["net/hsn0"]), NERSC_HOST="perlmutter", NCCL_CROSS_NIC="0")
@@ -126,12 +125,7 @@ def test_the_log_names_the_network_and_the_settings_in_one_line(
     [("Socket", "WARNING", "uses TCP"), ("AWS Libfabric", "INFO", "NCCL's network: AWS Libfabric")],
 )
 def test_the_network_that_nccl_chose_is_named_and_tcp_on_slingshot_is_a_warning(
-    name: str,
-    level: str,
-    words: str,
-    node: Builds,
-    environment: MutableMapping[str, str],
-    caplog: pytest.LogCaptureFixture,
+    name: str, level: str, words: str, node: Builds, environment: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     found, _ = settings(TWO_NODES["slurm"], node(["net/hsn0"]))

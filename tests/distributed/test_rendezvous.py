@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,9 @@ def port() -> Iterator[int]:
 
 def start_ranks(port: int, ranks: list[tuple[int, Any]], seconds: float = GENEROUS, name: str = NAME) -> list[Any]:
     """For each rank with its identity, the name that rank 0, which begins last, gives to the start, or the error."""
-    answers: list[Any] = [None] * len(ranks)
     called = threading.Semaphore(0)
 
-    def process(number: int) -> None:
-        rank, identity = ranks[number]
+    def answer(rank: int, identity: Any) -> Any:
         client = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
         for _ in ranks[1:] if rank == 0 else []:
             called.acquire()
@@ -53,16 +52,12 @@ def start_ranks(port: int, ranks: list[tuple[int, Any]], seconds: float = GENERO
             store, _, shared = meet(client, "auto", launch, seconds, identity)
             if rank == 0:
                 store.set("name", name)
-            answers[number] = store.get("name").decode() + " on shared GPUs" * shared
+            return store.get("name").decode() + " on shared GPUs" * shared
         except (UserError, OSError, dist.DistError) as error:
-            answers[number] = error
+            return error
 
-    threads = [threading.Thread(target=process, args=(number,)) for number in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=GENEROUS)
-    return answers
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return [*threads.map(answer, *zip(*ranks, strict=True))]
 
 
 def test_a_restart_by_torchrun_reads_nothing_of_the_previous_start(port: int) -> None:
@@ -96,9 +91,7 @@ def test_ranks_without_the_others_or_too_late_have_no_answer(port: int) -> None:
         ),
     ],
 )
-def test_all_ranks_know_whether_their_devices_fit(
-    monkeypatch: pytest.MonkeyPatch, port: int, devices: list[str | None], expected: str
-) -> None:
+def test_all_ranks_know_whether_their_devices_fit(monkeypatch: Any, port: int, devices: Any, expected: str) -> None:
     """NCCL refuses two ranks on one GPU. A rank without a GPU would wait for the others in another backend, forever."""
 
     def choose(name: str, local_rank: int) -> torch.device:

@@ -53,9 +53,9 @@ def test_the_kernel_computes_what_the_products_do(device: str, monkeypatch: pyte
     expected, network = small_network().to(device), small_network().to(device)
     with monkeypatch.context() as patch:
         patch.setattr(soap, "has_kernel", lambda weight: False)
-        products = build_optimizer(OPTIONS, expected.named_parameters(), 0.01)
+        products = build_optimizer(OPTIONS, dict(expected.named_parameters()), 0.01)
     with by_kernel(monkeypatch) if device == "cpu" else contextlib.nullcontext():
-        optimizer: Any = build_optimizer(OPTIONS, network.named_parameters(), 0.01)
+        optimizer: Any = build_optimizer(OPTIONS, dict(network.named_parameters()), 0.01)
         assert len(optimizer._by_kernel) == 2
         for number in range(6):
             before = [parameter.clone() for parameter in network.parameters()]
@@ -69,16 +69,14 @@ def test_the_kernel_computes_what_the_products_do(device: str, monkeypatch: pyte
             torch.testing.assert_close(optimizer.state[parameter][name], products.state[other][name])
 
 
-def test_a_layer_uses_the_half_precision_weight_of_the_kernel_until_the_weight_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_uses_the_half_precision_weight_of_the_kernel_until_the_weight_changes(monkeypatch: Any) -> None:
     layer: Any = Down(5, 2).to(memory_format=torch.channels_last_3d)
     layer.operation, layer.dtype = HOPPER, torch.float16  # the interpreter truncates bfloat16
     first = halves([layer])[layer]
     assert halves([layer])[layer] is not first
     first = halves([layer])[layer]
     with by_kernel(monkeypatch):
-        optimizer = build_optimizer(OPTIONS, [("weight", layer.weight)], 0.01)
+        optimizer = build_optimizer(OPTIONS, {"weight": layer.weight}, 0.01)
         for _ in range(2):
             layer.weight.grad = torch.ones_like(layer.weight)
             update(optimizer, torch.tensor(True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_steps import LR, bad_batch, batch, differing, make_step, small_network, weights
+from small_steps import LR, batch, differing, make_step, small_network
 from trainings import STEPS, YAML, directory, last, metrics
 
 import train
@@ -51,19 +51,6 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_average(o
     assert torch.equal(plain(batch(5), LR), step(batch(5), LR)), "evaluation has changed nothing"
 
 
-def test_a_warm_up_and_a_skipped_update_leave_the_average_unchanged() -> None:
-    step, undisturbed = make(norm="none"), make(norm="none")
-    for number in range(3):
-        before = {name: value.clone() for name, value in weights(step).items()}
-        assert not step(bad_batch("nan in targets"), LR).isfinite()
-        step.warm_up(batch())
-        assert differing(weights(step), before) == []
-        for trainer in (step, undisturbed):
-            trainer(batch(number), LR)
-    assert differing(weights(step), weights(undisturbed)) == []
-    assert int(step.state()["average"]["updates"]) == 3
-
-
 def test_an_average_starts_at_the_loaded_weights() -> None:
     """Weights of a run without an average, loaded at the start or later."""
     source, resumed, fresh, trained = make(None), make(), make(), make()
@@ -94,9 +81,7 @@ def trained_weights(saved: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("before", "after"), [("0.9", "null"), ("null", "0.9")])
-def test_a_checkpoint_holds_the_average_and_averaging_may_be_switched_on_or_off(
-    tmp_path: Path, data_flags: list[str], before: str, after: str
-) -> None:
+def test_averaging_may_be_switched_on_or_off(tmp_path: Path, data_flags: list[str], before: str, after: str) -> None:
     """A resumed training run ends with the weights of an uninterrupted one; --init_from starts from the average."""
     flags = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
     flags += ["--set=report_baselines=false"]

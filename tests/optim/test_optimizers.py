@@ -21,9 +21,7 @@ Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 def by_name(name: str, lr: float = LR, capturable: bool = False, **settings: Any) -> Build:
     options = OptimizerConfig(name=name, **settings)
-    return lambda parameters: build_optimizer(
-        options, [(str(number), parameter) for number, parameter in enumerate(parameters)], lr, capturable
-    )
+    return lambda values: build_optimizer(options, {str(n): x for n, x in enumerate(values)}, lr, capturable)
 
 
 class CountingInGroup(torch.optim.SGD):

@@ -40,7 +40,7 @@ def options(**changes: Any) -> OptimizerConfig:
 
 
 def build(network: nn.Module, **changes: Any) -> Any:
-    return build_optimizer(options(**changes), network.named_parameters(), LR)
+    return build_optimizer(options(**changes), dict(network.named_parameters()), LR)
 
 
 def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: range, finite: torch.Tensor = YES) -> None:

@@ -28,7 +28,7 @@ class CountingStep(EagerStep):
     """Counts its calls with (True) and without (False) gradient exchange."""
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
-        self.calls[self._sync] += 1
+        self.calls[self.sync] += 1
         return super().__call__(*arguments)
 
 

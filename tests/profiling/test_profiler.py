@@ -17,10 +17,9 @@ from utils.config.sections import ProfileConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.profiler import WindowProfiler, build_profiler, nsys_capture, record_by_nsys, record_by_torch
+from utils.profiling.profiler import Profiler, build_profiler, nsys_capture, record_by_nsys, record_by_torch
 from utils.run.directory import RunDirectory
 from utils.steps.annotate import annotate
-from utils.training.trainer import Profiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -50,7 +49,7 @@ def ranges(trace: Path) -> Counter[str]:
 )
 def test_only_the_steps_of_the_window_are_profiled(tmp_path, first, length, count, profiled) -> None:
     """Also if the training ends inside the window; if it ends before the window, there are no files."""
-    window = WindowProfiler(first, length, partial(record_by_torch, RunDirectory(tmp_path), CPU))
+    window = Profiler(first, length, partial(record_by_torch, RunDirectory(tmp_path), CPU))
     assert steps_annotated(window, count) == profiled
     assert any(tmp_path.iterdir()) == bool(profiled)
     if profiled:
@@ -77,7 +76,7 @@ def calls(monkeypatch) -> list[str]:
 
 def test_nsys_captures_complete_steps_with_nvtx_ranges_or_a_benchmark_on_rank_0(calls, monkeypatch) -> None:
     """Without synchronization, kernels of the previous step would be captured, and those of the last step missed."""
-    assert steps_annotated(WindowProfiler(1, 2, partial(record_by_nsys, GPU)), 5) == [1, 2]
+    assert steps_annotated(Profiler(1, 2, partial(record_by_nsys, GPU)), 5) == [1, 2]
     assert calls == ["wait for cuda:0", "start", "forward", "forward", "wait for cuda:0", "stop"]
     for session, rank, device in ((None, 0, GPU), ("1", 0, GPU), ("1", 1, GPU), ("1", 0, CPU)):
         calls.clear()
@@ -105,8 +104,7 @@ def test_default_window_is_thirty_steps_from_the_sixth_step_of_the_second_epoch(
 
 
 def test_only_rank_0_profiles_and_every_rank_refuses_an_impossible_profile(tmp_path) -> None:
-    assert isinstance(built(tmp_path, rank=0), WindowProfiler)
-    assert type(built(tmp_path, rank=1)) is Profiler
+    assert [len(steps_annotated(built(tmp_path, rank=rank), 16)) for rank in (0, 1)] == [3, 0]
     for settings, says in (
         ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU"),
         ({"first_step": 16}, "profile.first_step 16 must be less than the 16 steps"),

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from processes import GENEROUS, run_ranks
-from trainings import ALONE, killed
+from trainings import ALONE, assert_equal, killed
 
 from utils.config import Config
 from utils.distributed import world as worlds
@@ -104,18 +104,14 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
-    state = TrainState(epoch=2, batch=3, step=17, losses=[0.5], unlogged=[(0.25, 1.5)], final_loss=0.125, best_step=9)
-    state.noise = {"gradient": 1.0, "noise": 2.0, "steps": 4.0}
-    content = tensors(0.25)
+    state, content = TrainState(epoch=2, batch=3, step=17, unlogged=[(0.25, 1.5)], final_loss=0.125), tensors(0.25)
     channels_last = torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
     content["network"]["channels_last"] = channels_last
     writer(tmp_path).save(content, state, wait=True)
     saved = newest(tmp_path)
     assert Config.model_validate(saved.weights["config"]).num_epochs == 3
     assert [saved.weights[key] for key in ("epoch", "step", "final_loss")] == [2, 17, 0.125]
-    assert saved.weights["network"].keys() == content["network"].keys()
-    for name, tensor in content["network"].items():
-        assert torch.equal(saved.weights["network"][name], tensor), name
+    assert_equal(saved.weights["network"], content["network"])
     assert saved.weights["network"]["channels_last"].stride() == channels_last.stride()
     assert torch.equal(saved.training["random"][0][0], content["random"][0][0])
     # NaN is not equal to NaN, but has the same repr.
@@ -127,9 +123,7 @@ def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
     assert len(modes) == 1, "readable for colleagues, as temporary files are not"
 
 
-def test_a_save_is_written_in_the_background_and_one_that_hangs_is_reported(
-    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_are_written_in_the_background_and_hangs_reported(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     """Training may change its tensors as soon as `save` returns; the next save writes the new values."""
     may_write, write = threading.Event(), checkpoint_writer.write
     monkeypatch.setattr(BackgroundWriter, "WAIT_SECONDS", 0.01)
@@ -238,9 +232,7 @@ class Bomb:
         (lambda path: torch.save({"weight": torch.zeros(1)}, path), "was not written by this version"),
     ],
 )
-def test_files_of_other_programs_are_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, reason: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_files_are_refused(tmp_path: Path, monkeypatch: Any, write: Any, reason: str, capfd: Any) -> None:
     """As weights and in a run directory; no code in them is run, and PyTorch's advice to do so is not repeated."""
     monkeypatch.chdir(tmp_path)
     weights = step_directory(folder_of(tmp_path, (1,)), 1) / WEIGHTS

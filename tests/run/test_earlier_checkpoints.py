@@ -50,9 +50,7 @@ def trained(files: dict[str, Path], expdir: Path, start: str) -> Any:
 
 
 @pytest.mark.parametrize("commit", COMMITS)
-def test_checkpoints_of_earlier_versions_predict_the_same_gas(
-    commit: str, files: dict[str, Path], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_earlier_checkpoints_predict_the_same_gas(commit: str, files: Any, tmp_path: Path, monkeypatch: Any) -> None:
     draw_nothing(monkeypatch)
     monkeypatch.setattr(report, "page", lambda *_: "a page")
     common = [f"--checkpoint={STORED / commit}", f"--input={files['val']}", "--device=cpu"]
@@ -66,9 +64,7 @@ def test_checkpoints_of_earlier_versions_predict_the_same_gas(
 
 
 @pytest.mark.parametrize("commit", COMMITS)
-def test_checkpoints_of_earlier_versions_are_exported_trained_further_and_resumed(
-    commit: str, files: dict[str, Path], tmp_path: Path
-) -> None:
+def test_earlier_checkpoints_are_exported_trained_further_and_resumed(commit: str, files: Any, tmp_path: Path) -> None:
     export.main([f"--checkpoint={STORED / commit}", f"--output={tmp_path / 'gas.pt2'}"])
     assert (tmp_path / "gas.pt2").exists()
     end = trained(files, tmp_path / "further", f"--init_from={STORED / commit}")

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -21,34 +20,23 @@ from processes import Program
 from trainings import TOP, YAML, curves, directory, metrics
 
 import train
+from utils import cli
+from utils.config import load
 from utils.distributed.devices import out_of_memory_for_users
 from utils.errors import Stopped, UserError
 from utils.log import configure_logging, log_file, once_per_job
+from utils.optim.schedules import Schedule
 from utils.run import loggers
 from utils.run.directory import RunDirectory
 from utils.run.loggers import LOGGERS, build_loggers
-from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
+from utils.run.loggers.base import LoggedRun, RunRecords
 from utils.run.loggers.tensorboard import TensorBoardLogger
 from utils.run.loggers.wandb import SETTINGS
 
 
-def record(logger: Logger, steps: Iterable[int]) -> None:
-    for step in steps:
-        logger.scalars({"Loss/train": float(step)}, step)
-
-
-def recorded(run: Path) -> list[int]:
-    """The steps in metrics.jsonl, all of whose lines are complete, valid JSON, and those of TensorBoard's curve."""
-    text = (run / "metrics.jsonl").read_text()
-    assert text.endswith("\n")
-    steps = [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()]
-    assert curves(run)["Loss/train"] == [(step, step) for step in steps]
-    return steps
-
-
-def start(path: Path, resumed: int | None = None) -> RunRecords:
-    run = LoggedRun(RunDirectory(path)) if resumed is None else LoggedRun(RunDirectory(path), Resumed(resumed))
-    return RunRecords(run, [TensorBoardLogger(run)])
+def start(path: Path, resumed: int = -1) -> RunRecords:
+    run = LoggedRun(RunDirectory(path), resumed)
+    return RunRecords(run, [TensorBoardLogger(run)], time.perf_counter)
 
 
 def test_an_interrupted_allocation_is_no_full_memory() -> None:
@@ -92,22 +80,6 @@ def test_the_log_file_ends_with_what_ended_the_run(tmp_path: Path) -> None:
     assert messages((tmp_path / "out.log").read_text(), "ERROR") == lines
 
 
-def test_a_new_run_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:
-    for resumed, steps, kept in (
-        (None, range(0, 10), range(0, 10)),
-        (6, range(7, 12), range(0, 12)),  # 7 to 9 were made by a process that was killed before it saved
-        (6, range(7, 9), range(0, 9)),
-        (8, range(9, 9), range(0, 9)),  # complete: nothing more is recorded
-        (0, range(1, 4), range(0, 4)),
-        (None, range(0, 2), range(0, 2)),
-    ):
-        with closing(start(tmp_path, resumed)) as run:
-            record(run, steps)
-            run.flush()
-            assert recorded(tmp_path) == list(kept), "flushed points survive a kill"
-        assert recorded(tmp_path) == list(kept)
-
-
 def test_non_finite_values_are_not_recorded(tmp_path: Path) -> None:
     with closing(start(tmp_path)) as run:
         run.scalars({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": 2}, 3)
@@ -119,19 +91,46 @@ def test_non_finite_values_are_not_recorded(tmp_path: Path) -> None:
 def test_points_after_the_clock_was_set_back_are_shown(tmp_path: Path) -> None:
     """A fixed bug: the new file came before the earlier one, whose process then hid the new points."""
     with closing(start(tmp_path)) as run:
-        record(run, range(5))
+        for step in range(5):
+            run.scalars({"Loss/train": float(step)}, step)
     (file,) = (tmp_path / "logs").iterdir()
     file.rename(file.with_name(f"events.out.tfevents.{int(time.time()) + 10_000}.host"))
     with closing(start(tmp_path, 2)) as run:
-        record(run, range(3, 7))
-    assert recorded(tmp_path) == list(range(7))
+        for step in range(3, 7):
+            run.scalars({"Loss/train": float(step)}, step)
+    assert curves(tmp_path)["Loss/train"] == [(step, step) for step in range(7)]
 
 
-def test_a_logger_that_records_nothing_creates_nothing(tmp_path: Path) -> None:
-    run = LoggedRun(RunDirectory(tmp_path))
-    with closing(RunRecords(run, build_loggers([*LOGGERS], run))) as logger:
-        logger.flush()
-    assert os.listdir(tmp_path) == []
+def test_training_records_the_curves_of_the_tutorial(tmp_path: Path, data_flags: list[str], monkeypatch: Any) -> None:
+    """A page of 113 hyperparameters showed the first five by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    flags = ["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--run_num=first"]
+    flags += ["--set=use_cache=None", "--set=report_pictures=true"]
+    monkeypatch.chdir(TOP)
+    monkeypatch.setattr("sys.argv", ["train.py", *flags])
+    train.main()
+    directory = tmp_path / "test/1ranks/first"
+    points = {tag: dict(points) for tag, points in curves(directory).items()}
+    schedule = Schedule(load(YAML, "test", cli.parse(flags).overrides).for_world(1))
+    assert list(points["Loss/train"]) == list(points["Loss/valid"]) == [0, 8, 16]
+    assert points["Learning Rate"] == pytest.approx({step: schedule(max(step - 1, 0)) for step in (0, 8, 16)})
+    assert list(points["Avg iters per sec"]) == [8, 16]
+    log = (directory / "out.log").read_text()
+    assert messages(log)[-1] == "DONE ---- rank 0"
+    for name, word in (("Loss/train", "train loss="), ("Loss/valid", "val loss=")):
+        line = rf"  Avg {word}(\d\.\d{{6}})" + r"  Total validation time: [\d.]+ sec" * word.startswith("val")
+        logged = [float(value) for value in re.findall(f"{line}$", log, re.MULTILINE)]
+        assert list(points[name].values())[-len(logged) :] == pytest.approx(logged, abs=1e-6)
+    assert list(points["hparam/final loss"].values()) == pytest.approx([points["Loss/valid"][16]])
+    events = EventAccumulator(str(directory / "logs")).Reload()
+    assert events.Tags()["images"] == ["Slices", "Slices, largest error"]
+    content = events.PluginTagToContent("hparams")["_hparams_/experiment"]
+    shown = [(not info.differs, info.name) for info in HParamsPluginData.FromString(content).experiment.hparam_infos]
+    first = {"lr_schedule.start_lr", "optimizer.name", "network.width", "global_batch_size", "num_epochs"}
+    assert {name for _, name in sorted(shown)[:5]} == first
+    assert not {"optimizer.eps", "train_path"} & {name for _, name in shown}, "a default, and no effect on results"
 
 
 def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +141,8 @@ def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     exec(compile(source, "docs/logging.md", "exec", dont_inherit=True), vars(module))
     monkeypatch.setattr(loggers, "LOGGERS", LOGGERS | eval(f"{{{line}}}", vars(loggers) | vars(module)))
     for resumed, steps in ((-1, range(3)), (1, range(2, 4))):
-        run = LoggedRun(RunDirectory(tmp_path), Resumed(resumed))
-        with closing(RunRecords(run, build_loggers(["csv"], run))) as logger:
+        run = LoggedRun(RunDirectory(tmp_path), resumed)
+        with closing(RunRecords(run, build_loggers(["csv"], run), time.perf_counter)) as logger:
             for step in steps:
                 logger.scalars({"a, b": step / 2}, step)
     assert (tmp_path / "scalars.csv").read_text().splitlines() == [f'{step},"a, b",{step / 2}' for step in range(4)]
@@ -169,13 +168,13 @@ def points(records: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
     return sorted(item for item in items if item[0] not in ("step", "seconds"))
 
 
-def record_with(wandb: mock.Mock, path: Path, steps: range, resumed: Resumed) -> RunRecords:
+def record_with(wandb: mock.Mock, path: Path, steps: range, resumed: int = -1, in_epoch: bool = False) -> RunRecords:
     """Records intervals of two steps and epochs of four, from a process that resumes; leaves the logger open."""
     sys.modules["wandb"] = wandb
-    run = LoggedRun(RunDirectory(path), resumed, {"optimizer": {"name": "adam"}}, {"git_commit": "0123abc"})
-    logger = RunRecords(run, build_loggers(["wandb"], run))
+    run = LoggedRun(RunDirectory(path), resumed, in_epoch, {"optimizer": {"name": "adam"}}, {"git_commit": "0123abc"})
+    logger = RunRecords(run, build_loggers(["wandb"], run), time.perf_counter)
     for step in steps:
-        if step % 2 == 0 and step > resumed.step:
+        if step % 2 == 0 and step > resumed:
             logger.scalars({"Step/loss": step / 7, "Step/learning rate": 1.0}, step)
         if step % 4 == 0:
             logger.scalars({"Learning Rate": 1.0}, step)
@@ -195,14 +194,14 @@ def test_each_offline_process_records_the_run_from_its_first_step(run: Path) -> 
     """The second process is killed after its last checkpoint. The third is stopped before the end of its epoch."""
     ids = []
     for steps, resumed in (
-        (range(0, 6), Resumed(-1)),
-        (range(6, 14), Resumed(5)),
-        (range(10, 12), Resumed(9)),
-        (range(12, 17), Resumed(12, in_epoch=True)),
-        (range(0, 3), Resumed(-1)),  # --resume=no
+        (range(0, 6), -1),
+        (range(6, 14), 5),
+        (range(10, 12), 9),
+        (range(12, 17), 12),
+        (range(0, 3), -1),  # --resume=no
     ):
         wandb = stand_in()
-        record_with(wandb, run, steps, resumed).close(Stopped())
+        record_with(wandb, run, steps, resumed, resumed == 12).close(Stopped())
         stored = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert points([call.args[0] for call in wandb.run.log.call_args_list]) == points(stored)
         assert rows(wandb) == sorted(rows(wandb))
@@ -220,9 +219,9 @@ def test_each_offline_process_records_the_run_from_its_first_step(run: Path) -> 
 
 def test_rows_that_the_server_has_are_skipped_and_missing_ones_are_added(run: Path) -> None:
     """The first process was killed after step 9; its last checkpoint is of step 8, the last uploaded row of step 6."""
-    record_with(stand_in(), run, range(0, 10), Resumed(-1))
+    record_with(stand_in(), run, range(0, 10))
     server = stand_in(first_row=13)
-    record_with(server, run, range(9, 15), Resumed(8)).close()
+    record_with(server, run, range(9, 15), 8).close()
     assert sorted(set(rows(server))) == [16, 17, 20, 24, 25, 28], "two rows per step; the second ends an epoch"
     assert server.init.call_args.kwargs["resume"] == "allow"
 
@@ -252,11 +251,9 @@ def test_a_stopped_training_resumes_its_offline_run(tmp_path: Path, data_flags: 
         ("run.finish", TimeoutError(), "TimeoutError"),
     ],
 )
-def test_a_fault_is_one_warning_and_the_training_continues(
-    run: Path, caplog: pytest.LogCaptureFixture, fault: str, error: Exception, reason: str
-) -> None:
+def test_a_fault_is_one_warning_and_no_end(run: Path, caplog: Any, fault: str, error: Any, reason: str) -> None:
     wandb = stand_in(**{fault: error})
-    logger = record_with(wandb, run, range(0, 9), Resumed(-1))
+    logger = record_with(wandb, run, range(0, 9))
     logger.hparams(None, {"hparam/final loss": 0.5}, 9)  # type: ignore[arg-type]
     logger.close()
     (warning,) = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]

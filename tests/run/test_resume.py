@@ -55,7 +55,7 @@ OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 
 CASES: dict[str, list[str]] = {
     "apex_adam": ["--set=optimizer.name=apex_adam"],
-    "nadam, bfloat16": ["--set=optimizer.name=nadam", "--enable_amp"],
+    "nadam, float16": ["--set=optimizer.name=nadam", "--enable_amp", "--set=precision=float16"],
     "sgd": ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9", "--set=lr_schedule.start_lr=0.01"],
     "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
     "lamb, manual exchange": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
@@ -152,9 +152,7 @@ def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, d
     assert_same_training(whole, directory(tmp_path))
 
 
-def test_a_stop_in_the_validation_and_a_kill_after_its_repetition_record_no_point_twice(
-    tmp_path: Path, data_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_and_a_kill_at_a_validation_record_it_once(tmp_path: Path, data_flags: Any, monkeypatch: Any) -> None:
     """A fixed bug: the records of the epoch's end were written before the kill, and again after it."""
     flags = [*data_flags, "--set=log_interval=3", "--set=log_noise_scale=true", "--set=accumulation_steps=2"]
     parts = [*flags, f"--set=expdir={tmp_path / 'parts'}"]
@@ -502,7 +500,7 @@ def test_more_epochs_replace_the_summary_and_continue_the_records(tmp_path: Path
     assert shown["num_epochs"].number_value == 3, "those of the shorter run were shown with the new loss"
 
 
-def test_a_summary_that_cannot_be_written_is_no_success(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
+def test_a_summary_that_cannot_be_written_is_no_success(command: Any, monkeypatch: Any) -> None:
     """The run ended with exit code 0 and a warning."""
     with monkeypatch.context() as patch:
         full = mock.Mock(side_effect=OSError(28, "No space left on device"))
@@ -510,5 +508,3 @@ def test_a_summary_that_cannot_be_written_is_no_success(tmp_path: Path, command:
         stderr = command(code=2)
     remedy = "the network is saved; the same command writes it"
     assert re.search(f"summary.json: No space left on device; .*{remedy}$", stderr.splitlines()[-1])
-    assert "The summary of this run is missing" in command()
-    assert summary(directory(tmp_path))["steps"] == 16

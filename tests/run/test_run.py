@@ -348,9 +348,7 @@ def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path, run: 
         assert predecessor.closed
 
 
-def test_a_restarted_job_whose_run_another_job_has_continued_ends_without_an_error(
-    first: Path, run: Any, monkeypatch: Any, caplog: Any
-) -> None:
+def test_a_restarted_job_ends_if_another_has_its_run(first: Path, run: Any, monkeypatch: Any, caplog: Any) -> None:
     """Fixed: it ended with exit code 2, although nothing was lost."""
     monkeypatch.setattr(runs, "RESTART_SECONDS", 0.1)
     run(1, jobs=["slurm 7"])

@@ -9,14 +9,13 @@ from unittest import mock
 import pytest
 import torch
 from processes import run_ranks
-from small_steps import LR, batch, make_step, world_on
+from small_steps import LR, batch, make_step
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from trainings import directory, metrics
 
 import train
-from networks import build_network, initialize
 from utils.data.loaders import Batch
 from utils.distributed.world import World
 from utils.steps import compile as compilers
@@ -83,31 +82,8 @@ def test_a_failing_compiler_gives_one_warning_and_the_plain_step(monkeypatch, ca
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_compiled_step_on_the_device_follows_the_plain_one() -> None:
-    """With bfloat16 and channels_last, like the _opt configs."""
-    torch._dynamo.reset()
-    curves = []
-    for compiled in (False, True):
-        network = build_network("unet", crop=16, width=8, scales=3)
-        initialize(network, torch.Generator().manual_seed(0), scale=0.1)
-        network.cuda().to(memory_format=torch.channels_last_3d)
-        step = make_step("sgd", world=world_on("cuda"), network=network, enable_amp=True, enable_jit=compiled)
-        generator = torch.Generator().manual_seed(1)
-        pair = (torch.rand(4, channels, 16, 16, 16, generator=generator) for channels in (4, 5))
-        given = Batch(*(part.cuda().contiguous(memory_format=torch.channels_last_3d) for part in pair))
-        step.warm_up(given)
-        curves.append([float(step(given, LR)) for _ in range(6)])
-        assert step.compiled is compiled
-    assert curves[1] == pytest.approx(curves[0], rel=1e-2)
-    assert curves[0][-1] < curves[0][0]
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
-def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epoch_only(
-    backend, tmp_path, data_flags, monkeypatch
-) -> None:
+def test_compiled_runs_follow_plain_ones_and_compile_in_one_epoch(backend, tmp_path, data_flags, monkeypatch) -> None:
     """Two epochs with validation. The default, inductor, spends 15 s in the C++ compiler."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # other tests compile at the same time
     torch._dynamo.reset()

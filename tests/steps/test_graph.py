@@ -1,9 +1,6 @@
 """CUDA graph steps compute what eager steps compute, on a fake device and on a GPU; one error line without CUDA."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from devices import ON_GPU
+from processes import run_ranks
 from small_steps import (
     LR,
     ON_DEVICE,
@@ -24,10 +22,10 @@ from small_steps import (
     weights,
     world_on,
 )
-from trainings import TOP
 
 from utils.config import Config
 from utils.data.loaders import Batch
+from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 from utils.optim import soap
 from utils.steps import eager, graph
@@ -39,12 +37,7 @@ STEPS = WARMUP_STEPS + 6
 
 
 def make(
-    kind: type[EagerStep],
-    optimizer: str | dict[str, Any],
-    device: str,
-    norm: str = "none",
-    conditioned: bool = False,
-    **options: Any,
+    kind: type[EagerStep], optimizer: Any, device: str, norm: str = "none", conditioned: bool = False, **options: Any
 ) -> Any:
     network: Any = small_network(norm)
     if conditioned:
@@ -156,6 +149,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return "cuda"
 
 
+def assert_same(device: str, first: Any, second: Any, curves: list[torch.Tensor]) -> None:
+    """Asserts that both steps have the same curves, on a fake device with the same bits at their ends."""
+    if device == "cpu":
+        assert torch.equal(*curves)
+        assert differing(snapshot(first), snapshot(second)) == []
+    else:
+        torch.testing.assert_close(*curves, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "count", "options"),
     [
@@ -217,8 +219,7 @@ def test_a_step_whose_exchange_is_measured_runs_eagerly(device: str) -> None:
         is_measured = number == WARMUP_STEPS + 2
         recorded.exchange = measured(recorded._parameters, sums) if is_measured else contextlib.nullcontext()
 
-    expected, got = curve(plain, [slot]), curve(recorded, [slot], before=measure_once)
-    torch.testing.assert_close(got, expected, rtol=0 if device == "cpu" else 1e-3, atol=0 if device == "cpu" else 1e-5)
+    assert_same(device, plain, recorded, [curve(plain, [slot]), curve(recorded, [slot], before=measure_once)])
     assert (sums[:, 1] > 0).all()
     assert torch.equal(sums[:, :2], sums[:, 2:])
 
@@ -276,17 +277,12 @@ def test_a_step_resumes_from_its_state_and_records(device: str, optimizer: str, 
     lr = second.optimizer.param_groups[0]["lr"]
     assert isinstance(lr, torch.Tensor)
     assert lr.device.type == device
-    expected, got = (curve(step, [slot]) for step in (first, second))
-    if device == "cpu":
-        assert torch.equal(got, expected)
-        assert differing(snapshot(first), snapshot(second)) == []
-    else:
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert_same(device, first, second, [curve(step, [slot]) for step in (first, second)])
     assert second.optimizer.param_groups[0]["lr"] is lr
     assert len(second._graphs) == 1
 
 
-def test_no_sync_and_another_shape_have_their_own_graphs_until_the_step_closes(device: str) -> None:
+def test_steps_without_exchange_and_another_shape_have_their_own_graphs_until_the_step_closes(device: str) -> None:
     """Evaluation sees the weights that replays have updated. NCCL waits for the destruction of the graphs."""
     step = make(GraphStep, "adam", device)
     (slot,) = buffers(1, device)
@@ -294,9 +290,8 @@ def test_no_sync_and_another_shape_have_their_own_graphs_until_the_step_closes(d
     before = float(step.evaluate(slot)[0])
     step(slot, LR)
     assert float(step.evaluate(slot)[0]) < before
-    with step.no_sync():
+    for step.sync in (False, True):
         step(slot, LR)
-    step(slot, LR)
     smaller = Batch(*(part[:3] for part in slot))
     expected = float(step._trained(*smaller).detach())
     assert float(step(smaller, LR)) == pytest.approx(expected, rel=1e-5)
@@ -319,27 +314,19 @@ def test_a_recording_that_fails_reports_the_first_reason(fake_cuda, monkeypatch,
         step(slot, LR)
 
 
-WAITING = """
-import torch
-from test_graph import GraphStep, buffers, curve, make_step, world_on
-from utils.errors import one_line_errors
-
 class Waiting(torch.nn.Conv3d):
-    def forward(self, fields):
+    def forward(self, fields: torch.Tensor) -> torch.Tensor:
         return super().forward(fields) * float(fields.mean())
 
-with one_line_errors():
+
+def record_a_wait(world: World) -> None:
     step = make_step(kind=GraphStep, world=world_on("cuda"), network=Waiting(4, 5, 3, padding=1))
-    curve(step, buffers(1, "cuda"))
-"""
+    with pytest.raises(LocalError, match=r"^cannot record the step as a CUDA graph: "):
+        curve(step, buffers(1, "cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_an_operation_that_waits_for_the_device_gives_one_error_line() -> None:
-    """In a subprocess: a failed recording leaves PyTorch's allocator and generators in an invalid state."""
-    paths = [str(TOP), str(TOP / "tests"), str(TOP / "tests/steps"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command, environment = [sys.executable, "-c", WAITING], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    result = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True)
-    assert result.stderr.splitlines()[-1].startswith("error: cannot record the step as a CUDA graph: ")
-    assert result.returncode == 2
+def test_an_operation_that_waits_for_the_device_is_refused() -> None:
+    """In another process: a failed recording leaves PyTorch's allocator and generators in an invalid state."""
+    run_ranks(record_a_wait, 1, device="cuda")

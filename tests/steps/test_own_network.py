@@ -18,6 +18,7 @@ from trainings import YAML, last, metrics
 import networks
 import train
 from utils import config as configs
+from utils import preflight
 from utils.config.sections import NetworkConfig
 from utils.errors import UserError
 from utils.steps import build
@@ -129,25 +130,38 @@ def network(name: str, keys: dict[str, Any] | None = None, **options: Any) -> nn
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "line"),
+    ("keys", "line"),
     [
-        ("own_net.Net", {"dept": 2}, "own_net.Net has no option dept; did you mean depth?; known: in_ch"),
-        ("own_net.Net", {}, "own_net.Net needs its option depth; set network.options.depth; known: in_ch"),
-        ("own_net.Net", {"depth": 0}, "'depth': 0}: ValueError: too flat (TMP/own_net.py, line 7)"),
-        ("own_net.Nett", {}, "Nett does not exist; did you mean Net?; own_net has Net, Scaled, Free, Conditioned, Cl"),
-        ("own_net.function", {}, "function is no class derived from Module; own_net has Net"),
-        ("nowhere_net.Net", {}, "no module nowhere_net in TMP; correct the name"),
-        ("broken_net.Net", {}, "cannot import broken_net: SyntaxError: "),
-        ("exits_net.Net", {}, "cannot import exits_net: SystemExit: 3 (TMP/exits_net.py, line 1)"),
-        ("../own_net.Net", {}, "'../own_net.Net' is not the name of a class; write it as my_module.name"),
-        ("own_net.Layers", {"kind": "frozen"}, "own_net.Layers has no parameter to train; make layers attributes"),
-        ("own_net.Layers", {"kind": "complex"}, "parameter phase is complex, which optimizers do not support; store"),
-        ("unet", {"dept": 2}, "network unet has no option dept; remove it"),
+        ({"network.name": "own_net.Net", "network.options.dept": 2}, "no option dept; did you mean depth?; known: in"),
+        ({"network.name": "own_net.Net"}, "own_net.Net needs its option depth; set network.options.depth; known: in"),
+        ({"network.name": "own_net.Net", "network.options.depth": 0}, "ValueError: too flat (TMP/own_net.py, line 7)"),
+        ({"network.name": "own_net.Nett"}, "Nett does not exist; did you mean Net?; own_net has Net, Scaled, Free, C"),
+        ({"network.name": "own_net.function"}, "function is no class derived from Module; own_net has Net"),
+        ({"network.name": "nowhere_net.Net"}, "no module nowhere_net in TMP; correct the name"),
+        ({"network.name": "broken_net.Net"}, "cannot import broken_net: SyntaxError: "),
+        ({"network.name": "exits_net.Net"}, "cannot import exits_net: SystemExit: 3 (TMP/exits_net.py, line 1)"),
+        ({"network.name": "../own_net.Net"}, "'../own_net.Net' is not the name of a class; write it as my_module.name"),
+        (
+            {"network.name": "own_net.Layers", "network.options.kind": "frozen"},
+            "no parameter to train; make layers at",
+        ),
+        ({"network.name": "own_net.Layers", "network.options.kind": "complex"}, "parameter phase is complex, which op"),
+        ({"network.name": "unet", "network.options.dept": 2}, "network unet has no option dept; remove it"),
+        ({"loss": "own_net.CellLoss"}, "loss own_net.CellLoss returns no scalar that depends on the network's outputs"),
+        ({"loss": "own_net.TrainedLoss"}, "loss own_net.TrainedLoss has parameters, which no optimizer trains; move"),
+        ({"loss": "own_net.Loss", "channel_weights": [1, 2, 2, 2, 1]}, "has no option weights; known: lambda_rho"),
+        ({"loss": "huber", "loss_options": {"delta": 0.2}}, "loss huber has no delta; remove lambda_rho, channel_w"),
+        ({"metrics": ["own_net.functio"]}, "metrics own_net.functio: functio does not exist; did you mean function?"),
+        ({"metrics": ["own_net.Net"]}, "metrics own_net.Net: cannot be built: TypeError: "),
+        ({"loss": "own_net.Conditioned"}, "needs its option in_channels; set loss_options.in_channels"),
+        ({"optimizer.name": "own_net.Descent"}, "optimizer own_net.Descent needs its option speed; set optimizer.opt"),
+        ({"optimizer.name": "adamm"}, "lamb, soap; did you mean adam?; a class of your own is named my_module.MyOpt"),
     ],
 )
-def test_faulty_names_and_options_are_one_line(name: str, options: dict[str, Any], line: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(line.replace("TMP", str(tmp_path)))):
-        network(name, **options)
+def test_faulty_names_options_losses_and_optimizers_are_one_line(keys: Any, line: str, tmp_path: Path) -> None:
+    config = configs.load(YAML, "test", keys).for_world(1)
+    with pytest.raises(UserError, match=re.escape(line.replace("TMP", str(tmp_path)))):
+        build.step(config, world_on("cpu"), build.network_with_loss(config))
 
 
 def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_has() -> None:
@@ -164,7 +178,7 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
         check_output(config, build.network(config), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("preflight", [[], ["--preflight"]])
+@pytest.mark.parametrize("how", ["train", "preflight", "preflight without a step"])
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -175,10 +189,13 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
         (["own_net.Scaled"], None),
     ],
 )
-def test_a_network_with_another_output_than_the_targets_is_refused_before_it_trains(
-    flags: list[str], line: str | None, preflight: list[str], data_flags: list[str], tmp_path: Path, monkeypatch, capsys
+def test_a_network_with_another_output_than_the_targets_is_refused(
+    flags: list[str], line: str | None, how: str, data_flags: list[str], tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """Fixed: one output channel for five targets was broadcast; constructors that read values failed."""
+    """Fixed: one output channel for five targets was broadcast; constructors that read values failed.
+
+    Without memory for a step, only the shapes are computed.
+    """
 
     class Registered(nn.Identity):
         def __init__(self, crop: int, in_channels: int, out_channels: int, width: int, scales: int) -> None:
@@ -189,10 +206,13 @@ def test_a_network_with_another_output_than_the_targets_is_refused_before_it_tra
 
     monkeypatch.setitem(networks.NETWORKS, "registered", Registered)
     flags = [f"--set=network.name={flags[0]}", *(f"--set={flag}" for flag in flags[1:]), f"--set=expdir={tmp_path}/r"]
-    command = [f"--yaml_config={YAML}", "--config=test", "--num_epochs=1", *data_flags, *flags, *preflight]
+    command = [f"--yaml_config={YAML}", "--config=test", "--num_epochs=1", *data_flags, *flags]
+    if how != "train":
+        command.append("--preflight")
+        monkeypatch.setattr(preflight, "fits_one_step", lambda *_: how == "preflight")
     if line is None:
         train.main(command)
-        assert ("all checks passed" if preflight else "DONE ---- rank 0") in "".join(capsys.readouterr())
+        assert ("DONE ---- rank 0" if how == "train" else "all checks passed") in "".join(capsys.readouterr())
         return
     with pytest.raises(SystemExit, match="2"):
         train.main(command)
@@ -215,9 +235,7 @@ def test_lazy_layers_and_a_frozen_first_layer_train(kind: str, data_flags: list[
 
 
 @pytest.mark.parametrize("ddp", ["torch", "manual"])
-def test_parameters_that_the_loss_ignores_are_named_before_ranks_wait_for_their_gradients(
-    ddp: str, data_flags: list[str], capsys
-) -> None:
+def test_parameters_that_the_loss_ignores_are_named_before_ranks_wait(ddp: str, data_flags: list[str], capsys) -> None:
     """Fixed: the second step failed, after the first one had left the gradients of each rank to itself."""
     command = [f"--yaml_config={YAML}", "--config=test", "--preflight=2", *data_flags, f"--set=ddp={ddp}"]
     command += ["--set=network.name=own_net.Layers", "--set=network.options.kind=unused", "--set=expdir=runs"]
@@ -263,29 +281,3 @@ def test_functions_and_modules_of_a_user_are_metrics(data_flags: list[str], tmp_
     assert found["Own net.function/valid"] == pytest.approx(variance, rel=0.2), "of some crops, not of all cells"
     assert 0 < found["Loss/valid"] / 3.5 < found["Own net.largest/valid"]
     assert last(run).state.density_factor > 0
-
-
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ({"loss": "own_net.CellLoss"}, "loss own_net.CellLoss returns no scalar that depends on the network's outputs"),
-        ({"loss": "own_net.TrainedLoss"}, "loss own_net.TrainedLoss has parameters, which no optimizer trains; move"),
-        ({"loss": "own_net.Loss", "channel_weights": [1, 2, 2, 2, 1]}, "has no option weights; known: lambda_rho"),
-        ({"loss": "own_net.Loss", "loss_options": {"lambda_rh": 1}}, "no option lambda_rh; did you mean lambda_rho?"),
-        (
-            {"loss": "huber", "loss_options": {"delta": 0.2}},
-            "loss huber has no delta; remove lambda_rho, channel_weigh",
-        ),
-        ({"metrics": ["own_net.functio"]}, "metrics own_net.functio: functio does not exist; did you mean function?"),
-        ({"metrics": ["own_net.Net"]}, "metrics own_net.Net: cannot be built: TypeError: "),
-        ({"metrics": ["own_net.SOURCE"]}, "SOURCE does not exist"),
-        ({"loss": "own_net.Conditioned"}, "needs its option in_channels; set loss_options.in_channels"),
-        ({"optimizer.name": "own_net.Descent"}, "optimizer own_net.Descent needs its option speed; set optimizer.opt"),
-        ({"optimizer.name": "own_net.Loss"}, "optimizer.name own_net.Loss: Loss is no class derived from Optimizer; "),
-        ({"optimizer.name": "adamm"}, "lamb, soap; did you mean adam?; a class of your own is named my_module.MyOpt"),
-    ],
-)
-def test_faults_of_a_users_loss_or_optimizer_are_one_line(keys: dict[str, Any], line: str) -> None:
-    config = configs.load(YAML, "test", keys).for_world(1)
-    with pytest.raises(UserError, match=re.escape(line)):
-        build.step(config, world_on("cpu"), build.network_with_loss(config))

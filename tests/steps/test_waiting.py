@@ -57,7 +57,7 @@ def train(config: Config, recorded: bool = False) -> tuple[set[str], list[str]]:
         if config.channels_last:
             model.network.to(memory_format=torch.channels_last_3d)
         kernels.apply(model, kernels.setting(config, torch.device("cuda")))
-        optimizer = build_optimizer(config.optimizer, model.network.named_parameters(), 0.1, capturable=recorded)
+        optimizer = build_optimizer(config.optimizer, dict(model.network.named_parameters()), 0.1, capturable=recorded)
         step = EagerStep(model, optimizer, config, world)
         parts = (torch.zeros_like(part, device=CPU) for part in meta_batch(config, config.local_batch_size or 0))
         batch = Batch(*parts) if config.dataset.name else batch_of(config)

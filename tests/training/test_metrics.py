@@ -92,36 +92,27 @@ def test_the_slowest_rank_is_the_one_that_the_others_wait_for() -> None:
     assert 0 < int(re.findall(r"data wait (\d+) %", text)[0]) < 100
 
 
-class Timeline:
-    """The clock of a host, and the time at which the stream of a GPU has done what was enqueued."""
+class FakeEvent:
+    """An event of a GPU, with what StepTimer uses. By `device`, the stream has done all that was enqueued."""
 
-    def __init__(self) -> None:
-        self.host = self.device = 0.0
+    host = device = 0.0
 
-    def enqueue(self, seconds: float, ready: float = 0.0) -> None:
-        """Work of the device that cannot begin before `ready`."""
-        self.device = max(self.device, self.host, ready) + seconds
-
-    def event(self, enable_timing: bool) -> Any:
+    def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
-        return TimelineEvent(self)
 
-
-class TimelineEvent:
-    """An event of the GPU; it has only what StepTimer uses."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    @classmethod
+    def enqueue(cls, seconds: float, ready: float = 0.0) -> None:
+        """Work of the device that cannot begin before `ready`."""
+        cls.device = max(cls.device, cls.host, ready) + seconds
 
     def record(self) -> None:
-        self.time = max(self._timeline.device, self._timeline.host)
+        self.time = max(self.device, self.host)
 
     def query(self) -> bool:
-        return self.time <= self._timeline.host
+        return self.time <= self.host
 
-    def elapsed_time(self, end: "TimelineEvent") -> float:
-        assert self.query(), "PyTorch raises for events that the device has not reached"
-        assert end.query(), "PyTorch raises for events that the device has not reached"
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.query() and end.query(), "PyTorch raises for events that the device has not reached"  # noqa: PT018
         return 1000 * (end.time - self.time)
 
 
@@ -138,8 +129,9 @@ def test_the_wait_for_data_is_the_time_in_which_the_device_has_nothing_to_do(
     step: float, host_wait: str, ready: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fixed bug: the wait for a free buffer counted, 95 % of the time of a run that the device limited."""
-    timeline, period, steps = Timeline(), 3.0, 200
-    monkeypatch.setattr(torch.cuda, "Event", timeline.event)
+    timeline, period, steps = FakeEvent, 3.0, 200
+    timeline.host = timeline.device = 0.0
+    monkeypatch.setattr(torch.cuda, "Event", timeline)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     weight = torch.nn.Parameter(torch.ones(()))
     timer = StepTimer(weight, torch.device("cuda"))

@@ -34,10 +34,8 @@ def test_a_training_on_two_volumes_resumes_with_moved_files_but_not_with_others(
     train.main(command(*moved))
     assert "differs from the data" not in (run / "out.log").read_text()
     capsys.readouterr()
-    longer = write_volume(tmp_path / "other.h5", (8, 20, 10))
-    for volumes in (moved[::-1], moved[:1], [moved[0], longer], [*moved, longer]):
-        line = refusal(train.main, command(*volumes, epochs=3), capsys)
-        assert f"was written by a run with box_size [[{shapes['a']}, {shapes['b']}], " in line
+    line = refusal(train.main, command(*moved[::-1], epochs=3), capsys)
+    assert f"was written by a run with box_size [[{shapes['a']}, {shapes['b']}], " in line
     assert last(run).state.epoch == 2
 
 

@@ -4,8 +4,7 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,14 +14,15 @@ import torch
 from log_lines import CollectedLines
 from processes import run_ranks
 from torch import nn
-from trainings import ALONE, CLOCKS, directory, train_on
+from trainings import ALONE, CLOCKS
 
 from utils.config import Config
 from utils.data.loaders import Batch, DataSplits, Loader
+from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.log import configure_logging
+from utils.profiling.profiler import Profiler
 from utils.run.loggers.base import Logger
 from utils.run.state import TrainState
 from utils.run.writer import CheckpointWriter
@@ -30,7 +30,7 @@ from utils.steps.build import Parts
 from utils.steps.eager import EagerStep
 from utils.training import metrics, reporter
 from utils.training.metrics import LossRecorder
-from utils.training.trainer import Profiler, Trainer
+from utils.training.trainer import Evaluation, Trainer
 
 STEPS, EPOCHS, BATCH = 5, 3, 2
 NAN, INF = float("nan"), float("inf")
@@ -162,9 +162,9 @@ def make(
     run: Any = SimpleNamespace(
         world=world, records=recorded, checkpoint_writer=recorded, goodput=float, process_seconds=float
     )
-    config, state = Config(**{**keys, **settings}), state or TrainState()
-    evaluation = mock.Mock(after_epoch=mock.Mock(return_value={}))
-    return Trainer(config, Parts(mock.Mock(), loaders, step), run, state, Profiler(), evaluation, signals or Signals())
+    run.volumes = SimpleNamespace(config=Config(**{**keys, **settings}))
+    parts, state = Parts(mock.Mock(), loaders, step), state or TrainState()
+    return Trainer(parts, run, state, Profiler(), Evaluation(), signals or Signals())
 
 
 def mean_loss(first: int, last: int) -> Any:
@@ -228,22 +228,14 @@ def test_times_include_all_processes_and_those_of_epochs_no_warm_up(monkeypatch:
 def test_the_wait_for_data_is_the_share_of_the_time_that_a_cpu_spends_in_the_loader(monkeypatch: Any) -> None:
     now = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    step = ScriptedStep(after=lambda _: now.__setitem__(0, now[0] + 1.0))
-    trainer = make(step)
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    trainer = make(ScriptedStep(after=lambda _: wait(1.0)))
     epoch = trainer.loaders.train.epoch
-
-    def slow(number: int, first: int = 0) -> Iterator[Batch]:
-        for part in epoch(number, first):
-            now[0] += 3.0
-            yield part
-
-    save = trainer.checkpoint_writer.save
-
-    def slow_save(*arguments: Any, **options: Any) -> None:
-        now[0] += 100.0
-        save(*arguments, **options)
-
-    trainer.loaders.train.epoch, trainer.checkpoint_writer.save = slow, slow_save
+    trainer.loaders.train.epoch = lambda *given: (wait(3.0) or part for part in epoch(*given))
+    trainer.checkpoint_writer.save = lambda *_, **__: wait(100.0)
     result = trainer.fit()
     shares = trainer.records.curve("Step/data wait fraction")
     assert [*shares.values()] == [0.75] * 9
@@ -420,9 +412,7 @@ def test_a_skipped_update_is_logged_and_its_loss_is_not_in_the_means() -> None:
 
 
 @pytest.mark.parametrize(("first", "made", "saved"), [(1, 4, []), (4, 7, [5]), (13, 15, [5, 10])])
-def test_training_ends_after_too_many_skipped_updates_in_a_row(
-    first: int, made: int, saved: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_ends_after_too_many_skips_in_a_row(first: int, made: int, saved: list[int], monkeypatch: Any) -> None:
     monkeypatch.setattr(reporter, "MOST_SKIPS_IN_A_ROW", 3)
     trainer = make(ScriptedStep(bad_losses(first - 2, *range(first, 20))))
     with pytest.raises(UserError, match=f"3 updates in a row were skipped, the last one at step {first + 2}: "):
@@ -431,15 +421,10 @@ def test_training_ends_after_too_many_skipped_updates_in_a_row(
     assert (trainer.records.saved, trainer.records.closed) == (saved, True)
 
 
-def train_on_hosts(world: World, flags: list[str], hosts: list[str]) -> None:
-    vars(world)["hosts"] = hosts
-    configure_logging(world.rank)
-    train_on(world, flags)
-
-
-def test_a_run_on_several_nodes_checks_the_fabric_before_its_first_step(tmp_path: Path, data_flags: list[str]) -> None:
+def test_a_run_on_several_nodes_checks_the_fabric_before_its_first_step() -> None:
     for hosts in (["nid1", "nid1"], ["nid1", "nid2"]):
-        flags = [*data_flags, "--config=test", "--num_epochs=1", f"--set=expdir={tmp_path / hosts[1]}"]
-        run_ranks(train_on_hosts, 2, flags, hosts)
-        log = (directory(tmp_path / hosts[1], 2) / "out.log").read_text()
-        assert (" GB/s between neighbors\n" in log) == (hosts[1] == "nid2")
+        world, step = World(Launch("test"), torch.device("cpu")), ScriptedStep()
+        vars(world).update(hosts=hosts, check_fabric=lambda limit, step=step: step.record("fabric"))
+        make(step, world).fit()
+        checks = ["fabric"] * (len({*hosts}) - 1)
+        assert step.events[3:5] == [*checks, "warm up on 7", "step"][:2]

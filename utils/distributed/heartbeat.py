@@ -23,25 +23,26 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.diagnosis import RANKS_PER_SECOND, TICK, Diagnoser, Diagnosis, failure, is_peer_gone
-from utils.distributed.flight_recorder import write_collectives
 from utils.distributed.launch import Launch
-from utils.distributed.pulse import Pulse, Report
+from utils.distributed.pulse import RECORD, Pulse, Report
 from utils.errors import EXIT_HANG, LocalError, Stopped, UserError, record_exit_code
+from utils.files import atomic_write
 from utils.progress import Progress
 
-DEFAULT_TIMEOUTS = TimeoutsConfig()
 LOST_LIMIT = 10.0  # for rank 0 to find out which rank is gone after one has lost a connection
 FAILING_SECONDS = 30.0  # for the other ranks to end after an error
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
 PRINT_SECONDS = 1.0  # for another rank to print its error, before a launcher sees that a rank has ended
 LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, waits for the normal end of the others
-# Keys: the diagnosis; set by a rank that has lost another one; the number of ranks that have read the diagnosis; the
-# report of a rank.
+# Keys: the diagnosis; set by a rank that has lost another one; number of ranks that have read the first; a report.
 END, LOST, READ, REPORT = "heartbeat: end", "heartbeat: lost", "heartbeat: read", "heartbeat: rank {}"
 CONNECTION_SECONDS = 30.0
+# PyTorch's flight recorders; the second one in CUDA builds only.
+RECORDERS, RECORDER_SECONDS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}, 10.0
 STORE_ERRORS = (dist.DistError, OSError, RuntimeError)
 
 
@@ -53,22 +54,17 @@ class ReportStore:
         self._ranks, count = ranks, int(RANKS_PER_SECOND * TICK)
         self._slices = itertools.cycle([ranks[first : first + count] for first in range(0, len(ranks), count)])
         self._store: Any = dist.HashStore()
-        self._closed = select.poll()
+        self.closed = select.poll()
         if store is not None:
             # A connection of its own: operations on one connection wait for each other.
             self._store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
             self._store.set_timeout(timedelta(hours=1))  # `Heartbeat._watch_store` has a lower limit
             # An idle connection, which closes when the store's process ends. Without it PyTorch prints a stack trace.
             self._link = socket.create_connection((launch.master_addr, launch.master_port), CONNECTION_SECONDS)
-            self._closed.register(self._link, select.POLLIN)
+            self.closed.register(self._link, select.POLLIN)
         if launch.rank == 0:
             reports = [json.dumps(Report())] * len(ranks)
             self._store.multi_set([END, LOST, *map(REPORT.format, ranks)], ["", "", *reports])
-
-    def check(self) -> None:
-        """Raises ConnectionError if the store's process has ended."""
-        if self._closed.poll(0):
-            raise ConnectionError
 
     def write(self, rank: int, report: Report) -> None:
         self._store.set(REPORT.format(rank), json.dumps(report))
@@ -101,10 +97,7 @@ class ReportStore:
 class Heartbeat:
     """The heartbeat of one rank. A single rank has it as well, to notice that its main thread hangs."""
 
-    def __init__(
-        self, timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS, launch: Launch | None = None, store: dist.Store | None = None
-    ) -> None:
-        launch = launch or Launch("single process")
+    def __init__(self, timeouts: TimeoutsConfig, launch: Launch, store: dist.Store | None = None) -> None:
         self.rank, self._size = launch.rank, launch.world_size
         # For the last collectives and the diagnosis; a training run sets its directory and its log.
         self.folder, self.log = Path(), Path(os.devnull)
@@ -162,7 +155,8 @@ class Heartbeat:
                 faulthandler.dump_traceback_later(self.diagnoser.hang_seconds + FAILING_SECONDS, exit=True, file=2)
                 armed = self._now
             try:
-                self._reports.check()
+                if self._reports.closed.poll(0):
+                    raise ConnectionError  # the store's process has ended
                 if self.rank == 0 or self._woken.is_set() or self._now > due - TICK / 2:
                     self._woken.clear()
                     due, pause = self._now + pause, self.diagnoser.interval
@@ -274,6 +268,23 @@ class Heartbeat:
         is_printed = has_store and diagnosis.code == EXIT_HANG
         time.sleep(self.diagnoser.interval + (TICK if is_printed else PRINT_SECONDS))
         os._exit(diagnosis.code)
+
+
+def write_collectives(folder: Path, rank: int) -> None:
+    """Writes the last collectives of this rank to a file; ends the process if that takes too long.
+
+    PyTorch waits for the recorder's lock without releasing the GIL, and a stuck NCCL or CUDA call may hold that lock.
+    No Python thread runs then, and faulthandler's timer ends the process.
+    """
+    if not dist.is_initialized():
+        return
+    faulthandler.dump_traceback_later(RECORDER_SECONDS, exit=True, file=2)
+    dumps = {name: getattr(c10d, function, None) for name, function in RECORDERS.items()}
+    with contextlib.suppress(OSError, RuntimeError):
+        parts = [f'"{name}": '.encode() + dump() for name, dump in dumps.items() if dump is not None]
+        with atomic_write([folder / RECORD.format(rank)]) as (partial,):
+            partial.write_bytes(b"{" + b",\n".join(parts) + b"}\n")
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _collectives() -> int:

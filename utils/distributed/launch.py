@@ -166,15 +166,14 @@ def _mpi_address(env: Mapping[str, str]) -> str:
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name)
-    if text is None:
-        if default is None:
-            raise LocalError(f"the rank environment is incomplete: {name} missing; {HOW_TO_START}")
+    if name not in env and default is not None:
         return default
     try:
-        return int(text)
+        return int(env[name])
+    except KeyError:
+        raise LocalError(f"the rank environment is incomplete: {name} missing; {HOW_TO_START}") from None
     except ValueError:
-        raise LocalError(f"{name} must be an integer, not {text!r}; {HOW_TO_START}") from None
+        raise LocalError(f"{name} must be an integer, not {env[name]!r}; {HOW_TO_START}") from None
 
 
 def lasting_jobs(env: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
@@ -205,8 +204,7 @@ def run_script(main: Callable[[], None]) -> None:
     """Runs an entry script's `main` and exits; with several ranks, without the interpreter's shutdown.
 
     Threads of a process group that DistributedDataParallel has used survive destroy_process_group. In about 1 of 60
-    runs (PyTorch 2.13, gloo) one of them requested the GIL during the shutdown and aborted the process, and the batch
-    system counted a completed training as failed.
+    runs (PyTorch 2.13, gloo) one of them requested the GIL during the shutdown and aborted the completed process.
     """
     _replace_closed_streams()
     allow_open_files()

@@ -41,23 +41,19 @@ class Node:
     gdrcopy: bool  # GDRCopy's device is there
     several: bool  # the run has several nodes
 
-    @property
-    def slingshot(self) -> bool:
-        return self.kind == "Slingshot"
-
 
 def _at(*sites: str) -> Callable[[Node], bool]:
     """True on Slingshot at these sites, "" is each that publishes nothing; at all if none is named."""
-    return lambda node: node.slingshot and (not sites or node.site in sites)
+    return lambda node: node.kind == "Slingshot" and (not sites or node.site in sites)
 
 
 def _with_gpu_direct(node: Node) -> bool:
     """NERSC's podman-hpc passes GDRCopy's device on request only, and libfabric fails without it."""
-    return node.slingshot and (node.site != "NERSC" or node.gdrcopy)
+    return node.kind == "Slingshot" and (node.site != "NERSC" or node.gdrcopy)
 
 
 def _on_grace_hopper(node: Node) -> bool:
-    return node.slingshot and any(device in GRACE_HOPPER for device, _ in node.gpus)
+    return node.kind == "Slingshot" and any(device in GRACE_HOPPER for device, _ in node.gpus)
 
 
 HPE, CSCS = "HPE's ccl_env.sh, 2026-04", "CSCS's nccl_env_vars, 2025-11"
@@ -167,7 +163,7 @@ def logged_network(node: Node, rank: int) -> Iterator[None]:
     yield
     *_, name = ["", *re.findall(r"NCCL INFO Using network (.*\S)", _text(file))]
     shutil.rmtree(file.parent, ignore_errors=True)  # NCCL holds the file open
-    if name == "Socket" and node.slingshot:
+    if name == "Socket" and node.kind == "Slingshot":
         log.warning(
             "NCCL found no plug-in for Slingshot and uses TCP, which is much slower; load the site's module of it "
             "or add it to the container (docs/cluster.md)"

@@ -91,8 +91,7 @@ def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identit
     """Returns when all ranks are connected; raises UserError if they belong to several runs or their devices differ.
 
     Rank 0 publishes a random name for the start, with its identity. The other ranks call under that name, each with its
-    device, and what differs from rank 0. Rank 0 answers all of them at once. A second process with the same rank, or
-    one that comes later, is not answered.
+    device, and what differs from rank 0. Rank 0 answers all at once, but no second process with the same rank.
 
     torchrun's store may live through all restarts of the ranks (pytorch/pytorch#135712). Without the name, the ranks
     would read the addresses of dead ranks there. The restart count does not identify the start, because each node's

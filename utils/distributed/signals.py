@@ -48,8 +48,7 @@ class StopSignals(Signals):
 
     A thread waits for the signals, because the main thread may be blocked in a library, where Python runs no handlers.
     SIGINT still raises KeyboardInterrupt. If that happens right after a lock was acquired that the exit needs, too, the
-    thread ends the process. A program that calls `main` in a thread of its own keeps its signals: Python lets only the
-    main thread handle them.
+    thread ends the process. A program that calls `main` in a thread of its own keeps its signals.
     """
 
     _thread: threading.Thread | None = None
@@ -141,7 +140,7 @@ class StopCoordinator:
         self._world = world
         self._interval = max(1, world.size // self.RANKS_PER_STEP)  # in calls
         self._calls, self._request = 0, Request.CONTINUE
-        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, Any] | None = None  # requests, and the exchange in progress
 
     def exchange(self, request: Request) -> Request:
         """Every rank calls it after the same steps and gets the same answer."""
@@ -150,23 +149,18 @@ class StopCoordinator:
         self._request, self._calls = max(self._request, request), self._calls + 1
         if self._calls % self._interval:
             return Request.CONTINUE
-        answer = self._answer()
+        answer = self.finish()
         if answer is Request.STOP:
             return answer
         requests = torch.tensor(int(self._request))
         self._request = Request.CONTINUE
-        work = dist.all_reduce(requests, dist.ReduceOp.MAX, async_op=True)
-        assert work is not None
-        self._pending = (requests, work)
+        self._pending = requests, dist.all_reduce(requests, dist.ReduceOp.MAX, async_op=True)
         return answer
 
-    def _answer(self) -> Request:
+    def finish(self) -> Request:
+        """The answer of the exchange in progress, if any. Do not call it after an error: others may never answer."""
         if self._pending is None:
             return Request.CONTINUE
         (requests, work), self._pending = self._pending, None
         work.wait()
         return Request(int(requests))
-
-    def close(self) -> None:
-        """Waits for the exchange in progress. Do not call it after an error: the other ranks may never answer."""
-        self._answer()

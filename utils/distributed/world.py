@@ -10,7 +10,6 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from types import MappingProxyType
@@ -21,10 +20,9 @@ import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device, synchronize
-from utils.distributed.heartbeat import DEFAULT_TIMEOUTS, Heartbeat
+from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.network import configure, logged_network
-from utils.distributed.pulse import Pulse
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError, as_local_error
@@ -33,48 +31,27 @@ from utils.log import once_per_job, warn_once
 
 log = once_per_job(__name__)
 
+DEFAULT_TIMEOUTS = TimeoutsConfig()
 BROADCAST_BYTES = 2**26
 SLOW = 2.0  # times the median over the ranks
 COLLECTIVE_SECONDS = 1800.0  # the limit of one collective operation; usually the heartbeat ends a run earlier
 
 
-@dataclass(frozen=True)
 class World:
     """All ranks of a run, as seen by one of them. With a single rank every method is local."""
 
-    launch: Launch
-    device: torch.device
-    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)  # the default is not started
-
-    @property
-    def pulse(self) -> Pulse:
-        return self.heartbeat.pulse
-
-    @property
-    def rank(self) -> int:
-        return self.launch.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self.launch.local_rank
-
-    @property
-    def size(self) -> int:
-        return self.launch.world_size
+    def __init__(self, launch: Launch, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
+        self.launch, self.device = launch, device
+        self.rank, self.local_rank, self.size = launch.rank, launch.local_rank, launch.world_size
+        self.is_root = self.rank == 0
+        self.is_node_leader = self.local_rank == 0  # the one rank per node that stages files and makes shared copies
+        self.heartbeat = heartbeat or Heartbeat(DEFAULT_TIMEOUTS, Launch("single process"))  # which is not started
+        self.pulse = self.heartbeat.pulse
 
     @cached_property
     def hosts(self) -> list[str]:
         """The host of each rank; `connect` gathers them."""
         return self.gather_json(socket.gethostname())
-
-    @property
-    def is_root(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_node_leader(self) -> bool:
-        """True on the one rank per node that stages files and makes shared copies."""
-        return self.local_rank == 0
 
     def barrier(self) -> None:
         self.gather_json(None)  # unlike dist.barrier it uses the CPU group, and so needs no device
@@ -82,8 +59,7 @@ class World:
     def gather_json(self, value: Any) -> list[Any]:
         """[value of rank 0, value of rank 1, …] on every rank; for small JSON values, outside the training loop.
 
-        Tuples become lists. torch's object collectives would unpickle, and so execute, data from any process that
-        connects in place of one rank.
+        Tuples become lists. torch's object collectives would unpickle, and so execute, data of any process there.
         """
         text = json.dumps(value).encode()
         sizes = self.gather(torch.tensor(len(text)))
@@ -170,8 +146,7 @@ class World:
     def raise_together(self) -> Iterator[None]:
         """Raises on all ranks what is raised on one of them, with the same message, so that no rank waits for it.
 
-        Every rank enters and leaves the block. A collective inside the block is safe only if nothing before it in the
-        block can fail.
+        Every rank enters and leaves the block. A collective in it is safe only if nothing before it can fail.
         """
         error: BaseException | None = None
         try:
@@ -199,12 +174,11 @@ def connect(
     """The world for the duration of a run; joins the process group if there are several ranks.
 
     `identity` holds short texts that are the same on all ranks of a run, and differ from those of other runs. Gloo
-    carries all tensors. With `nccl`, for runs that exchange large tensors, NCCL carries those on CUDA devices, unless
-    ranks share a GPU.
+    carries all tensors; with `nccl`, NCCL carries those on CUDA devices, unless ranks share a GPU.
     """
     launch = read_launch()
     if launch.world_size == 1:
-        heartbeat = Heartbeat(timeouts)
+        heartbeat = Heartbeat(timeouts, launch)
         with _beating(heartbeat):
             world = World(launch, choose_device(device, launch.local_rank), heartbeat)
             set_threads(world.rank, world.hosts, world.gather_json)
@@ -251,22 +225,19 @@ def _lower_debug_level() -> None:
 @contextlib.contextmanager
 def _leaving_group() -> Iterator[None]:
     """Destroys the process group if all ranks leave together; after the loss of a rank that could block forever."""
+    together = True
     try:
         yield
-    except LocalError:
+    except BaseException as end:
+        together = isinstance(end, UserError | Stopped) and not isinstance(end, LocalError)
+        if together:
+            traceback.clear_frames(end.__traceback__)  # they hold the step
         raise
-    except (UserError, Stopped) as end:
-        # The error's frames hold the step.
-        traceback.clear_frames(end.__traceback__)
-        _destroy_group()
-        raise
-    _destroy_group()
-
-
-def _destroy_group() -> None:
-    # NCCL waits for the destruction of every CUDA graph with its kernels, and reference cycles may hold the step.
-    gc.collect()
-    dist.destroy_process_group()
+    finally:
+        if together:
+            # NCCL waits for the destruction of every CUDA graph with its kernels; reference cycles may hold the step.
+            gc.collect()
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager

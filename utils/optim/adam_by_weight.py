@@ -13,6 +13,7 @@ from utils.config.sections import OptimizerConfig
 Parameters = Mapping[str, Parameter]
 LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
 State = dict[str, torch.Tensor]
+Gradients = Mapping[torch.Tensor, torch.Tensor]  # by parameter
 Group = Mapping[str, Any]  # of parameters, with its settings
 
 
@@ -48,13 +49,13 @@ class AdamByWeight(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._update(group, parameters, getattr(self, "found_inf", None))
+            gradients = {parameter: parameter.grad for parameter in group["params"] if parameter.grad is not None}
+            if gradients:
+                self._update(group, gradients, getattr(self, "found_inf", None))
 
     @abstractmethod
-    def _update(self, group: Group, parameters: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-        """Updates parameters of a group, all of which have a gradient."""
+    def _update(self, group: Group, gradients: Gradients, found_inf: torch.Tensor | None) -> None:
+        """Updates the parameters of a group that have a gradient."""
 
     def _states(self, parameters: Sequence[torch.Tensor]) -> list[State]:
         """The parameters' states, created where there are none."""
@@ -106,13 +107,12 @@ class Lamb(AdamByWeight):
     Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
     arXiv:1904.00962, algorithm 2. This variant has both bias corrections of Adam. λ (`weight_decay`) is decoupled and
     inside the norm as in the paper; the ratio of norms (trust ratio) is not clamped (the paper's φ is the identity),
-    and is 1 if either norm is 0. Other parameters use r itself, without decay and trust ratio: their norm is no measure
-    of a step.
+    and is 1 if either norm is 0. Other parameters use r itself, without decay: their norm is no measure of a step.
     """
 
-    def _update(self, group: Group, parameters: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        directions = adam_directions(gradients, self._states(parameters), group, found_inf)
+    def _update(self, group: Group, gradients: Gradients, found_inf: torch.Tensor | None) -> None:
+        parameters = list(gradients)
+        directions = adam_directions([*gradients.values()], self._states(parameters), group, found_inf)
         if group["weight_decay"]:
             torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
         if group["is_weights"]:

@@ -33,8 +33,7 @@ def descend(
 ) -> None:
     """Updates the weight, the state's moments, and the weight in half precision that its layer uses, if there is one.
 
-    basis: [64, 64], a vector per column. state["step"], on the device, is the number of this update, from 1 on. No bit
-    changes if `idle`, on the device, is not 0.
+    basis: [64, 64], a vector per column. state["step"]: the number of this update, from 1 on. No update if `idle` > 0.
     """
     first, second = weight.shape[:2]
     lr = group["lr"]

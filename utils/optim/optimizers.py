@@ -6,7 +6,7 @@ possible, it skips non-finite updates on the device; see `update`.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,12 @@ Builder = Callable[[OptimizerConfig, Parameters, LearningRate], torch.optim.Opti
 
 
 def build_optimizer(
-    options: OptimizerConfig,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    lr: float,
-    capturable: bool = False,
+    options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool = False
 ) -> torch.optim.Optimizer:
     """The optimizer `options.name`; UserError if it is unknown or cannot be built.
 
-    A `capturable` one keeps everything that changes from step to step on the device, as a CUDA graph needs it: the
-    learning rate is a tensor, to be set with `fill_`.
+    A `capturable` one, for CUDA graphs, keeps all that changes on the device: its learning rate is set with `fill_`.
     """
-    parameters = dict(named_parameters)
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
     if "." in options.name:
@@ -59,8 +54,7 @@ def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """Calls the optimizer's step; if `finite`, a boolean on the device, is False, changes no weight and no state.
 
-    Optimizers that support a gradient scaler's `found_inf`, as torch's fused ones do, decide on the device. For others
-    the host waits for the device.
+    Those that support a gradient scaler's `found_inf`, as torch's fused ones, decide on the device, others on the host.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
@@ -71,9 +65,8 @@ def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
         optimizer.step()
 
 
-def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
+def state_bytes(options: OptimizerConfig, parameters: Parameters) -> int:
     """The size of an optimizer's state; the parameters are on torch's meta device."""
-    parameters = dict(named_parameters)
     if options.name == "soap":
         new_state = Soap(options, parameters, 0.0).new_state
         return sum(value.nbytes for parameter in parameters.values() for value in new_state(parameter).values())
@@ -119,9 +112,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _adam(
-    options: OptimizerConfig, parameters: Parameters, lr: LearningRate, kind: type[torch.optim.Adam] = torch.optim.Adam
-) -> torch.optim.Optimizer:
+def _adam(kind: type[torch.optim.Adam], options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Any:
     """torch's fused Adam (Kingma & Ba 2015), or AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
     return kind(parameters.values(), lr, capturable=isinstance(lr, torch.Tensor), fused=True, **adam_options(options))
 
@@ -133,23 +124,22 @@ def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRat
             from apex.optimizers import FusedAdam
 
             return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **adam_options(options))
-    return _adam(options, parameters, lr)
+    return _adam(torch.optim.Adam, options, parameters, lr)
 
 
 def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     momentum, decay = options.momentum, options.weight_decay
     optimizer = torch.optim.SGD(parameters.values(), lr=lr, momentum=momentum, weight_decay=decay, fused=True)
     if momentum:
-        # A momentum of zero equals none. But if the very first update is skipped, torch's fused kernel would continue
-        # from uninitialized memory.
+        # Zero equals none. But if the first update is skipped, torch's kernel would continue from uninitialized memory.
         for parameter in parameters.values():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
 OPTIMIZERS: dict[str, Builder] = {
-    "adam": _adam,
-    "adamw": functools.partial(_adam, kind=torch.optim.AdamW),
+    "adam": functools.partial(_adam, torch.optim.Adam),
+    "adamw": functools.partial(_adam, torch.optim.AdamW),
     "apex_adam": _apex_adam,
     "sgd": _sgd,
     # Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004).

@@ -1,8 +1,6 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner, for each weight.
 
-Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3. `Soap`
-holds the state; `_update` and `_renew_bases` are the algorithm, and the functions below the class are its steps, in its
-order.
+Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ import torch.distributed as dist
 
 from utils.config.sections import OptimizerConfig
 from utils.distributed.devices import tf32_products
-from utils.optim.adam_by_weight import AdamByWeight, Group, LearningRate, Parameters, State, adam_directions
+from utils.optim.adam_by_weight import AdamByWeight, Gradients, Group, LearningRate, Parameters, State, adam_directions
 
 # The decomposition of a small matrix keeps a few multiprocessors busy: this many run at a time on a GPU.
 STREAMS = 8
@@ -105,32 +103,28 @@ class Soap(AdamByWeight):
         if not is_recorded():
             self.renew()
 
-    def _update(self, group: Group, parameters: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-        counts = [state["step"] for state in self._states(parameters)]
+    def _update(self, group: Group, gradients: Gradients, found_inf: torch.Tensor | None) -> None:
+        counts = [state["step"] for state in self._states([*gradients])]
         skip = torch.zeros_like(counts[0]) if found_inf is None else found_inf
         idle = torch.maximum(skip, (counts[0] == 0).to(skip.dtype))  # the first update only starts the statistics
         if group["is_weights"]:
             self._skipped.copy_(skip)
-        by_kernel = [parameter for parameter in parameters if parameter in self._by_kernel]
-        if others := [parameter for parameter in parameters if parameter not in self._by_kernel]:
+        by_kernel = [parameter for parameter in gradients if parameter in self._by_kernel]
+        if others := {parameter: gradients[parameter] for parameter in gradients if parameter not in self._by_kernel}:
             self._update_by_products(group, others, skip, idle)
         if by_kernel:
             from utils.optim import cells
 
             for parameter in by_kernel:
-                gradient = gradient_of(parameter).contiguous(memory_format=torch.channels_last_3d)
+                gradient = gradients[parameter].contiguous(memory_format=torch.channels_last_3d)
                 cells.descend(parameter, gradient, self.state[parameter], self._bases(parameter)[2], group, idle)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
-    def _update_by_products(
-        self, group: Group, parameters: list[torch.Tensor], skip: torch.Tensor, idle: torch.Tensor
-    ) -> None:
+    def _update_by_products(self, group: Group, given: Gradients, skip: torch.Tensor, idle: torch.Tensor) -> None:
         """The update by products of matrices, and that of the statistics; the counts are those of earlier updates."""
-        states, bases = self._states(parameters), [self._bases(parameter) for parameter in parameters]
-        gradients = [
-            gradient_of(parameter).reshape(state["exp_avg"].shape).contiguous()
-            for parameter, state in zip(parameters, states, strict=True)
-        ]
+        parameters, states, bases = [*given], self._states([*given]), [*map(self._bases, given)]
+        pairs = zip(given.values(), states, strict=True)
+        gradients = [gradient.reshape(state["exp_avg"].shape).contiguous() for gradient, state in pairs]
         counts = torch._foreach_sub([state["step"] for state in states], 1)
         moments = [{**state, "step": count} for state, count in zip(states, counts, strict=True)]
         directions = adam_directions(list(map(rotate, gradients, bases)), moments, group, idle, group["lr"])
@@ -142,8 +136,14 @@ class Soap(AdamByWeight):
             decay = (idle == 0) * (group["lr"] * group["weight_decay"])
             torch._foreach_sub_(parameters, torch._foreach_mul(parameters, decay))
         torch._foreach_sub_(parameters, steps)
-        statistics = [self._matrices(parameter, "statistics") for parameter in parameters]
-        _update_statistics(statistics, gradients, 1 - group["betas"][1], skip)
+        old, products = list[torch.Tensor](), list[torch.Tensor]()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            for number, matrix in self._matrices(parameter, "statistics").items():
+                old.append(matrix)
+                products.append(outer_product(gradient, number))
+        if old:
+            for before, after in zip(old, torch._foreach_lerp(old, products, 1 - group["betas"][1]), strict=True):
+                _replace(before, after, skip)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -223,11 +223,6 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
             tensor.copy_(values.view_as(tensor))
 
 
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None, "parameters without a gradient are not updated"
-    return parameter.grad
-
-
 def rotate(x: torch.Tensor, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Multiplies a contiguous x along each side i in `bases` by the transpose of bases[i]."""
     for number, basis in bases.items():
@@ -236,20 +231,6 @@ def rotate(x: torch.Tensor, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
         else:  # the sides after it are columns, and those before it a batch
             x = (basis.mT @ x.flatten(number + 1)).view_as(x) if number == 0 else basis.mT @ x
     return x
-
-
-def _update_statistics(
-    statistics: list[Bases], gradients: list[torch.Tensor], weight: float, skip: torch.Tensor
-) -> None:
-    old = [matrix for matrices in statistics for matrix in matrices.values()]
-    products = [
-        outer_product(gradient, number)
-        for matrices, gradient in zip(statistics, gradients, strict=True)
-        for number in matrices
-    ]
-    if old:
-        for before, after in zip(old, torch._foreach_lerp(old, products, weight), strict=True):
-            _replace(before, after, skip)
 
 
 def outer_product(x: torch.Tensor, number: int) -> torch.Tensor:

@@ -114,11 +114,10 @@ class Benchmark:
                 for name, action in actions.items():
                     trials = getattr(settings, name)
                     if trials.run_benchmark:
-                        results[name] = self._measure(name, trials, action, 0 if name == "IO" else self._flops)
+                        results[name] = self._measure(name, trials, action)
             if self._exchanges_gradients and "SYNTHETIC" in results:  # last: the ranks' parameters differ afterward
-                with self._step.no_sync():
-                    alone = self._measure("NO-COMM", settings.SYNTHETIC, actions["SYNTHETIC"], self._flops)
-                results["NO-COMM"] = alone
+                self._step.sync = False
+                alone = results["NO-COMM"] = self._measure("NO-COMM", settings.SYNTHETIC, actions["SYNTHETIC"])
                 lost = results["communication overhead"] = 1 - results["SYNTHETIC"]["median"] / alone["median"]
                 log.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
         with self._world.raise_together():
@@ -127,8 +126,8 @@ class Benchmark:
                     partial.write_text(to_json(results, indent=None))  # one line, as the tutorial's plots read it
         log.info("Benchmark results: %s", path)
 
-    def _measure(self, name: str, trials: Trials, action: Callable[[], object], flops: float) -> dict[str, Any]:
-        """Samples/s of each trial, without the warm-up trials, and their statistics; `flops` per sample."""
+    def _measure(self, name: str, trials: Trials, action: Callable[[], object]) -> dict[str, Any]:
+        """Samples/s of each trial, without the warm-up trials, and their statistics."""
         rates = []
         with Progress(f"benchmark {name}", trials.warmup_trials + trials.trials, "trials") as progress:
             for number in range(trials.warmup_trials + trials.trials):
@@ -141,8 +140,8 @@ class Benchmark:
         result |= {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
         result["settings"] = trials.model_dump()
         text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
-        if flops:
-            result["TFLOP/s per rank"] = result["median"] * flops / self._world.size / 1e12
+        if self._flops and name != "IO":
+            result["TFLOP/s per rank"] = result["median"] * self._flops / self._world.size / 1e12
             if self._world.device.type == "cuda":
                 text += f"; {result['TFLOP/s per rank']:.3g} TFLOP/s per rank"
         log.info(f"BENCHY::SUMMARY::{name} average trial throughput: {mean:.3f} +/- {stdev:.3f}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,33 +18,32 @@ from utils.log import errors_as_warnings
 from utils.run.directory import RunDirectory
 from utils.steps import annotate
 from utils.steps.annotate import Range
-from utils.training.trainer import Profiler
 
 log = logging.getLogger(__name__)
 
-Record = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
+Record = Callable[[Callable[[], str]], contextlib.AbstractContextManager[object]]
 
 
 @contextlib.contextmanager
-def _named_ranges(create: Callable[[str], Range], device: torch.device) -> Iterator[None]:
-    annotate.named_range = create
-    try:
-        yield
-    finally:
-        synchronize(device)  # otherwise kernels of the last step would be missing
-        annotate.named_range = None
+def _recording(recorder: Range, create: Callable[[str], Range], device: torch.device) -> Iterator[None]:
+    """The recorder's context, with named ranges that `create` makes."""
+    synchronize(device)  # otherwise kernels of earlier steps would be recorded
+    with recorder:
+        annotate.named_range = create
+        try:
+            yield
+        finally:
+            synchronize(device)  # otherwise kernels of the last step would be missing
+            annotate.named_range = None
 
 
 @contextlib.contextmanager
 def record_by_nsys(device: torch.device, content: Callable[[], str]) -> Iterator[None]:
     """Context that Nsight Systems captures, which runs around the command; `content` describes it at its end."""
-    synchronize(device)  # otherwise kernels of earlier steps would be recorded
-    torch.cuda.profiler.start()
     try:
-        with _named_ranges(torch.cuda.nvtx.range, device):
+        with _recording(torch.cuda.profiler.profile(), torch.cuda.nvtx.range, device):
             yield
     finally:
-        torch.cuda.profiler.stop()
         log.info("Profile of %s: end of the capture range of nsys", content())
 
 
@@ -52,13 +52,10 @@ def record_by_torch(directory: RunDirectory, device: torch.device, content: Call
     """Context that torch.profiler records; writes a trace and a table. If that fails, logs a warning."""
     (trace, table), on_gpu, kinds = directory.profile, device.type == "cuda", torch.profiler.ProfilerActivity
     profile: Any = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])])
-    synchronize(device)  # otherwise kernels of earlier steps would be recorded
-    profile.start()
     try:
-        with _named_ranges(torch.profiler.record_function, device):
+        with _recording(profile, torch.profiler.record_function, device):
             yield
     finally:
-        profile.stop()
         with errors_as_warnings(f"Cannot write the profile {trace}"):
             profile.export_chrome_trace(str(trace))
             order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
@@ -66,15 +63,16 @@ def record_by_torch(directory: RunDirectory, device: torch.device, content: Call
             log.info("Profile of %s: %s (for https://ui.perfetto.dev), %s", content(), trace, table)
 
 
-class WindowProfiler(Profiler):
-    """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the run."""
+class Profiler:
+    """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the run; by default none."""
 
-    def __init__(self, first: int, length: int, record: Record) -> None:
+    def __init__(self, first: float = math.inf, length: int = 0, record: Record = contextlib.nullcontext) -> None:
         self._first, self._end, self._record = first, first + length, record
         self._step: int | None = None  # the latest step
         self._recording = contextlib.ExitStack()
 
     def before_step(self, step: int) -> None:
+        """Called before each step, counted from 0 over the whole run."""
         if step == self._first:
             steps = self._record(lambda: f"steps {self._first} to {self._step}, counted from 0")
             self._recording.enter_context(steps)
@@ -119,7 +117,7 @@ def build_profiler(config: Config, world: World, directory: RunDirectory) -> Pro
     if with_nsys and not _runs_under_nsys():
         log.warning("No nsys runs around this command; if no profile appears, use --profiler=torch")
     record = partial(record_by_nsys, world.device) if with_nsys else partial(record_by_torch, directory, world.device)
-    return WindowProfiler(first, options.steps, record)
+    return Profiler(first, options.steps, record)
 
 
 def _first_step(config: Config) -> int:

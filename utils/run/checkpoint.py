@@ -115,7 +115,6 @@ def load_newest(folder: Path) -> Checkpoint | None:
     for step in saved_steps(folder):
         path = step_directory(folder, step)
         try:
-            verify(path)
             saved = load(path)
             recorded = {saved.weights["step"], saved.state.step}
             if recorded == {step}:
@@ -133,7 +132,8 @@ def load_newest(folder: Path) -> Checkpoint | None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Loads a checkpoint to the CPU without verifying its digests; raises DamagedCheckpoint if it cannot be read."""
+    """Verifies a checkpoint and loads it to the CPU; raises DamagedCheckpoint if it cannot be used."""
+    verify(path)
     return Checkpoint(path, read(path / WEIGHTS), read(path / TRAINING))
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,7 @@ class Choice:
 
 class EarlierRun:
     def __init__(self, directory: RunDirectory, number: int) -> None:
-        self.directory, self.number = directory, number
-
-    @property
-    def is_finished(self) -> bool:
-        return self.directory.summary.exists()
+        self.directory, self.number, self.is_finished = directory, number, directory.summary.exists()
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -113,13 +110,11 @@ def choose(request: RunRequest) -> Choice:
         return Choice(first, "no")
     if request.resume == "auto":
         _refuse_other_ranks(request)
-    for run in runs:
-        is_named = request.resume and Path(request.resume).resolve() == run.directory.path.resolve()
-        if request.resume == "auto" or is_named:
-            return Choice(run.directory, request.resume)
-    for run in runs:
-        if not run.is_finished and not run.changes(request) and not is_locked(run.directory.lock):
-            return Choice(run.directory, request.resume)
+    named = Path(request.resume).resolve() if request.resume else None
+    asked = (run for run in runs if request.resume == "auto" or run.directory.path.resolve() == named)
+    idle = (run for run in runs if not (run.is_finished or run.changes(request) or is_locked(run.directory.lock)))
+    if used := next(chain(asked, idle), None):
+        return Choice(used.directory, request.resume)
     reason = runs[0].why_not_continued(request) if runs else ""
     if request.resume == "auto":  # no error: a job script may always give --resume, also for its first start
         reason = "--resume has found no run to resume"
@@ -151,9 +146,9 @@ def _earlier_runs(first: RunDirectory) -> list[EarlierRun]:
     pattern = re.compile(re.escape(first.path.name) + r"(?:-([2-9]|[1-9]\d+))?", re.ASCII)
     names = os.listdir(parent) if parent.is_dir() else []
     numbers = sorted((int(match[1] or 1) for name in names if (match := pattern.fullmatch(name))), reverse=True)
-    directories = [(number, _numbered(first, number)) for number in numbers]
-    runs = [EarlierRun(place, number) for number, place in directories if place.path.is_dir() and not place.is_free]
-    return [run for run in runs if run.records[0].get("run_num", run.directory.path.name) == first.path.name]
+    runs = [EarlierRun(_numbered(first, number), number) for number in numbers]
+    begun = [run for run in runs if run.directory.path.is_dir() and not run.directory.is_free]
+    return [run for run in begun if run.records[0].get("run_num", run.directory.path.name) == first.path.name]
 
 
 def _numbered(first: RunDirectory, number: int) -> RunDirectory:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from utils.distributed.flight_recorder import RECORD
+from utils.distributed.pulse import RECORD
 from utils.files import read_json, recover
 from utils.log import warn_once
 
@@ -72,14 +72,12 @@ class RunDirectory:
 
     def read_record(self, path: Path) -> dict[str, Any]:
         """The content of a JSON file; empty if there is no file, and with a warning if it is damaged."""
-        try:
+        with contextlib.suppress(ValueError, AttributeError, TypeError):  # the latter two: edited by hand
             record = read_json(path) if path.exists() else {}
             if all(isinstance(part, dict) for part in (record, *record.get("earlier", ()))):
                 return dict(record)
-            raise ValueError("edited by hand")
-        except (ValueError, AttributeError, TypeError):
-            warn_once(f"{path} is ignored: it is damaged")
-            return {}
+        warn_once(f"{path} is ignored: it is damaged")
+        return {}
 
     def evaluated_steps(self) -> list[int]:
         names = [path.stem[5:] for path in self.evaluations.glob("step_*.npz")]

@@ -20,7 +20,7 @@ from utils.run.checkpoint import NO_BEST, saved_steps, set_aside, step_directory
 from utils.run.choice import Choice, RunRequest, choose
 from utils.run.directory import RunDirectory
 from utils.run.loggers import build_loggers, check_loggers
-from utils.run.loggers.base import LoggedRun, Logger, Resumed, RunRecords
+from utils.run.loggers.base import LoggedRun, Logger, RunRecords
 from utils.run.provenance import DIGEST, data_changes, provenance
 from utils.run.start import Start, find_start
 from utils.run.state import FitResult, TrainState
@@ -169,8 +169,8 @@ class Run:
         # The records also have the time of steps that were lost, because a process ended before a save.
         recorded = [record["seconds"] for record in directory.read_metrics()]
         self.earlier_seconds = max([start.state.process_seconds, *recorded])
-        resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else Resumed()
-        logged = LoggedRun(directory, resumed, config.model_dump(), record)
+        resumed, in_epoch = (start.state.step, start.state.batch > 0) if start.path else (-1, False)
+        logged = LoggedRun(directory, resumed, in_epoch, config.model_dump(), record)
         self.records = RunRecords(logged, build_loggers(config.loggers, logged), self.process_seconds)
         known: dict[str, Any] = {"simulation": dict(self.volumes.simulation), "code": record["code"]}
         known["data"] = {name: file[DIGEST] for name, file in self.request.data.items()}

@@ -64,8 +64,7 @@ def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
     """Path, size, modification time and digest of each file of a volume, by its config key. Every rank calls it.
 
     A resumed run notices by it other data under the same name. Raises UserError if the ranks see different files.
-    Published data sets have checksums of their own. A file may be missing, on some ranks or on all: their loader
-    reports it if it needs the file.
+    Published data sets have checksums of their own. A file may be missing: the loader reports it if it needs the file.
     """
     with world.raise_together():
         record = {}

@@ -19,7 +19,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.lookup import warn_of_other_code
 from utils.run import checkpoint
-from utils.run.checkpoint import WEIGHTS, Checkpoint, load_weights, stored_config, verify
+from utils.run.checkpoint import WEIGHTS, Checkpoint, load_weights, stored_config
 from utils.run.choice import Choice
 from utils.run.directory import RunDirectory
 from utils.run.state import TrainState
@@ -114,7 +114,6 @@ def _checkpoint_of_flag(resume: str) -> Checkpoint:
     """The checkpoint in a directory, or the newest one of a run; raises UserError if there is none."""
     directory = checkpoint.named_checkpoint(Path(resume))
     if (directory / WEIGHTS).exists():
-        verify(directory)
         return checkpoint.load(directory.resolve())  # a run in progress may move its link `best`
     saved = checkpoint.load_newest(RunDirectory(directory).checkpoints)
     if saved is None:

@@ -1,9 +1,8 @@
 """The progress of a run, which a checkpoint stores in addition to tensors, and its result."""
 
-import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from utils.progress import format_duration
 
@@ -36,10 +35,7 @@ class TrainState:
 
     def after_epoch(self, validation_loss: float) -> "TrainState":
         """The state with which the next epoch starts; this one stays."""
-        state = copy.copy(self)
-        state.final_loss = validation_loss
-        state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
-        return state
+        return replace(self, final_loss=validation_loss, epoch=self.epoch + 1, batch=0, losses=[], epoch_seconds=0.0)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Writes checkpoints of a run: in the background, from copies in host memory, keeping the last and the best ones."""
 
+import functools
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,43 +24,20 @@ from utils.steps.size import ModelSize
 log = once_per_job(__name__)
 
 
-class HostCopy:
-    """Copies nested dictionaries and lists of tensors into host memory, which the next copy reuses."""
+def host_copy(value: Any) -> Any:
+    """A copy of nested dictionaries and lists of tensors in host memory; of tensors on a GPU, it is only queued."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True, non_blocking=True)  # from a GPU to pinned memory
+    if isinstance(value, Mapping):
+        return {key: host_copy(item) for key, item in value.items()}
+    return [*map(host_copy, value)] if isinstance(value, list | tuple) else value
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}  # by name and layout
-        self._copied: torch.cuda.Event | None = None
 
-    def take(self, state: Any) -> Any | None:
-        """A copy of the state, on a GPU complete after `wait`; None if the network's tensors are not finite."""
-        tensors = list(state["network"].values())
-        # NaN and infinity are always among the extremes; on a CPU isfinite() takes twenty times as long.
-        real = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-        finite = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in real]
-        # Read before the copies are queued, so that the host waits for training alone.
-        if finite and not torch.stack(finite).all():
-            return None
-        copied = self._map(state, "")
-        if any(tensor.is_cuda for tensor in tensors):
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return copied
-
-    def wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _map(self, value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            key = name, value.shape, value.dtype, value.stride()
-            if key not in self._buffers:
-                self._buffers[key] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            return self._buffers[key].copy_(value.detach(), non_blocking=True)
-        if isinstance(value, Mapping):
-            return {key: self._map(item, f"{name}/{key}") for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._map(item, f"{name}/{index}") for index, item in enumerate(value)]
-        return value
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    # NaN and infinity are always among the extremes; on a CPU isfinite() takes twenty times as long.
+    real = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    finite = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in real]
+    return not finite or bool(torch.stack(finite).all())
 
 
 class CheckpointWriter:
@@ -70,8 +48,7 @@ class CheckpointWriter:
     def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
         """Copies `tensors`, which has the network's under "network", and writes them in the background.
 
-        It is the best checkpoint if `state.best_step` is its step. `wait`, for the last save of a process, returns when
-        it is written.
+        It is the best checkpoint if `state.best_step` is its step. With `wait` it is written when this returns.
         """
 
     def close(self) -> None:
@@ -91,7 +68,6 @@ class BackgroundWriter(CheckpointWriter):
         self._folder, self._keep_last = folder, config.checkpoint.keep_last
         self.seconds_between_saves = 60 * (config.checkpoint.every_minutes or math.inf)
         self._record = {"config": stored_config(config.model_dump()), **known}
-        self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._step = 0  # of the most recent requested checkpoint
         self._fault: str | None = None  # the reason why it is not on the disk
@@ -102,15 +78,16 @@ class BackgroundWriter(CheckpointWriter):
             self._skip("the one before it is still being written")
             return
         self._fault = None
-        content = self._copy.take(tensors)
-        if content is None:
+        if not are_finite(tensors["network"].values()):  # read first, so that the host waits for training alone
             self._skip("the weights are not finite")
             return
-        content["state"] = record = asdict(state)
+        content = {**host_copy(tensors), "state": (record := asdict(state))}
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         reached = {key: record[key] for key in ("epoch", "step", "final_loss", "best_step")}
         factor = None if state.batch else state.density_factor  # in an epoch: of earlier weights
         weights = vars(Weights(content.pop("network"), **self._record, **reached, density_factor=factor))
-        self._thread = threading.Thread(target=self._write, args=(weights, content), name="checkpoint", daemon=True)
+        write_all = functools.partial(self._write, weights, content, copied)
+        self._thread = threading.Thread(target=write_all, name="checkpoint", daemon=True)
         self._thread.start()
         if wait:
             self.close()
@@ -147,11 +124,12 @@ class BackgroundWriter(CheckpointWriter):
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
 
-    def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
+    def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any], copied: Any) -> None:
         step, best_step, checked = weights["step"], weights["best_step"], training["state"]["checked"]
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
-            self._copy.wait()
+            if copied is not None:
+                copied.synchronize()
             write(target, weights, training)
         except Exception as error:  # no error of a checkpoint ends a run
             self._fault = os_reason(error) if isinstance(error, OSError) else repr(error)

@@ -145,9 +145,7 @@ def check_output(config: Config) -> None:
 
     Needs no memory for a network of this project, and that of one sample for others.
     """
-    if "." in config.loss:
-        own_network.check_loss(config, loss(config), torch.device("cpu"))
-    own_network.check_metrics(config, metrics(config), torch.device("cpu"))
+    own_network.check_measures(config, loss(config), metrics(config), torch.device("cpu"))
     if own_network.is_checked(config):
         own_network.check_output(config, network(config), torch.device("cpu"))
         return
@@ -185,14 +183,12 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
     if own_network.is_checked(config):
         own_network.check_output(config, module, world.device)
-    if "." in config.loss:
-        own_network.check_loss(config, model.loss, world.device)
-    own_network.check_metrics(config, model.metrics, world.device)
+    own_network.check_measures(config, model.loss, model.metrics, world.device)
     kernels.compile_kernels(config, world, partial(network_with_loss, config))
     kernels.apply(model, kernels.setting(config, world.device))
     capturable, lr = step_class.capturable and world.device.type == "cuda", config.lr_schedule.start_lr
     with value_errors_for_users():
-        optimizer = build_optimizer(config.optimizer, module.named_parameters(), lr, capturable)
+        optimizer = build_optimizer(config.optimizer, dict(module.named_parameters()), lr, capturable)
     train_step = step_class(model, optimizer, config, world)
     log.info(describe_optimizer(config.optimizer.name, optimizer))
     torch.manual_seed(config.seed + world.rank)

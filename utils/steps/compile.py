@@ -13,8 +13,7 @@ class Compiled(nn.Module):
     """A module under torch.compile, or the module itself if the compiler fails on this machine.
 
     Wrap DistributedDataParallel in it, not the other way round: torch.compile then splits the graph at DDP's gradient
-    buckets. Compiled as one graph, the backward pass would return all gradients at its end, and no computation would be
-    left to overlap with their exchange.
+    buckets. In one graph, the backward pass would return all gradients at its end, when nothing overlaps the exchange.
     """
 
     def __init__(self, module: nn.Module, rank: int = 0) -> None:

@@ -26,8 +26,7 @@ class GradientNormProbe:
     """The squared gradient norm of one part of the global batch, for the gradient noise scale.
 
     It is in one tensor on the device, `square`, which every step reuses. It does not depend on the buckets in which
-    gradients arrive, which differ between the first exchange of a process and later ones: the norms of the parameters
-    are summed in the order of `parameters`.
+    gradients arrive, which differ between the first exchange and later ones: norms are summed in a fixed order.
     """
 
     def __init__(self, parts: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -55,8 +54,7 @@ class ManualDataParallel(nn.Module):
 
     Every rank starts with rank 0's parameters, computes gradients of its own part of the batch, and updates with the
     mean of all ranks' gradients (`all_reduce`), so that the parameters stay equal. DistributedDataParallel gives the
-    same results, but overlaps the gradient exchange with the backward pass. `probe`, if given, measures the rank's own
-    gradients first.
+    same results, but overlaps the exchange with the backward pass. `probe` measures the rank's own gradients first.
     """
 
     def __init__(self, module: nn.Module, probe: GradientNormProbe | None, broadcast_buffers: bool) -> None:

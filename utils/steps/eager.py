@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from networks.losses import NetworkWithLoss
 from utils.config import Config
 from utils.data.loaders.base import Batch
-from utils.distributed.devices import random_numbers
+from utils.distributed.devices import random_numbers, synchronize
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.optim.ema import EMA, trained_weights
@@ -47,6 +47,7 @@ class EagerStep:
     gradient_norm: torch.Tensor  # norm of the last step's gradients before clipping, a scalar on the device
     # Entered by each step around its passes and their gradient exchange.
     exchange: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    sync = True  # False: ranks do not exchange gradients, to measure what the exchange costs
     probe: GradientNormProbe | None  # gradient norm of a part of the batch; None unless it is measured
 
     @classmethod
@@ -64,7 +65,6 @@ class EagerStep:
         scaled = config.enable_amp and config.precision == "float16"
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self._parallel: nn.parallel.DistributedDataParallel | ManualDataParallel | None = None
-        self._sync = True  # False within no_sync
         distributed = world.size > 1 and not config.noddp
         parts = config.accumulation_steps * (world.size if distributed else 1)
         self.probe = GradientNormProbe(parts, self._parameters) if config.log_noise_scale and parts > 1 else None
@@ -121,8 +121,7 @@ class EagerStep:
                 buffer.copy_(old)
         self.check_gradients(self._ranks)
         self._trained.zero_grad(set_to_none=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
     def model_copy(self) -> NetworkWithLoss:
         """A model with the same parameters, but buffers and attributes of its own."""
@@ -181,15 +180,6 @@ class EagerStep:
         """True if compilation is requested and has not failed."""
         return isinstance(self._forward, Compiled) and self._forward.works is not False
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context in which ranks do not exchange gradients, to measure what the exchange costs."""
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = True
-
     def describe(self) -> list[str]:
         """Lines for the log about how the step computes. Call it after the first step."""
         parts = [f"{self._config.precision} autocast" if self._config.enable_amp else "no autocast"]
@@ -243,7 +233,7 @@ class EagerStep:
             self.probe.reset(self._scaler.scale(torch.ones((), device=self._device)) / count)
         losses = []
         for index, micro_batch in enumerate(zip(*(part.chunk(count) for part in batch), strict=True)):
-            sync = self._sync and index == count - 1
+            sync = self.sync and index == count - 1
             if self._parallel is not None:
                 self._parallel.require_backward_grad_sync = sync
             with annotate("forward"), self._autocast():

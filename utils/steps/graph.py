@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 
 # DistributedDataParallel times its first ten steps with events, which cannot be recorded.
 WARMUP_STEPS = 11
-# Batches in further buffers are copied into a buffer of the step: a loader that allocates new ones for each batch must
-# not fill the device with graphs.
+# Batches in further buffers are copied to the step's: a loader that allocates new ones must not fill the device.
 MAX_BUFFERS = 4
 REMEDY = "use train.py, which has the same flags"
 RecordedStep = tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]  # writes to the loss and the gradient norm
@@ -120,7 +119,7 @@ class GraphStep(EagerStep):
         known, place = {key[:2] for key in self._graphs}, (batch.inputs.data_ptr(), batch.targets.data_ptr())
         if place not in known and len(known) >= MAX_BUFFERS:
             batch = replace(batch, **{name: self._copy(name, getattr(batch, name)) for name in ("inputs", "targets")})
-        key = (batch.inputs.data_ptr(), batch.targets.data_ptr(), batch.inputs.shape, self._sync)
+        key = (batch.inputs.data_ptr(), batch.targets.data_ptr(), batch.inputs.shape, self.sync)
         if key not in self._graphs:
             started = time.perf_counter()
             self._graphs[key] = self._record(batch)

@@ -45,8 +45,7 @@ def apply(model: NetworkWithLoss, chosen: plan.Setting) -> None:
 def compile_kernels(config: Config, world: World, build_model: Callable[[], NetworkWithLoss]) -> None:
     """Compiles what `launches` finds; each rank of a node a part of it, into a cache that all of them read.
 
-    If Hopper's kernels fail on one rank, in that or in a trial, the plans of all ranks do without them. So it is called
-    before the plan is made.
+    Called before the plan is made: if Hopper's kernels fail on a rank, also in a trial, all ranks do without them.
     """
     chosen = setting(config, world.device)
     if not task_of(config).is_3d or plan.needs_no_kernels(chosen):

@@ -55,25 +55,21 @@ def check_output(config: Config, network: nn.Module, device: torch.device) -> No
         raise UserError(f"network {name}: the output has no gradient; compute it without detach, no_grad or NumPy")
 
 
-def check_metrics(config: Config, metrics: Mapping[str, Any], device: torch.device) -> None:
-    """Moves metrics to the device and calls each once, on zeros; UserError unless it returns a scalar."""
-    outputs = torch.zeros(1, *task_of(config).output, device=device)
+def check_measures(config: Config, loss: nn.Module, metrics: Mapping[str, Any], device: torch.device) -> None:
+    """Calls a user's loss and metrics once, on zeros, on this device; UserError unless they return scalars."""
+    outputs = torch.zeros(1, *task_of(config).output, device=device, requires_grad=True)
     targets = torch.zeros_like(meta_batch(config, 1).targets, device=device)
+    if "." in config.loss:
+        with one_line(f"loss {config.loss} fails on outputs {list(outputs.shape)}"):
+            value = loss(outputs, targets)
+        if not isinstance(value, torch.Tensor) or value.shape or not value.requires_grad:
+            raise UserError(f"loss {config.loss} returns no scalar that depends on the network's outputs; correct it")
+        if any(True for _ in loss.parameters()):
+            raise UserError(f"loss {config.loss} has parameters, which no optimizer trains; move them to the network")
     for name in (name for name in config.metrics if "." in name):
         with one_line(f"metric {name} fails on outputs {list(outputs.shape)}"), torch.no_grad():
             if isinstance(metrics[name], nn.Module):
                 metrics[name].to(device).eval()
-            value = metrics[name](outputs, targets)
+            value = metrics[name](outputs.detach(), targets)
         if not isinstance(value, torch.Tensor) or value.shape:
             raise UserError(f"metric {name} returns no scalar tensor; correct it")
-
-
-def check_loss(config: Config, loss: nn.Module, device: torch.device) -> None:
-    """Calls the loss once, on zeros; UserError unless it returns a scalar that depends on the outputs."""
-    outputs = torch.zeros(1, *task_of(config).output, device=device, requires_grad=True)
-    with one_line(f"loss {config.loss} fails on outputs {list(outputs.shape)}"):
-        value = loss(outputs, torch.zeros_like(meta_batch(config, 1).targets, device=device))
-    if not isinstance(value, torch.Tensor) or value.shape or not value.requires_grad:
-        raise UserError(f"loss {config.loss} returns no scalar that depends on the network's outputs; correct it")
-    if any(True for _ in loss.parameters()):
-        raise UserError(f"loss {config.loss} has parameters, which no optimizer trains; move them to the network")

@@ -39,7 +39,7 @@ class ModelSize:
         self.config, self._network = config, network
         self.parameters = sum(parameter.numel() for parameter in network.parameters())  # their number
         copies = 1 if config.ema_decay is None else 2  # weights, and their average
-        optimizer = state_bytes(config.optimizer, network.named_parameters())
+        optimizer = state_bytes(config.optimizer, dict(network.named_parameters()))
         self.checkpoint = copies * sum(tensor.nbytes for tensor in network.state_dict().values()) + optimizer
         halves = 2 * self.parameters if config.enable_amp else 0  # the weights in half precision
         self.state = 4 * (copies + 1) * self.parameters + halves + optimizer  # with float32 gradients

@@ -15,8 +15,7 @@ SMOOTHING = 0.99  # decay per step of the weight of earlier steps: the mean is o
 class NoiseScale:
     """|G|², the squared norm of the true gradient, and S, the trace of one sample's covariance, smoothed over steps.
 
-    The noise scale is S / |G|². The estimates of a single step scatter widely, and their ratio has no mean: numerator
-    and denominator are smoothed separately.
+    The noise scale is S / |G|². Estimates of a single step scatter widely, and their ratio has no mean.
     """
 
     def __init__(self, part: float, batch: float, sums: dict[str, float]) -> None:

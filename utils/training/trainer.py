@@ -5,12 +5,12 @@ from contextlib import closing
 
 import torch
 
-from utils.config import Config
 from utils.data.loaders import Batch
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped
 from utils.log import once_per_job
 from utils.optim.schedules import Schedule
+from utils.profiling.profiler import Profiler
 from utils.progress import Progress
 from utils.run.open_run import Run
 from utils.run.start import random_states
@@ -24,16 +24,6 @@ from utils.training.reporter import Reporter
 log = once_per_job(__name__)
 
 
-class Profiler:
-    """Profiles a window of steps; this one does nothing."""
-
-    def before_step(self, step: int) -> None:
-        """Called before each step, counted from 0 over the whole run."""
-
-    def close(self) -> None:
-        """Called at the end of training."""
-
-
 class Evaluation:
     """An evaluation after the validation of each epoch; this one does nothing."""
 
@@ -41,8 +31,7 @@ class Evaluation:
         """Evaluates the network and returns scalars to log; every rank calls it.
 
         `epoch` is the number of the epoch that ends, counted from 1; `is_last`: no other follows. A long evaluation
-        calls `world.pulse.meet` from time to time, on every rank at the same points; it raises Stopped after a stop
-        signal.
+        calls `world.pulse.meet` from time to time, on every rank at the same points, for stop signals.
         """
         return {}
 
@@ -51,16 +40,10 @@ class Trainer:
     """Trains from `state` to the last epoch; validates and logs after each epoch, saves, and stops after a signal."""
 
     def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        run: Run,
-        state: TrainState,
-        profiler: Profiler,
-        evaluation: Evaluation,
-        signals: Signals,
+        self, parts: Parts, run: Run, state: TrainState, profiler: Profiler, evaluation: Evaluation, signals: Signals
     ) -> None:
-        self.config, self.step, self.loaders, self.state = config, parts.step, parts.loaders, state
+        self.config = config = run.volumes.config
+        self.step, self.loaders, self.state = parts.step, parts.loaders, state
         self.world, self.records, self.checkpoint_writer = run.world, run.records, run.checkpoint_writer
         self.profiler, self.evaluation, self.signals = profiler, evaluation, signals
         self.schedule = Schedule(config)
@@ -93,7 +76,7 @@ class Trainer:
                 self.state = ended
                 if is_saved or self._save_is_due:
                     self._save(wait=is_last)
-            self._coordinator.close()
+            self._coordinator.finish()
         return self.reporter.result(self.state)
 
     def _prepare(self) -> None:

@@ -3,11 +3,10 @@
 import contextlib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from utils.config import Config
 from utils.errors import os_reason
@@ -17,37 +16,26 @@ from utils.run import tags
 from utils.run.directory import RunDirectory
 
 
-class Resumed(NamedTuple):
-    """The point at which a training run resumes; by default it starts from scratch."""
-
-    step: int = -1
-    in_epoch: bool = False  # the validation at the end of this step's epoch has yet to come, or is repeated
-
-
 @dataclass(frozen=True)
 class LoggedRun:
     """The run that a logger records, its config and provenance, and where it resumes."""
 
     directory: RunDirectory
-    resumed: Resumed = field(default_factory=Resumed)
+    resumed: int = -1  # the step after which it resumes; -1: it starts from scratch
+    in_epoch: bool = False  # the validation at the end of that step's epoch has yet to come, or is repeated
     config: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def kept_records(self) -> list[dict[str, Any]]:
         """The records of earlier processes up to the resumption, without those of an epoch's end that comes again."""
-        step, in_epoch = self.resumed
-        return [
-            record
-            for record in self.directory.read_metrics()
-            if record["step"] < step or (record["step"] == step and not (in_epoch and tags.ends_epoch(record)))
-        ]
+        records = [record for record in self.directory.read_metrics() if record["step"] <= self.resumed]
+        return [x for x in records if x["step"] < self.resumed or not (self.in_epoch and tags.ends_epoch(x))]
 
 
 class Logger:
     """Records a run's scalars, pictures and results. The methods do nothing unless a subclass overrides them.
 
-    Files and connections are opened when something is recorded. After its first exception a logger is closed and not
-    used again; the run continues.
+    Files and connections are opened when something is recorded. After its first exception a logger is not used again.
     """
 
     @staticmethod
@@ -77,9 +65,7 @@ class RunRecords(Logger):
     It is opened with the first scalars, so that a run that fails before it trains does not touch it.
     """
 
-    def __init__(
-        self, run: LoggedRun, loggers: Sequence[Logger] = (), clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, run: LoggedRun, loggers: Sequence[Logger], clock: Callable[[], float]) -> None:
         """`clock`: the seconds of all processes of the run."""
         self._run, self._loggers, self._clock = run, list(loggers), clock
 

@@ -35,14 +35,12 @@ class TensorBoardLogger(Logger):
 
         folder = self._run.directory.tensorboard
         _begin_later(folder)
-        step, in_epoch = self._run.resumed
+        step, in_epoch = self._run.resumed, self._run.in_epoch
         # purge_step: points of an earlier process from there on are hidden.
         writer = SummaryWriter(str(folder), purge_step=step if in_epoch else step + 1)
-        if in_epoch:
-            for record in self._run.kept_records():
-                if record["step"] == step:
-                    for name in record.keys() - {"step", "seconds"}:
-                        writer.add_scalar(name, record[name], step)
+        for record in self._run.kept_records() if in_epoch else ():
+            for name in record.keys() - {"step", "seconds"} if record["step"] == step else ():
+                writer.add_scalar(name, record[name], step)
         return writer
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -122,7 +122,7 @@ class WandbLogger(Logger):
     def _id(self) -> str:
         """The id of the W&B run that resumes, or a new one for a training run from scratch."""
         path = self._logged.directory.wandb / "id"
-        if self._logged.resumed.step >= 0 and path.exists():
+        if self._logged.resumed >= 0 and path.exists():
             return path.read_text().strip()
         new = secrets.token_hex(8)
         with atomic_write([path]) as (partial,):
