@@ -12,7 +12,6 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from analysis.inference.trained_network import TrainedNetwork
-from networks.physical import PhysicalNetwork
 from utils.config.channels import DENSITY_UNIT, Channel, check_physical_units
 from utils.errors import UserError
 from utils.files import atomic_write, to_json
@@ -23,6 +22,27 @@ FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use old
 KNOWN = ("simulation", "input_statistics", "code")  # what a file takes over from the checkpoint, if it states it
 # Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
 LARGEST_DIFFERENCE = 1e-5
+
+
+class PhysicalNetwork(nn.Module):
+    """[N, C, X, Y, Z] -> [N, K, X, Y, Z] in the units of `inputs` and `targets`; `network` maps their channels.
+
+    Inputs below their number in `floors`, which is above zero, are raised to it; None: as they are.
+    """
+
+    def __init__(
+        self, network: nn.Module, inputs: Sequence[Channel], targets: Sequence[Channel], floors: Sequence[float | None]
+    ) -> None:
+        super().__init__()
+        self.network, self.inputs, self.targets, self.floors = network, inputs, targets, floors
+
+    def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
+        inputs = zip(self.inputs, self.floors, fields.split(1, dim=1), strict=True)
+        raised = [(channel, values if floor is None else values.clamp(min=floor)) for channel, floor, values in inputs]
+        channels = torch.cat([channel.from_physical(values) for channel, values in raised], dim=1)
+        predicted = self.network(channels) if conditions is None else self.network(channels, conditions)
+        targets = zip(self.targets, predicted.split(1, dim=1), strict=True)
+        return torch.cat([channel.to_physical(values) for channel, values in targets], dim=1)
 
 
 @dataclass(frozen=True)

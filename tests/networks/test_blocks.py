@@ -32,11 +32,9 @@ def operands(samples: int, small: int, few: int, side: int) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("channels", [1, 4, 5])
 def test_blocks_of_cells_are_those_of_the_copy_bit_for_bit(interpreter: list[str], channels: int) -> None:
-    from networks.ops.shuffle import cells_to_blocks
-
     cells = values(3, channels, 8, 6, 10, seed=0)
     for dtype in (torch.float32, torch.float16):
-        blocks = cells_to_blocks(cells, dtype)
+        blocks = edges.cells_to_blocks(cells, dtype)
         assert torch.equal(blocks, space_to_depth(cells, dtype))
         assert blocks.is_contiguous(memory_format=CHANNELS_LAST)
     assert interpreter == ["shuffle_cells"] * 2

@@ -34,8 +34,20 @@ from networks.ops.launch import launch
 # Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs of
 # rows_to_blocks fit into a multiprocessor, so that one computes while the other one loads or writes.
 ROWS, OUTPUT_ROWS, CHUNK = 128, 64, 64
+BLOCKS_AT_ONCE = 64  # in a program of shuffle_cells
 # The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
 TO_BLOCKS, TO_ROWS = (6, 3, 5, 7, 1, 2, 4, 0), (2, 4, 0, 6, 3, 5, 7, 1)
+
+
+def cells_to_blocks(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`space_to_depth(x, dtype)` of a channels_last_3d x [N, C, 2D, 2H, 2W], without gradient."""
+    count, channels, *sides = x.shape
+    counts = [side // 2 + 1 for side in sides]
+    blocks = padded.empty((count, 8 * channels, *counts), dtype, x.device, pads=False)
+    number = blocks.numel() // (8 * channels)
+    sizes = {"CHANNELS": channels, "WIDTH": triton.next_power_of_2(8 * channels), "TILE": BLOCKS_AT_ONCE}
+    launch(shuffle_cells, -(-number // BLOCKS_AT_ONCE), blocks, x, number, *counts, **sizes)
+    return blocks
 
 
 def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -150,6 +162,25 @@ def _power_of_two(columns: int) -> int:
 
 
 # --- kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def shuffle_cells(  # type: ignore[no-untyped-def]
+    blocks, cells, number, planes, rows, columns, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+):
+    """blocks [number, 2, 2, 2, CHANNELS] from cells; those outside of the grid are zero."""
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    value = tl.arange(0, WIDTH)[None, :]
+    part = value // CHANNELS
+    column, row = block % columns, block // columns % rows
+    plane, sample = block // (columns * rows) % planes, (block // (columns * rows * planes)).to(tl.int64)
+    d, h, w = 2 * plane + part // 4 - 1, 2 * row + part // 2 % 2 - 1, 2 * column + part % 2 - 1
+    depth, height, width = 2 * planes - 2, 2 * rows - 2, 2 * columns - 2
+    exists = (block < number) & (value < 8 * CHANNELS)
+    inside = exists & (d >= 0) & (d < depth) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+    place = (((sample * depth + d) * height + h) * width + w) * CHANNELS + value % CHANNELS
+    values = tl.load(cells + place, mask=inside, other=0.0)
+    tl.store(blocks + block.to(tl.int64) * (8 * CHANNELS) + value, values.to(blocks.dtype.element_ty), mask=exists)
 
 
 @triton.jit

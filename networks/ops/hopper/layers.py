@@ -19,7 +19,6 @@ from networks.ops.hopper.weights import weight_gradient
 from networks.ops.l1 import LastL1, l1
 from networks.ops.precision import Pair, without_autocast
 from networks.ops.reference import NEGATIVE_SLOPE, Between, Half, Twice
-from networks.ops.shuffle import cells_to_blocks
 
 __all__ = ["down", "l1", "last", "last_l1", "up"]
 
@@ -69,7 +68,7 @@ class _Down(torch.autograd.Function):
         ctx.few, ctx.x_dtype, ctx.activates = few, x.dtype, bias is not None
         slope = NEGATIVE_SLOPE if ctx.activates else 1.0
         if few:
-            x = cells_to_blocks(x.contiguous(memory_format=torch.channels_last_3d), half.dtype)
+            x = edges.cells_to_blocks(x.contiguous(memory_format=torch.channels_last_3d), half.dtype)
             y = edges.blocks_to_rows(x, weight, bias, slope)
         else:
             x = x.to(half.dtype)
