@@ -61,7 +61,7 @@ class ExportedNetwork:
         (inputs, targets), module, floor = trained.channels, trained.network, None
         if units == "physical":
             check_physical_units((*inputs, *targets), "give --units channel")
-            floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
+            floor = float(trained.known.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
             floors = [floor if channel.unit == DENSITY_UNIT and channel.is_log else None for channel in inputs]
             module = PhysicalNetwork(module, inputs, targets, floors).eval()
         divisor, network = trained.config.window_multiple, trained.config.network

@@ -70,7 +70,7 @@ def _reader(network: TrainedNetwork, source: Any, attributes: Mapping[str, Any])
         if missing := [channel.name for channel in inputs if channel.name not in source]:
             raise UserError(f"the arrays lack {', '.join(missing)}; give each input of the network by its name")
         check_physical_units(inputs, "give channel values [C, X, Y, Z]")
-        floor = float(network.simulation.get(FLOOR, DENSITY_FLOOR))
+        floor = float(network.known.simulation.get(FLOOR, DENSITY_FLOOR))
         fields = []
         for channel in inputs:
             field = np.asarray(source[channel.name], np.float32)

@@ -109,14 +109,9 @@ class TrainedNetwork:
             log.info("Gas density is multiplied by %.4f, measured on the validation data (--no_calibration: 1)", factor)
         return cls(network.to(device).eval(), config, record, Weights.of({**content, "network": {}}))
 
-    @property
-    def simulation(self) -> attributes.Simulation:
-        """Redshift, cosmology and cell size that all training files state, as far as they agree."""
-        return dict(self.known.simulation)
-
     def differences(self, volume: FieldReader) -> str:
-        """Redshift, cosmology and cell size of a volume that differ from those of `simulation`, else an empty text."""
-        return attributes.differences_of(volume.simulation, self.simulation)
+        """Redshift, cosmology and cell size that a volume and all training files state and that differ, else empty."""
+        return attributes.differences_of(volume.simulation, self.known.simulation)
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
@@ -165,7 +160,7 @@ def build_predictor(
     divisor = math.lcm(*(model.config.window_multiple for model in networks))
     with world.raise_together():
         if world.is_root:
-            attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
+            attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.known.simulation)
             attributes.warn_of_untrained_conditions(network, volume.path, conditions)
             if compare(trained.known.input_statistics, volume.path, volume.values, config) > OTHER_UNITS:
                 remedy = f"import the original fields with {IMPORTER} (docs/data.md, Your own files)"

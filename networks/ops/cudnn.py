@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from networks.ops.blocks import blocks_weight, cells_weight, depth_to_space, has_few_channels, space_to_depth
 from networks.ops.l1 import LastL1, Sums, l1, l1_of_blocks
-from networks.ops.pointwise import bias_activation, bias_activation_twice, bias_relu_cat
+from networks.ops.pointwise import CHANNELS_LAST, bias_activation, bias_activation_twice, bias_relu_cat
 from networks.ops.precision import DENSE, Pair, coarse_and_precise, convolution_gradients, precise, without_autocast
 from networks.ops.reference import Between, Half, Twice
 
@@ -21,7 +21,7 @@ __all__ = ["down", "l1", "last", "last_l1", "up"]
 def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
     if has_few_channels(layer.weight):
         weight = blocks_weight(layer.weight).to(layer.dtype)
-        y = F.conv3d(space_to_depth(_in_order(x), layer.dtype), weight)
+        y = F.conv3d(space_to_depth(x.contiguous(memory_format=CHANNELS_LAST), layer.dtype), weight)
     else:
         y = F.conv3d(x.to(layer.dtype), layer.weight.to(layer.dtype), None, 2, 1)
     return bias_activation_twice(y if between is None else between(y, layer.bias), layer.bias, "leaky_relu")
@@ -55,10 +55,6 @@ def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
         return LastL1.apply(compute, differentiate, x.to(layer.dtype), weight, layer.bias, targets)
 
 
-def _in_order(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
 class _PreciseLast(torch.autograd.Function):
     """The float32 result from precise operands, and the gradients from those in bfloat16."""
 
@@ -74,4 +70,5 @@ class _PreciseLast(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return *convolution_gradients(space_to_depth(_in_order(gradient), x.dtype), x, weight, DENSE), None, None
+        blocks = space_to_depth(gradient.contiguous(memory_format=CHANNELS_LAST), x.dtype)
+        return *convolution_gradients(blocks, x, weight, DENSE), None, None
