@@ -28,13 +28,9 @@ def build_norm(spec: str, channels: int) -> nn.Module:
     samples = ghost_batch(spec)
     if samples is not None:
         return GhostBatchNorm(channels, samples)
-    if spec == "batch":
-        return BatchNorm(channels)
-    if spec == "sync_batch":
-        return SyncBatchNorm(channels)
     if spec == "group":
         return GroupNorm(next(groups for groups in range(MAX_GROUPS, 0, -1) if channels % groups == 0), channels)
-    return nn.Identity()
+    return {"none": nn.Identity, "batch": BatchNorm, "sync_batch": SyncBatchNorm}[spec](channels)
 
 
 def ghost_batch(spec: str) -> int | None:
