@@ -57,13 +57,10 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
         raise UserError(f"the box has {size} cells per side, fewer than a window's {window}; {remedy}")
     if not 0 <= overlap < window:
         raise UserError(f"overlap {overlap} is not from 0 to {window - 1}; {window // 2} is recommended")
-    step = window - overlap
-    if periodic:
-        count = -(-size // step)
-        origins = tuple(number * size // count for number in range(count))
-    else:
-        count = -(-(size - window) // step) + 1
-        origins = tuple(number * (size - window) // max(count - 1, 1) for number in range(count))
+    length = size if periodic else size - window
+    steps = -(-length // (window - overlap))
+    count = steps if periodic else steps + 1
+    origins = tuple(number * length // max(steps, 1) for number in range(count))
     shape = np.sin(np.pi * (np.arange(window) + 0.5) / window) ** 2  # [window]
     places = (np.array(origins)[:, None] + np.arange(window)) % size  # [windows, window]
     total = np.bincount(places.flatten(), np.tile(shape, count), size)

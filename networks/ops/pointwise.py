@@ -42,10 +42,7 @@ def bias_activation_twice(x: torch.Tensor, bias: torch.Tensor, activation: Activ
         return _BiasActivation.apply(x.contiguous(memory_format=CHANNELS_LAST), bias, None, activation)
     # A float32 bias makes the sum float32, under autocast too.
     total = x + bias.view(-1, 1, 1, 1)
-    if activation == "leaky_relu":
-        y = F.leaky_relu(total, NEGATIVE_SLOPE)
-    else:
-        y = F.relu(total) if activation == "relu" else torch.tanh(total)
+    y = F.leaky_relu(total, NEGATIVE_SLOPE) if activation == "leaky_relu" else getattr(torch, activation)(total)
     y = y.to(x.dtype)
     return y, y
 
