@@ -34,10 +34,7 @@ def build_norm(spec: str, channels: int) -> nn.Module:
 
 
 def ghost_batch(spec: str) -> int | None:
-    """n of norm ghost(n), of which a training batch must be a multiple; None for other norms.
-
-    ValueError for an unknown norm.
-    """
+    """n of ghost(n), of which a training batch is a multiple; None for other norms; ValueError for unknown ones."""
     if spec in ("none", "batch", "sync_batch", "group"):
         return None
     samples = spec[len("ghost(") : -1]

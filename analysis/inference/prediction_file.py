@@ -94,7 +94,7 @@ class PredictionFile:
 
     def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any], per_node: int) -> ResumableHDF5File:
         grid, options, layout = predictor.grid, self.options, self.layout
-        origins = [axis.origins for axis in grid.axes]
+        origins = [axis.origins for axis in grid]
         box, source = self.source.attributes, Path(self.source.path).resolve()
         sha256, status = [*map(file_digest, self.weights)], source.stat()
         records = [network.record for network in self.networks]

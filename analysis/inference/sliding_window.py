@@ -82,9 +82,9 @@ class SlidingWindowPredictor:
     def _turns(self) -> list[list[tuple[AxisPart, ...]]]:
         """Blocks of windows, in lists of one block per rank; the last list may be shorter."""
         ranks, grid = self.world.size, self.grid
-        count = max(ranks, min(BLOCKS_PER_RANK * ranks, grid.count // self.batch_size))
+        count = max(ranks, min(BLOCKS_PER_RANK * ranks, grid.windows // self.batch_size))
         ranges = grid.split_windows(max(grid.shape), count, BLOCK_CELLS)
-        along = [[*map(axis.consecutive, parts)] for axis, parts in zip(grid.axes, ranges, strict=True)]
+        along = [[*map(axis.consecutive, parts)] for axis, parts in zip(grid, ranges, strict=True)]
         # Large ones first: the last turn, which some ranks may miss, is short.
         blocks = sorted(itertools.product(*along), key=window_count, reverse=True)
         return [blocks[first : first + ranks] for first in range(0, len(blocks), ranks)]
@@ -93,7 +93,7 @@ class SlidingWindowPredictor:
         self, blended: torch.Tensor | None, turn: Sequence[Sequence[AxisPart]], slabs: Slabs, total: torch.Tensor
     ) -> None:
         """Adds the cells of all ranks' blocks of windows to the planes of their owners."""
-        channels, (x, y, z) = self.channels[1], self.grid.axes
+        channels, (x, y, z) = self.channels[1], self.grid
         sender = turn[self.world.rank][:1] if blended is not None else []
         places = [[place for part in sender for place in _within(part, x, planes)] for planes in slabs.shares]
         sent = [[blended[:, place.window].flatten() for place in of_rank] for of_rank in places if blended is not None]
@@ -116,7 +116,7 @@ class SlidingWindowPredictor:
         """Sum of weighted predictions in [start, stop) of each axis, [C_out, x, y, z], in batches of `fixed_batch`."""
         device, side = self.world.device, self.grid.x.window
         total = torch.zeros((self.channels[1], *(part.stop - part.start for part in parts)), device=device)
-        along = [torch.from_numpy(axis.weights).to(device) for axis in self.grid.axes]
+        along = [torch.from_numpy(axis.weights).to(device) for axis in self.grid]
         places = list(itertools.product(*(part.windows for part in parts)))
         windows = torch.zeros((self.batch_size, len(inputs), side, side, side), device=device)
         for begin in range(0, len(places), self.batch_size):
@@ -136,7 +136,7 @@ class SlidingWindowPredictor:
     def _read_box(self, parts: Sequence[AxisPart]) -> torch.Tensor:
         """The input cells of all windows, [C_in, x, y, z]."""
         inputs = torch.empty((self.channels[0], *(part.length for part in parts)), device=self.world.device)
-        pieces = (axis.segments(part.first, part.length) for axis, part in zip(self.grid.axes, parts, strict=True))
+        pieces = (axis.segments(part.first, part.length) for axis, part in zip(self.grid, parts, strict=True))
         for x, y, z in itertools.product(*pieces):
             values = np.array(self.read(x.volume, y.volume, z.volume))
             inputs[:, x.window, y.window, z.window] = torch.from_numpy(values).to(inputs.device)

@@ -21,10 +21,7 @@ def convolve_transposed(
     skip: torch.Tensor | None = None,
     pads: bool = False,
 ) -> torch.Tensor:
-    """Leaky ReLU of slope `slope` of (the transposed convolution + bias), concatenated with `skip`.
-
-    pads: the result is padded, see padded.py.
-    """
+    """Leaky ReLU of `slope` of (the transposed convolution + bias), concatenated with `skip`; padded if `pads`."""
     (samples, small), side, large = coarse.shape[:2], coarse.shape[2], weights.shape[1]
     # Tiles of BLOCK columns leave tensor cores idle: then a program computes pairs of planes.
     planes = 2 if large % (2 * BLOCK) and side > 2 else 1

@@ -70,7 +70,7 @@ def test_each_cell_is_the_weighted_mean_of_its_windows_for_any_batch_size(case: 
     shape, window, *others = case
     network, field = small_unet(), random_field(shape)
     predictor = build_predictor(field, window, *others, network)
-    expected, axes = np.zeros((5, *shape)), predictor.grid.axes
+    expected, axes = np.zeros((5, *shape)), predictor.grid
     for numbers in itertools.product(*(range(len(axis.origins)) for axis in axes)):
         along = [*zip(axes, numbers, strict=True)]
         places = np.ix_(*((axis.origins[number] + np.arange(window)) % axis.size for axis, number in along))
@@ -210,7 +210,7 @@ def test_weights_and_origins_of_known_grids() -> None:
     half, expected = window_axis(64, 16, 8), np.sin(np.pi * (np.arange(16) + 0.5) / 16) ** 2
     np.testing.assert_allclose(half.weights, np.tile(expected, (8, 1)), atol=1e-6)
     assert window_axis(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
-    assert build_window_grid((3, 2, 1), 1, None, True).count == 6, "windows are at least one cell apart by default"
+    assert build_window_grid((3, 2, 1), 1, None, True).windows == 6, "windows are at least one cell apart by default"
 
 
 INPUT_VECTORS, OUTPUT_VECTORS = [(1, 2, 3)], [(2, 3, 1)]  # the target's components in another order
