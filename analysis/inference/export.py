@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
@@ -36,7 +36,7 @@ class PhysicalNetwork(nn.Module):
         super().__init__()
         self.network, self.inputs, self.targets, self.floors = network, inputs, targets, floors
 
-    def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
         inputs = zip(self.inputs, self.floors, fields.split(1, dim=1), strict=True)
         raised = [(channel, values if floor is None else values.clamp(min=floor)) for channel, floor, values in inputs]
         channels = torch.cat([channel.from_physical(values) for channel, values in raised], dim=1)
@@ -141,7 +141,7 @@ class ExportedNetwork:
         torch.export.save(program, buffer, extra_files={METADATA: metadata})
         return buffer.getvalue()
 
-    def largest_difference(self, written: Callable[..., torch.Tensor]) -> float:
+    def largest_difference(self, written: Callable[..., Tensor]) -> float:
         """Largest difference between file and network, relative to a channel's largest value; NaN if either is NaN."""
         cells = self.divisor
         generator = torch.Generator().manual_seed(0)

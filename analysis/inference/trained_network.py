@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from analysis.inference.sliding_window import SlidingWindowPredictor, forward_pass, symmetry_mean, with_conditions
 from analysis.inference.window_grid import build_window_grid
@@ -134,7 +134,7 @@ class TrainedNetwork:
 
 
 def _shift_channel(network: nn.Module, place: int, shift: float) -> None:
-    def shifted(module: nn.Module, inputs: Any, outputs: torch.Tensor) -> torch.Tensor:
+    def shifted(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
         before, channel, after = outputs.float().tensor_split([place, place + 1], dim=1)  # of [N, C, D, D, D]
         return torch.cat([before, channel + shift, after], dim=1)
 

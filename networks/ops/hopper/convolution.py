@@ -1,8 +1,8 @@
 """The convolution of a fine grid, which gives a coarse one; see common.py."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from networks.ops import padded
 from networks.ops.hopper import common
@@ -15,9 +15,7 @@ from networks.ops.launch import launch
 SPLITS = {1: 16, 2: 8, 4: 4}
 
 
-def convolve(
-    fine: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None, slope: float = 1.0
-) -> torch.Tensor:
+def convolve(fine: Tensor, weights: Tensor, bias: Tensor | None = None, slope: float = 1.0) -> Tensor:
     """Leaky ReLU of slope `slope` of (the convolution + bias); slope 1 is the identity, 0 is ReLU."""
     (samples, large), side, small = fine.shape[:2], fine.shape[2] // 2, len(weights)
     tile = convolution_tile(samples * side**3, small)

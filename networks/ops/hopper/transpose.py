@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from networks.ops import padded
 from networks.ops.hopper import common
@@ -14,13 +14,13 @@ from networks.ops.launch import launch
 
 
 def convolve_transposed(
-    coarse: torch.Tensor,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    coarse: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
     slope: float = 1.0,
-    skip: torch.Tensor | None = None,
+    skip: Tensor | None = None,
     pads: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Leaky ReLU of `slope` of (the transposed convolution + bias), concatenated with `skip`; padded if `pads`."""
     (samples, small), side, large = coarse.shape[:2], coarse.shape[2], weights.shape[1]
     # Tiles of BLOCK columns leave tensor cores idle: then a program computes pairs of planes.

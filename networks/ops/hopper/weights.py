@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from networks.ops import padded
 from networks.ops.hopper import common
@@ -11,7 +12,7 @@ from networks.ops.hopper.tiles import BLOCK, box, splits_of, weight_tile
 from networks.ops.launch import launch
 
 
-def weight_gradient(coarse: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
+def weight_gradient(coarse: Tensor, fine: Tensor) -> Tensor:
     """The float32 gradient [Cs, Cl, 4, 4, 4] of the weights, in channels_last_3d memory."""
     (samples, small), side, large = coarse.shape[:2], coarse.shape[2], fine.shape[1]
     runs = large == BLOCK  # a tile of all four taps along a row needs zero cells between rows
