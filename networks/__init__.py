@@ -101,9 +101,8 @@ def build_loss(name: str, samples: str = "volumes", **options: Any) -> nn.Module
     """The loss `name` of LOSSES; ValueError if it is of other samples, or if it does not have the options."""
     suitable = [known for known in LOSSES if LOSSES[known].targets == samples]
     if name not in suitable:
-        raise ValueError(
-            f"loss {name} cannot be used with {SAMPLES.get(samples, samples)}; use {' or '.join(suitable)}"
-        )
+        samples = SAMPLES.get(samples, samples)
+        raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
     if not options.keys() <= _options(LOSSES[name]):
         unknown = ", ".join(options.keys() - _options(LOSSES[name]))
         raise ValueError(f"loss {name} has no {unknown}; remove lambda_rho, channel_weights or loss_options")

@@ -31,9 +31,8 @@ class Film(nn.Module):
         super().__init__()
         # Python numbers: DistributedDataParallel would broadcast buffers in each step.
         self.ranges = [(float(low), float(high)) for low, high in ranges]
-        self.embedding = nn.Sequential(
-            nn.Linear(len(ranges), EMBEDDING), nn.SiLU(), nn.Linear(EMBEDDING, EMBEDDING), nn.SiLU()
-        )
+        first, second = nn.Linear(len(ranges), EMBEDDING), nn.Linear(EMBEDDING, EMBEDDING)
+        self.embedding = nn.Sequential(first, nn.SiLU(), second, nn.SiLU())
         self.layers = nn.ModuleDict({name: nn.Linear(EMBEDDING, 2 * count) for name, count in channels.items()})
         for parameter in self.layers.parameters():
             nn.init.zeros_(parameter)

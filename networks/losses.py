@@ -87,10 +87,8 @@ class FieldLoss(Loss, ABC):
         else:
             loss = cells.mean()
         if self.lambda_rho > 0:
-            density, target = (
-                torch.exp(self.density_log_scale * field[:, self.density])
-                for field in (at_least_float32(outputs), targets)
-            )
+            fields = at_least_float32(outputs), targets
+            density, target = (torch.exp(self.density_log_scale * field[:, self.density]) for field in fields)
             loss = loss + self.lambda_rho * (density - target).abs().mean()
         return loss
 
@@ -126,10 +124,8 @@ class SpectralL1Loss(L1Loss):
         loss = super().forward(outputs, targets)
         if not self.training:
             return loss
-        amplitudes = (
-            torch.fft.rfftn(at_least_float32(fields), dim=(2, 3, 4), norm="ortho").abs()  # slope 0 at 0
-            for fields in (outputs, targets)
-        )
+        fields = map(at_least_float32, (outputs, targets))
+        amplitudes = (torch.fft.rfftn(field, dim=(2, 3, 4), norm="ortho").abs() for field in fields)  # slope 0 at 0
         return loss + SPECTRUM_WEIGHT * F.l1_loss(*amplitudes)
 
 

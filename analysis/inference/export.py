@@ -12,7 +12,7 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from analysis.inference.trained_network import TrainedNetwork
-from utils.config.channels import DENSITY_UNIT, Channel, check_physical_units
+from utils.config.channels import DENSITY_UNIT, Channels, check_physical_units
 from utils.errors import UserError
 from utils.files import atomic_write, to_json
 from utils.volumes.attributes import CONDITION_UNITS, DENSITY_FLOOR, FLOOR
@@ -30,9 +30,7 @@ class PhysicalNetwork(nn.Module):
     Inputs below their number in `floors`, which is above zero, are raised to it; None: as they are.
     """
 
-    def __init__(
-        self, network: nn.Module, inputs: Sequence[Channel], targets: Sequence[Channel], floors: Sequence[float | None]
-    ) -> None:
+    def __init__(self, network: nn.Module, inputs: Channels, targets: Channels, floors: Sequence[float | None]) -> None:
         super().__init__()
         self.network, self.inputs, self.targets, self.floors = network, inputs, targets, floors
 
@@ -48,8 +46,8 @@ class PhysicalNetwork(nn.Module):
 @dataclass(frozen=True)
 class ExportedNetwork:
     module: nn.Module  # the network, in physical units between the transforms of its channels
-    inputs: Sequence[Channel]
-    targets: Sequence[Channel]
+    inputs: Channels
+    targets: Channels
     divisor: int  # X, Y and Z are multiples of it
     density_floor: float | None  # smallest density that the transform accepts
     conditions: Mapping[str, Sequence[float]]  # names and trained ranges of the scalars that the network also takes
@@ -92,7 +90,7 @@ class ExportedNetwork:
             "output": self._describe_side(self.targets),
         }
 
-    def _describe_side(self, channels: Sequence[Channel], **more: Any) -> dict[str, Any]:
+    def _describe_side(self, channels: Channels, **more: Any) -> dict[str, Any]:
         described = []
         for channel in channels:
             value = {"unit": channel.unit} if self.units == "physical" else {"value": channel.formula()}
@@ -171,5 +169,5 @@ def without_directories(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and "/" in value else value
 
 
-def _shape(channels: Sequence[Channel]) -> str:
+def _shape(channels: Channels) -> str:
     return f"[N, {len(channels)}, X, Y, Z]"

@@ -163,10 +163,8 @@ def build_predictor(
             attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.known.simulation)
             attributes.warn_of_untrained_conditions(network, volume.path, conditions)
             if compare(trained.known.input_statistics, volume.path, volume.values, config) > OTHER_UNITS:
-                remedy = f"import the original fields with {IMPORTER} (docs/data.md, Your own files)"
-                raise UserError(
-                    f"{volume.path} holds physical values, or other channels than those of the network; {remedy}"
-                )
+                fault = f"{volume.path} holds physical values, or other channels than those of the network"
+                raise UserError(f"{fault}; import the original fields with {IMPORTER} (docs/data.md, Your own files)")
             for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
                 log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:
