@@ -69,10 +69,7 @@ class ReutersCnn(nn.Module):
 
 
 class CifarCnn(nn.Module):
-    """Three blocks of two 3x3 convolutions, each of which halves height and width; images [N, channels, height, width].
-
-    A norm follows each convolution, before the activation.
-    """
+    """Three blocks of two convolutions, norms and activations that halve the sides of images [N, channels, H, W]."""
 
     BLOCKS = (32, 64, 128)  # channels
 
@@ -82,9 +79,7 @@ class CifarCnn(nn.Module):
         self.blocks = nn.Sequential()
         for channels in self.BLOCKS:
             for inputs in (before, channels):
-                self.blocks.append(nn.Conv2d(inputs, channels, 3, padding=1))
-                self.blocks.append(build_norm(norm, channels))
-                self.blocks.append(nn.ReLU())
+                self.blocks.extend((nn.Conv2d(inputs, channels, 3, padding=1), build_norm(norm, channels), nn.ReLU()))
             self.blocks.append(nn.MaxPool2d(2))
             before = channels
         self.dense1 = nn.Linear(before * (height // 8) * (width // 8), 128)

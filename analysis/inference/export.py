@@ -91,10 +91,9 @@ class ExportedNetwork:
         }
 
     def _describe_side(self, channels: Channels, **more: Any) -> dict[str, Any]:
-        described = []
-        for channel in channels:
-            value = {"unit": channel.unit} if self.units == "physical" else {"value": channel.formula()}
-            described.append({"name": channel.name, **value})
+        key = "unit" if self.units == "physical" else "value"
+        values = [channel.unit if key == "unit" else channel.formula() for channel in channels]
+        described = [{"name": channel.name, key: value} for channel, value in zip(channels, values, strict=True)]
         return {"shape": _shape(channels), "dtype": "float32", **more, "channels": described}
 
     def write(self, target: Path, metadata: dict[str, Any]) -> str:

@@ -13,10 +13,7 @@ from torch import Tensor
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pads: bool = True) -> Tensor:
-    """A view [N, C, D, D, D] of new memory; only the first cell is set. Its writer also writes the other pads.
-
-    pads: False for a channels_last_3d tensor without them.
-    """
+    """A new view [N, C, D, D, D], whose writer also sets all pads but the first cell; pads False: it has none."""
     if not pads:
         return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=torch.channels_last_3d)
     count, channels, side = shape[:3]
