@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fused_cases import CONDITIONS, RANGES, batch, modulated
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from networks import build_loss, build_network, initialize
@@ -38,11 +38,11 @@ def test_two_scales_equal_separate_operations(norm: str) -> None:
     scaled = torch.tensor([[-1.0, 1.0, 0.0], [0.5, -0.5, 0.0]])
     embedded = film.get_submodule("embedding")(scaled) / 8  # the root of 64 features
 
-    def convolved(name: str, x: torch.Tensor) -> torch.Tensor:
+    def convolved(name: str, x: Tensor) -> Tensor:
         layer, convolve = network.get_submodule(name), F.conv3d if "down" in name else F.conv_transpose3d
         return convolve(x, layer.weight, layer.bias, 2, 1)  # type: ignore[arg-type]
 
-    def hidden(name: str, x: torch.Tensor) -> torch.Tensor:
+    def hidden(name: str, x: Tensor) -> Tensor:
         x = convolved(name, x) if norm == "none" else network.get_submodule(f"{name}_norm")(convolved(name, x))
         scale, shift = film.get_submodule(f"layers.{name}")(embedded)[..., None, None, None].chunk(2, dim=1)
         return x * (1 + scale) + shift

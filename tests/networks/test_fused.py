@@ -10,19 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import (
-    CHANNELS_LAST,
-    CONDITIONS,
-    SLACK,
-    assert_trains_like,
-    batch,
-    planned,
-    results,
-    trained,
-    values,
-    with_loss,
-)
+from fused_cases import CONDITIONS, SLACK, assert_trains_like, batch, planned, results, trained, values, with_loss
 from small_steps import refusing_to_wait
+from torch import Tensor
 from torch.nn import functional as F
 
 from networks import build_loss
@@ -30,7 +20,7 @@ from networks.ops import pointwise
 from networks.ops.l1 import l1
 
 SIZE = (3, 5, 4)  # of a sample's grid
-PLAIN: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+PLAIN: dict[Any, Callable[[Tensor], Tensor]] = {
     "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
     "relu": F.relu,
     "tanh": torch.tanh,
@@ -45,7 +35,7 @@ class Kernels(NamedTuple):
     size: tuple[int, int, int]  # of a sample's grid
     half: torch.dtype
 
-    def values(self, channels: int, precision: str = "float32", seed: int = 0) -> torch.Tensor:
+    def values(self, channels: int, precision: str = "float32", seed: int = 0) -> Tensor:
         dtype = self.half if precision == "half" else torch.float32
         return values(2, channels, *self.size, dtype=dtype, seed=seed, device=self.device)
 
@@ -66,7 +56,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def assert_as_accurate(
-    fused: list[torch.Tensor], plain: Callable[..., Any], inputs: list[torch.Tensor], upstream: Sequence[torch.Tensor]
+    fused: list[Tensor], plain: Callable[..., Any], inputs: list[Tensor], upstream: Sequence[Tensor]
 ) -> None:
     """No fused result has a larger error than the plain one in the inputs' dtype plus SLACK of the largest value."""
     dtype = inputs[0].dtype
@@ -76,7 +66,7 @@ def assert_as_accurate(
         assert error <= size + SLACK[dtype] * float(reference.abs().max())
 
 
-def activated(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(x: Tensor, bias: Tensor, activation: str) -> Tensor:
     """The operations of a network without kernels, all in the dtype of x."""
     return PLAIN[activation](x + bias.view(-1, 1, 1, 1).to(x.dtype))
 
@@ -100,7 +90,7 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
     fused, again = (results(function, [x, bias], upstream) for _ in range(2))
     assert kernels.launched == BOTH * 2
     assert [part.dtype for part in fused] == [*[x.dtype] * 3, torch.float32]
-    assert all(part.is_contiguous(memory_format=CHANNELS_LAST) for part in fused[:3])
+    assert all(part.is_contiguous(memory_format=pointwise.CHANNELS_LAST) for part in fused[:3])
     assert torch.equal(fused[0], fused[1])
     assert torch.equal(x, before), "the output of the convolution must not change"
     assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
@@ -126,7 +116,7 @@ def test_one_channel_needs_no_kernel_and_repeats_bit_for_bit(kernels: Kernels) -
     ],
     ids=lambda upstream: f"{tuple(upstream.shape)} {upstream.stride()}",
 )
-def test_gradients_may_have_any_strides_and_grids_of_one_cell(interpreter: list[str], upstream: torch.Tensor) -> None:
+def test_gradients_may_have_any_strides_and_grids_of_one_cell(interpreter: list[str], upstream: Tensor) -> None:
     x, bias = values(*upstream.shape), values(6, seed=1)
     fused = results(lambda x, b: pointwise.bias_activation(x, b, "tanh"), [x, bias], [upstream])
     assert interpreter == BOTH
@@ -141,7 +131,7 @@ def test_extreme_values_give_the_same_as_in_torch(interpreter: list[str], activa
     """Also NaN and infinities. tanh is accurate everywhere."""
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-12, 2, 400), torch.tensor([0.625, 1e30])])
     x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40])]).view(1, -1, 1, 1, 2)
-    x = x.transpose(1, 4).contiguous(memory_format=CHANNELS_LAST)
+    x = x.transpose(1, 4).contiguous(memory_format=pointwise.CHANNELS_LAST)
     inputs, upstream = [x, torch.zeros(2)], [torch.ones_like(x)]
     got = results(functools.partial(pointwise.bias_activation, activation=activation), inputs, upstream)
     expected = results(functools.partial(activated, activation=activation), inputs, upstream, torch.float64)
@@ -161,14 +151,14 @@ def test_concatenation(kernels: Kernels, channels: tuple[int, int], precision: s
     x, skip = (kernels.values(count, precision, seed=count) for count in channels)
     bias, upstream = values(channels[0], seed=1, device=kernels.device), kernels.values(sum(channels), precision, 2)
 
-    def plain(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    def plain(x: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
         return torch.cat([activated(x, bias, "relu"), skip], dim=1)
 
     fused = results(pointwise.bias_relu_cat, [x, bias, skip], [upstream])
     assert kernels.launched == BOTH
     assert [part.dtype for part in fused] == [x.dtype, x.dtype, torch.float32, x.dtype]
     assert torch.equal(fused[0][:, channels[0] :], skip)
-    assert fused[0].is_contiguous(memory_format=CHANNELS_LAST)
+    assert fused[0].is_contiguous(memory_format=pointwise.CHANNELS_LAST)
     assert fused[-1].data_ptr() == upstream[:, channels[0] :].data_ptr()
     assert_as_accurate(fused, plain, [x, bias, skip], [upstream])
 

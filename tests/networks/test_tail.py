@@ -9,6 +9,7 @@ import torch
 from devices import ON_GPU
 from fused_cases import assert_trains_like, batch, planned, results, trained, values, with_loss
 from small_steps import refusing_to_wait
+from torch import Tensor
 from torch.nn import functional as F
 
 from networks.ops import HOPPER, cudnn
@@ -17,15 +18,15 @@ from networks.ops.hopper import layers
 from networks.ops.l1 import l1_of_blocks
 
 
-def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def plain(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     return (torch.tanh(F.conv_transpose3d(x, weight, bias, 2, 1)) - targets).abs().mean()
 
 
-def fused_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def fused_tail(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     return cudnn.last_l1(x, SimpleNamespace(weight=weight, bias=bias, dtype=torch.float32), targets)
 
 
-def own_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def own_tail(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     return layers.last_l1(x, SimpleNamespace(weight=weight, bias=bias, dtype=torch.float32), targets)
 
 
@@ -33,7 +34,7 @@ def own_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets:
 TAILS = ((fused_tail, ["blocks_l1"]), (own_tail, ["rows_to_blocks", "block_weight_gradient", "blocks_to_padded_rows"]))
 
 
-def operands(grid: tuple[int, int, int], channels: int, batch: int, inputs: int = 3) -> tuple[torch.Tensor, ...]:
+def operands(grid: tuple[int, int, int], channels: int, batch: int, inputs: int = 3) -> tuple[Tensor, ...]:
     """Input, weight, bias and targets of the last layer. Some outputs are close to -1 and 1."""
     x, weight = values(batch, inputs, *grid, seed=0), 0.5 * values(inputs, channels, 4, 4, 4, seed=1) / inputs**0.5
     targets = values(batch, channels, *(2 * side for side in grid), seed=3)
@@ -49,9 +50,7 @@ def operands(grid: tuple[int, int, int], channels: int, batch: int, inputs: int 
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_plain_operations(
-    interpreter: list[str], inputs: int, grid: tuple[int, int, int], channels: int, batch: int, upstream: float
-) -> None:
+def test_loss_and_gradients_are_those_of_plain_operations(interpreter, inputs, grid, channels, batch, upstream) -> None:
     """Triton kernels compute the cases with a multiple of 64 input channels."""
     *given, targets = operands(grid, channels, batch, inputs)
     function, names = TAILS[inputs % 64 == 0]
@@ -81,9 +80,7 @@ def test_no_difference_has_no_gradient_and_padding_has_none(interpreter: list[st
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities
 @pytest.mark.parametrize(("place", "bad"), [(0, float("nan")), (3, float("nan")), (3, -float("inf"))], ids=str)
 @pytest.mark.parametrize(("function", "inputs"), [(fused_tail, 3), (own_tail, 64)])
-def test_a_non_finite_loss_makes_all_gradients_nan(
-    interpreter: list[str], function: Any, inputs: int, place: int, bad: float
-) -> None:
+def test_a_non_finite_loss_makes_all_gradients_nan(interpreter, function: Any, inputs: int, place: int, bad) -> None:
     """In an input or a target. A step multiplies the gradient by 0 · loss + 1 so that it skips the update."""
     given = operands((2, 2, 2), 5, 1, inputs)
     given[place][0, 1, 1, 0, 1] = bad

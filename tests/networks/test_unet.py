@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import build_loss, build_network, initialize
@@ -16,11 +17,11 @@ def small(**options: Any) -> torch.nn.Module:
     return network
 
 
-def fields(samples: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def fields(samples: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(samples, 3, *(size,) * 3, generator=torch.Generator().manual_seed(2), dtype=dtype)
 
 
-def gradients(network: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def gradients(network: torch.nn.Module, x: Tensor) -> list[Tensor]:
     """The output and the gradients of all parameters."""
     output = network(x)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
