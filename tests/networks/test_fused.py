@@ -71,16 +71,10 @@ def activated(x: Tensor, bias: Tensor, activation: str) -> Tensor:
     return PLAIN[activation](x + bias.view(-1, 1, 1, 1).to(x.dtype))
 
 
-@pytest.mark.parametrize(
-    ("activation", "channels", "precision"),
-    [
-        ("leaky_relu", 5, "float32"),
-        ("leaky_relu", 64, "half"),
-        ("relu", 70, "float32"),
-        ("relu", 2, "half"),
-        ("tanh", 70, "half"),
-    ],
-)
+ACTIVATED = [("leaky_relu", 5, "float32"), ("leaky_relu", 64, "half"), ("relu", 70, "float32"), ("relu", 2, "half")]
+
+
+@pytest.mark.parametrize(("activation", "channels", "precision"), [*ACTIVATED, ("tanh", 70, "half")])
 def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, precision: str) -> None:
     """With as many, fewer and more channels than lanes. The second gradient is a slice of a concatenation's."""
     x, bias = kernels.values(channels, precision), values(channels, seed=1, device=kernels.device)
@@ -141,11 +135,10 @@ def test_extreme_values_give_the_same_as_in_torch(interpreter: list[str], activa
         assert torch.allclose(ours.double(), theirs, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("channels", "precision"),
-    [((32, 32), "half"), ((2, 1), "float32"), ((5, 3), "half"), ((3, 70), "float32")],
-    ids=str,
-)
+JOINED = [((32, 32), "half"), ((2, 1), "float32"), ((5, 3), "half"), ((3, 70), "float32")]
+
+
+@pytest.mark.parametrize(("channels", "precision"), JOINED, ids=str)
 def test_concatenation(kernels: Kernels, channels: tuple[int, int], precision: str) -> None:
     """The skip connection's gradient is a view of the concatenation's, not a copy."""
     x, skip = (kernels.values(count, precision, seed=count) for count in channels)
