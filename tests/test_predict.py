@@ -18,7 +18,7 @@ import torch
 from log_lines import refusal
 from processes import run_ranks, wait_until
 from reference_samples import ALONE
-from trainings import killed
+from trainings import killed, predict_on
 from volume_files import SIMULATED, contents, smooth_field
 
 import evaluate
@@ -29,7 +29,7 @@ from analysis.inference.trained_network import TrainedNetwork
 from analysis.inference.window_grid import build_window_grid
 from analysis.slabs import Slabs
 from utils.config.channels import TRANSFORM, Channel, known_channels
-from utils.distributed.signals import Signals, StopSignals
+from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run.checkpoint import BEST, WEIGHTS, file_digest, read_weights
@@ -167,10 +167,6 @@ def test_other_windows_and_precision(command: Any, trained_run: Path, nbody: Pat
     command("--precision=bfloat16", "--overwrite")
     difference = np.abs(contents(tmp_path / "hydro.h5")["Hydro"] - contents(whole)["Hydro"]).max()
     assert 0 < difference < 0.02
-
-
-def predict_on(world: World, flags: list[str]) -> None:
-    predict.predict(predict.parse(flags), world, Signals())
 
 
 def blocks_of_rank(world: World, flags: list[str]) -> list[int]:
