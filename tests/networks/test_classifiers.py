@@ -13,17 +13,13 @@ TEXTS = {"shape": (300,), "classes": 46, "vocabulary": 30_982}
 MNIST = {"shape": (1, 28, 28), "classes": 10}
 CIFAR = {"shape": (3, 32, 32), "classes": 10}
 VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales": 2}
+BLOCKS = " ".join(f"blocks.{at} norm relu blocks.{at + 3} norm relu max2" for at in (0, 7, 14))
 # Samples, the number of parameters, and the order of the layers.
 CLASSIFIERS: dict[str, tuple[dict[str, Any], int, str]] = {
     "mnist_cnn": (MNIST, 1_199_882, "conv1 relu conv2 relu max2 flatten dense1 relu dense2"),
     "lenet": (MNIST, 129_068, "conv1 relu average conv2 relu average flatten dense1 relu dense2"),
     "reuters_cnn": (TEXTS, 332_856, "embedding transpose conv1 relu max1 conv2 relu max1 flatten dense"),
-    "cifar_cnn": (
-        CIFAR,
-        287_008 + 2048 * 128 + 128 + 1290,
-        " ".join(f"blocks.{at} norm relu blocks.{at + 3} norm relu max2" for at in (0, 7, 14))
-        + " flatten dense1 relu dense2",
-    ),
+    "cifar_cnn": (CIFAR, 287_008 + 2048 * 128 + 128 + 1290, f"{BLOCKS} flatten dense1 relu dense2"),
 }
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
