@@ -5,69 +5,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton_compile import ARCHITECTURES, compile_kernel
-
-from networks.ops import launch
-
-FORWARD = {"y": "*bf16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16"}
-FORWARD |= {"cells": "i32", "y_stride": "i32"}
-BACKWARD = {"x_gradient": "*bf16", "partial": "*fp32", "cells": "i32"}
-for operand in ("y", "first", "second"):
-    BACKWARD |= {operand: "*bf16", f"{operand}_stride": "i32", f"{operand}_pitch": "i32"}
-LOSS = {"partial": "*fp32", "outputs": "*fp32", "targets": "*fp32", "count": "i32"}
-LOSS_BACKWARD = {"outputs_gradient": "*bf16", "outputs": "*bf16", "targets": "*fp32"}
-LOSS_BACKWARD |= {"gradient": "*fp32", "count": "i64"}
-TAIL = {"blocks_gradient": "*bf16", "loss_partial": "*fp32", "bias_partial": "*fp32", "blocks": "*fp16"}
-TAIL |= {"bias": "*fp32", "targets": "*fp32", "planes": "i32"}
+import torch
+from triton_compile import ARCHITECTURES, compile_launches
 
 
-def in_float32(types: dict[str, str]) -> dict[str, str]:
-    return {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
+def fields(channels: int, dtype: torch.dtype = torch.bfloat16, side: int = 64) -> torch.Tensor:
+    x = torch.empty((2, channels, *[side] * 3), dtype=dtype, device="meta")
+    return x.contiguous(memory_format=torch.channels_last_3d).requires_grad_()
 
 
 @ARCHITECTURES
-@pytest.mark.parametrize(
-    ("name", "types", "channels", "constants"),
-    [
-        ("bias_activation_forward", FORWARD, 64, {"ACTIVATION": "relu", "SKIP_CHANNELS": 64}),
-        ("bias_activation_forward", in_float32(FORWARD), 5, {"ACTIVATION": "tanh", "SKIP_CHANNELS": 0}),
-        ("bias_activation_backward", BACKWARD, 512, {"ACTIVATION": "leaky_relu", "TWICE": True}),
-        ("bias_activation_backward", BACKWARD, 64, {"ACTIVATION": "relu", "TWICE": False, "SIDE": 64, "PITCH": 65}),
-        # Triton 3.6 needed 230 registers for tiles as large as those of the other layers.
-        ("bias_activation_backward", in_float32(BACKWARD), 5, {"ACTIVATION": "tanh", "TWICE": False}),
-        ("l1_forward", LOSS, 1, {}),
-        ("l1_backward", LOSS_BACKWARD, 1, {}),
-        ("blocks_l1", TAIL, 5, {"DEPTH": 33, "ROWS": 33, "COLUMNS": 33, "TILE": 512}),
-    ],
-    ids=["concatenation", "tanh", "skip add", "padded", "tanh backward", "l1", "l1 backward", "tail"],
-)
-def test_registers(
-    name: str, types: dict[str, str], channels: int, constants: dict[str, Any], architecture: int, tmp_path: Path
-) -> None:
+def test_registers(architecture: int, monkeypatch: Any, tmp_path: Path) -> None:
     """At most 64 per thread, for 32 warps per multiprocessor; more would leave too few loads in flight.
 
-    No kernel uses atomic operations, whose order would vary between runs.
+    Triton 3.6 needed 230 for the tanh of 5 channels with tiles as large as those of the other layers.
     """
     pytest.importorskip("triton")
-    from networks.ops import l1, pointwise
+    from networks.ops.l1 import l1, l1_of_blocks
+    from networks.ops.pointwise import activation_gradient, bias_activation, bias_activation_twice, bias_relu_cat
 
-    tile = pointwise._Tile.of(channels)
-    defaults = {"CHANNELS": channels, "WIDTH": channels, "LANES": tile.lanes, "ROWS": tile.rows, "TILE": pointwise.TILE}
-    constants = {**defaults, "NEGATIVE_SLOPE": pointwise.NEGATIVE_SLOPE, "SIDE": 0, "PITCH": 0, **constants}
-    result = compile_kernel(
-        getattr(l1, name, None) or getattr(pointwise, name),
-        types,
-        constants,
-        tmp_path,
-        architecture,
-        unaligned=tuple(name for name in types if name.endswith("pitch") or (channels == 5 and "stride" in name)),
-        num_warps=launch.WARPS,
-        enable_fp_fusion=False,
-    )
-    assert (result.registers <= 64, result.stack) == (True, 0), result[:3]
-    assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", result.ptx)
-    if "*bf16" in types.values() and name != "l1_forward":
-        assert re.search(r"cvt\.rn\.bf16", result.ptx), "a cast to bfloat16 must round to nearest"
-    if channels % 8 == 0 or name == "blocks_l1":
-        width = "v2" if name == "blocks_l1" else "v4"
-        assert re.search(rf"ld\.global\S*\.{width}\.", result.ptx), "loads must be wide"
+    compiled = compile_launches(monkeypatch, tmp_path, architecture, products=False)
+    few, some, many = (torch.empty(channels, device="meta") for channels in (5, 64, 512))
+    bias_relu_cat(fields(64), some, fields(64))
+    activation_gradient(fields(64), [fields(64)], "relu", 64, pads=True)
+    twice = bias_activation_twice(fields(512, side=8), many, "leaky_relu")
+    torch.autograd.backward(twice, [*map(torch.empty_like, twice)])
+    bias_activation(fields(5, torch.float32), few, "tanh").mean().backward()
+    l1(fields(8), fields(8, torch.float32).detach()).backward()
+    l1_of_blocks(fields(40, torch.float16, 33).detach(), few, fields(5, torch.float32).detach(), torch.bfloat16)
+    rounding = [name for name, *_, result in compiled if re.search(r"cvt\.rn\.bf16", result.ptx)]
+    wide = [name for name, *_, result in compiled if re.search(r"ld\.global\S*\.v[24]\.", result.ptx)]
+    passes = ["bias_activation_forward", "bias_activation_backward"]
+    assert [name for name, *_ in compiled] == [*passes * 3, "l1_forward", "l1_backward", "blocks_l1"]
+    assert [(name, result.registers) for name, *_, result in compiled if result.registers > 64] == []
+    assert rounding == [*passes * 2, "l1_backward", "blocks_l1"], "a cast to bfloat16 must round to nearest"
+    assert wide == [*passes * 2, "l1_forward", "l1_backward", "blocks_l1"], "loads must be wide"
