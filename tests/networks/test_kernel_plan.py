@@ -62,11 +62,8 @@ BFLOAT16 = "the last layer computes it in bfloat16 only"
         ({"loss": "mse"}, "{all} by hopper; loss by torch (the loss is MSELoss)"),
         ({"lambda_rho": 0.1}, "{all} by hopper; loss by torch (lambda_rho is 0.1, not 0)"),
         ({"channel_weights": [1, 2, 1, 1, 1]}, "{all} by hopper; loss by torch (channel_weights are set)"),
-        ({"precision": "float16"}, "{all} by hopper; loss by cudnn ({only})"),
-        (
-            {"enable_amp": False},
-            "{all} by cudnn (the precision is not float16 or bfloat16); loss by cudnn ({only})",
-        ),
+        ({"precision": "float16"}, "{all} by hopper; loss by cudnn ({no})"),
+        ({"enable_amp": False}, "{all} by cudnn (the precision is not float16 or bfloat16); loss by cudnn ({no})"),
         (THIN, "down1, last by cudnn (48 channels are not a multiple of 64); loss by last"),
         (NORMS, "down1, down2, up2 by torch (a norm follows); last by hopper; loss by last"),
         (ODD, "down1, last by hopper; down2, up2 by cudnn ({odd}); loss by last"),
@@ -74,7 +71,7 @@ BFLOAT16 = "the last layer computes it in bfloat16 only"
     ids=str,
 )
 def test_the_log_names_what_computes_each_layer_and_why(changes: dict[str, Any], says: str) -> None:
-    assert described(**changes) == says.format(all=f"{DOWN}, {UP}, last", only=BFLOAT16, odd=SIDE)
+    assert described(**changes) == says.format(all=f"{DOWN}, {UP}, last", no=BFLOAT16, odd=SIDE)
 
 
 def test_other_devices_and_a_missing_triton_have_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

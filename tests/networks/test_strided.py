@@ -139,11 +139,6 @@ def test_float32_fields_of_64_channels_are_cast_for_the_kernels() -> None:
     assert {view.base.dtype for view in made[0].arguments[:3]} == {torch.bfloat16}
 
 
-def test_a_skip_of_other_channels_is_refused(small_blocks: list[str]) -> None:
-    with pytest.raises(AssertionError, match="channels"):
-        convolve_transposed(values(1, 16, 2, 2, 2), values(16, 16, 4, 4, 4), skip=values(1, 32, 4, 4, 4))
-
-
 @pytest.mark.parametrize("options", [{}, {"conditioned": True}], ids=["plain", "conditioned"])
 def test_a_network_trains_as_with_torch(small_blocks: list[str], monkeypatch: Any, options: dict[str, Any]) -> None:
     """With bias, activation and concatenation in the convolutions' kernels, and grids that have pads."""
