@@ -69,8 +69,3 @@ def test_modulations_are_computed_in_float32_under_autocast() -> None:
     assert all(torch.equal(*pair) for pair in zip(modulation, expected, strict=True))
     assert not torch.equal(modulation.scale[0], modulation.scale[1])
     assert modulate(torch.ones(2, 3, 1, 1, 1, dtype=torch.bfloat16), modulation).dtype == torch.bfloat16
-
-
-def test_networks_without_conditions_refuse_them() -> None:
-    with pytest.raises(ValueError, match=r"network lenet takes no conditions; remove network\.conditions"):
-        build_network("lenet", shape=(1, 28, 28), classes=10, conditions=RANGES)

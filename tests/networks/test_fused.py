@@ -1,10 +1,12 @@
 """Fused kernels compared with torch's float64 operations: no more error than the same operations in the same dtype.
 
-The kernels run in Triton's interpreter, and in the last tests on a GPU if there is one.
+The kernels run in Triton's interpreter, and on a GPU if there is one; they are compiled in the last test.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,10 +16,11 @@ from fused_cases import CONDITIONS, SLACK, assert_trains_like, batch, planned, r
 from small_steps import refusing_to_wait
 from torch import Tensor
 from torch.nn import functional as F
+from triton_compile import ARCHITECTURES, compile_launches
 
 from networks import build_loss
 from networks.ops import pointwise
-from networks.ops.l1 import l1
+from networks.ops.l1 import l1, l1_of_blocks
 
 SIZE = (3, 5, 4)  # of a sample's grid
 PLAIN: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -233,3 +236,31 @@ def test_more_elements_than_fit_into_32_bits(on_device: list[str], device: str) 
     assert not gradient[:-1].any()
     assert torch.allclose(bias_gradient.cpu(), 1 - expected**2, rtol=1e-2)
     assert float(loss) == pytest.approx(-float(y[-1, 0]) / (2**25 + 3), rel=1e-3)
+
+
+def empty(channels: int, dtype: torch.dtype = torch.bfloat16, side: int = 64) -> Tensor:
+    x = torch.empty((2, channels, *[side] * 3), dtype=dtype, device="meta")
+    return x.contiguous(memory_format=pointwise.CHANNELS_LAST).requires_grad_()
+
+
+@ARCHITECTURES
+def test_registers(architecture: int, monkeypatch: Any, tmp_path: Path) -> None:
+    """At most 64 per thread, for 32 warps per multiprocessor; more would leave too few loads in flight.
+
+    Triton 3.6 needed 230 for the tanh of 5 channels with tiles as large as those of the other layers.
+    """
+    compiled = compile_launches(monkeypatch, tmp_path, architecture, products=False)
+    few, some, many = (torch.empty(channels, device="meta") for channels in (5, 64, 512))
+    pointwise.bias_relu_cat(empty(64), some, empty(64))
+    pointwise.activation_gradient(empty(64), [empty(64)], "relu", 64, pads=True)
+    twice = pointwise.bias_activation_twice(empty(512, side=8), many, "leaky_relu")
+    torch.autograd.backward(twice, [*map(torch.empty_like, twice)])
+    pointwise.bias_activation(empty(5, torch.float32), few, "tanh").mean().backward()
+    l1(empty(8), empty(8, torch.float32).detach()).backward()
+    l1_of_blocks(empty(40, torch.float16, 33).detach(), few, empty(5, torch.float32).detach(), torch.bfloat16)
+    rounding = [name for name, *_, result in compiled if re.search(r"cvt\.rn\.bf16", result.ptx)]
+    wide = [name for name, *_, result in compiled if re.search(r"ld\.global\S*\.v[24]\.", result.ptx)]
+    assert [name for name, *_ in compiled] == [*BOTH * 3, "l1_forward", "l1_backward", "blocks_l1"]
+    assert [(name, result.registers) for name, *_, result in compiled if result.registers > 64] == []
+    assert rounding == [*BOTH * 2, "l1_backward", "blocks_l1"], "a cast to bfloat16 must round to nearest"
+    assert wide == [*BOTH * 2, "l1_forward", "l1_backward", "blocks_l1"], "loads must be wide"
