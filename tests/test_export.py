@@ -100,13 +100,11 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
     assert DENSITY_FLOOR == simulated.DENSITY_FLOOR
     fields, seen = dark_matter(2, 6, 5, 4).requires_grad_(), []
 
-    class FiveChannels(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.extend([x, torch.tanh(torch.cat([x, x[:, :1]], dim=1))])
-            return seen[-1]
+    def five_channels(x: torch.Tensor) -> torch.Tensor:
+        seen.extend([x, torch.tanh(torch.cat([x, x[:, :1]], dim=1))])
+        return seen[-1]
 
-    floors = [DENSITY_FLOOR, None, None, None]
-    physical = PhysicalNetwork(FiveChannels(), *simulated.CHANNELS, floors)(fields)
+    physical = PhysicalNetwork(five_channels, *simulated.CHANNELS, [DENSITY_FLOOR, None, None, None])(fields)
     for x, values in zip(seen, (fields, physical), strict=True):
         expected = [simulated.to_channels(sample.detach().numpy().copy()) for sample in values]
         np.testing.assert_allclose(x.detach(), np.stack(expected), atol=1e-6)

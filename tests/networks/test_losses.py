@@ -99,7 +99,6 @@ LARGE, FIRST = torch.tensor([[9.0, 0.0], [8.0, -1.0]]), torch.tensor([0, 0])
         ("l1", fields(1.0), fields(0.999), 1e-3),
         ("mse", fields(1.0), fields(0.999), 1e-6),
         ("huber", fields(1.0), fields(0.999), 5e-7),
-        ("cross_entropy", LOGITS, CLASSES, cross_entropy_by_hand(LOGITS.tolist(), CLASSES.tolist())),
         ("cross_entropy", LARGE, FIRST, cross_entropy_by_hand(LARGE.tolist(), FIRST.tolist())),
     ],
 )
