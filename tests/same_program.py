@@ -70,10 +70,8 @@ def run(*words: Any, ranks: int = 1) -> str:
 
 
 def datasets(path: Path) -> str:
-    arrays: dict[str, Any] = {}
     with h5py.File(path) as file:
-        file.visititems(lambda name, item: arrays.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
-    return digest(arrays)
+        return digest({name: dataset[()] for name, dataset in file.items()})
 
 
 def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:

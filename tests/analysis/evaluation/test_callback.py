@@ -58,7 +58,7 @@ KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained
 def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs with an evaluation after each, whose validation file states its simulation.
 
-    Its pictures are empty; tests/analysis/evaluation/test_drawing.py draws real ones.
+    Its pictures are empty; tests/analysis/evaluation/test_report.py draws real ones.
     """
     begin, folder = FluxStatistics.__init__, tmp_path_factory.mktemp("runs")
 
