@@ -23,7 +23,7 @@ DIVERGENCE_BINS = 160
 DIVERGENCE_SIGMAS = 8.0  # standard deviations of the target on either side
 
 
-def errors(compared: Compared) -> dict[str, np.ndarray]:
+def errors(compared: Compared) -> dict[str, Any]:
     """L1 of each channel, that of the input with the same quantity (NaN if there is none), and R²."""
     slabs, inputs, targets = compared.slabs, compared.inputs, compared.targets
     copied = copied_channels(inputs, targets)

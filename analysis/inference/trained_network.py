@@ -111,7 +111,7 @@ class TrainedNetwork:
 
     def differences(self, volume: FieldReader) -> str:
         """Redshift, cosmology and cell size that a volume and all training files state and that differ, else empty."""
-        return attributes.differences_of(volume.simulation, self.known.simulation)
+        return attributes.differences_of(volume.simulation, dict(self.known.simulation))
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
@@ -160,7 +160,7 @@ def build_predictor(
     divisor = math.lcm(*(model.config.window_multiple for model in networks))
     with world.raise_together():
         if world.is_root:
-            attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.known.simulation)
+            attributes.warn_of_other_simulation(volume.path, volume.simulation, dict(trained.known.simulation))
             attributes.warn_of_untrained_conditions(network, volume.path, conditions)
             if compare(trained.known.input_statistics, volume.path, volume.values, config) > OTHER_UNITS:
                 fault = f"{volume.path} holds physical values, or other channels than those of the network"
