@@ -119,7 +119,7 @@ class WindowGrid(NamedTuple):
 
     @property
     def windows(self) -> int:
-        """Their number."""
+        """Number of windows."""
         return math.prod(len(axis.origins) for axis in self)
 
     def parts(self, box: Box) -> list[AxisPart]:
