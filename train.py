@@ -5,7 +5,7 @@ Each rank runs this program. See README.md for the flags, and docs/architecture.
 
 from collections.abc import Sequence
 
-from analysis.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
+from analysis.evaluation.callback import VolumeEvaluation, evaluation_volume, report_on_run
 from utils import cli, preflight
 from utils import config as configs
 from utils.data.loaders import open_volumes
@@ -22,7 +22,7 @@ from utils.run.open_run import Run
 from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
-from utils.training.trainer import Trainer
+from utils.training.trainer import Evaluation, Trainer
 from utils.volumes.opened import Volumes
 
 log = once_per_job(__name__)
@@ -63,7 +63,7 @@ def run(options: cli.Options, volumes: Volumes, world: World, step_class: type[E
             log.info(configs.describe_config(config, options.yaml_config, options.config))
             build.log_settings(config, world)
             profiler = build_profiler(config, world, run.directory)
-            evaluation = build_evaluation(config, volume, parts, run)
+            evaluation = VolumeEvaluation(config, volume, parts, run) if volume else Evaluation()
             result = Trainer(parts, run, state, profiler, evaluation, signals).fit()
             world.pulse.enter("end")
             run.finish(result, *report_on_run(config, parts, run, result, evaluation))

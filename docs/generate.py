@@ -91,13 +91,10 @@ def _default(value: Any) -> str:
 
 def _meaning(comment: str, annotation: Any) -> str:
     listed = ", ".join(f"`{choice}`" for choice in _choices(annotation))
-    comment = re.sub(r"\b([Nn]ames? of) ([A-Z]+) in ([\w./]*\w)", _with_names, comment)
+    if reference := re.search(r"\b[Nn]ames? of ([A-Z]+) in [\w./]*\w", comment):
+        names = ", ".join(f"`{name}`" for name in NAMES[reference[1]])
+        comment = comment.replace(reference[0], f"{reference[0]} ({names})")
     return f"{listed}: {comment}" if listed and comment else listed or comment
-
-
-def _with_names(match: re.Match[str]) -> str:
-    """A reference to a table of names, with the names in it."""
-    return f"{match[0]} ({', '.join(f'`{name}`' for name in NAMES[match[2]])})"
 
 
 def _choices(annotation: Any) -> list[Any]:

@@ -4,13 +4,15 @@ A network maps volumes (fields on a grid) to volumes, or samples to class logits
 write a module and add one line to the table below.
 """
 
+import math
 from typing import Any
 
+import torch
 from torch import nn
 
 from networks import losses
 from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
-from networks.init import initialize
+from networks.film import Film
 from networks.unet import UNet
 
 # A network whose constructor has the option `crop` takes volumes, one that has `classes` is a classifier.
@@ -30,6 +32,7 @@ LOSSES: dict[str, type[losses.Loss]] = {
     "spectral_l1": losses.SpectralL1Loss,
     "cross_entropy": losses.CrossEntropyLoss,
 }
+INITIALIZED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)
 METRICS: dict[str, losses.Metric] = {"accuracy": losses.accuracy, "top5_accuracy": losses.top5_accuracy}
 
 __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_network", "initialize"]
@@ -56,13 +59,50 @@ def build_network(name: str, /, **options: Any) -> nn.Module:
     return network
 
 
+@torch.no_grad()
+def initialize(
+    network: nn.Module, generator: torch.Generator, conv_init: str = "normal", scale: float = 0.02, bias: float = 0.0
+) -> None:
+    """Draws the weights of convolutions, linear layers and embeddings.
+
+    normal   N(0, scale²) as in DCGAN (Radford et al. 2016), with constant biases
+    default  torch's own: uniform within ±1 / √fan_in, also for biases; embeddings N(0, 1)
+    glorot   uniform within ±√(6 / (fan_in + fan_out)) (Glorot & Bengio 2010), with constant biases; embeddings uniform
+             within ±0.05, as in Keras
+
+    Norms keep weight 1 and bias 0, and the layers of a Film keep what its constructor has set.
+    """
+    kept = {layer for film in network.modules() if isinstance(film, Film) for layer in film.modules()}
+    for module in network.modules():
+        if module in kept:
+            continue
+        if isinstance(module, nn.Embedding):
+            if conv_init == "glorot":
+                module.weight.uniform_(-0.05, 0.05, generator=generator)
+            else:
+                module.weight.normal_(0.0, scale if conv_init == "normal" else 1.0, generator=generator)
+        elif isinstance(module, INITIALIZED):
+            weight, biases = module.weight, module.bias
+            bound = weight[0].numel() ** -0.5
+            if conv_init == "glorot":
+                # The first two axes are inputs and outputs, in either order. The others are the kernel.
+                bound = math.sqrt(6 / ((weight.shape[0] + weight.shape[1]) * weight[0, 0].numel()))
+            if conv_init == "normal":
+                weight.normal_(0.0, scale, generator=generator)
+            else:
+                weight.uniform_(-bound, bound, generator=generator)
+            if biases is not None and conv_init == "default":
+                biases.uniform_(-bound, bound, generator=generator)
+            elif biases is not None:
+                biases.fill_(bias)
+
+
 def build_loss(name: str, samples: str = "volumes", **options: Any) -> nn.Module:
     """The loss `name` of LOSSES; ValueError if it is of other samples, or if it does not have the options."""
     suitable = [known for known in LOSSES if LOSSES[known].targets == samples]
     if name not in suitable:
-        raise ValueError(
-            f"loss {name} cannot be used with {SAMPLES.get(samples, samples)}; use {' or '.join(suitable)}"
-        )
+        samples = SAMPLES.get(samples, samples)
+        raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
     if not options.keys() <= _options(LOSSES[name]):
         unknown = ", ".join(options.keys() - _options(LOSSES[name]))
         raise ValueError(f"loss {name} has no {unknown}; remove lambda_rho, channel_weights or loss_options")

@@ -4,8 +4,7 @@ Options are the `shape` of one sample and the number of `classes`; for texts the
 see norms.py. ValueError for images that are too small.
 """
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from networks.norms import build_norm
@@ -24,7 +23,7 @@ class MnistCnn(nn.Module):
         self.dropout2 = nn.Dropout(0.5)
         self.dense2 = nn.Linear(128, classes)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.conv2(F.relu(self.conv1(images))))
         x = self.dropout1(F.max_pool2d(x, 2))
         x = self.dropout2(F.relu(self.dense1(x.flatten(1))))
@@ -43,7 +42,7 @@ class LeNet(nn.Module):
         self.dense1 = nn.Linear(50 * height * width, 128)
         self.dense2 = nn.Linear(128, classes)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         x = F.avg_pool2d(F.relu(self.conv1(images)), 2)
         x = F.avg_pool2d(F.relu(self.conv2(x)), 2)
         return self.dense2(F.relu(self.dense1(x.flatten(1))))
@@ -62,7 +61,7 @@ class ReutersCnn(nn.Module):
         self.conv2 = nn.Conv1d(64, 32, 3)
         self.dense = nn.Linear(32 * (((length - 4) // 2 - 2) // 2), classes)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: Tensor) -> Tensor:
         x = self.embedding(words).transpose(1, 2)  # [N, 7, length]
         x = F.max_pool1d(F.relu(self.conv1(x)), 2)
         x = F.max_pool1d(F.relu(self.conv2(x)), 2)
@@ -70,10 +69,7 @@ class ReutersCnn(nn.Module):
 
 
 class CifarCnn(nn.Module):
-    """Three blocks of two 3x3 convolutions, each of which halves height and width; images [N, channels, height, width].
-
-    A norm follows each convolution, before the activation.
-    """
+    """Three blocks of two convolutions, norms and activations that halve the sides of images [N, channels, H, W]."""
 
     BLOCKS = (32, 64, 128)  # channels
 
@@ -83,15 +79,13 @@ class CifarCnn(nn.Module):
         self.blocks = nn.Sequential()
         for channels in self.BLOCKS:
             for inputs in (before, channels):
-                self.blocks.append(nn.Conv2d(inputs, channels, 3, padding=1))
-                self.blocks.append(build_norm(norm, channels))
-                self.blocks.append(nn.ReLU())
+                self.blocks.extend((nn.Conv2d(inputs, channels, 3, padding=1), build_norm(norm, channels), nn.ReLU()))
             self.blocks.append(nn.MaxPool2d(2))
             before = channels
         self.dense1 = nn.Linear(before * (height // 8) * (width // 8), 128)
         self.dense2 = nn.Linear(128, classes)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         return self.dense2(F.relu(self.dense1(self.blocks(images).flatten(1))))
 
 

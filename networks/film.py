@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from networks.ops.precision import without_autocast
 
@@ -15,8 +15,8 @@ EMBEDDING = 64  # features of the conditions, shared by all layers; whole vector
 class Modulation(NamedTuple):
     """Scale - 1 and shift of a layer's channels for each sample, both [N, C]."""
 
-    scale: torch.Tensor
-    shift: torch.Tensor
+    scale: Tensor
+    shift: Tensor
 
 
 class Film(nn.Module):
@@ -31,14 +31,13 @@ class Film(nn.Module):
         super().__init__()
         # Python numbers: DistributedDataParallel would broadcast buffers in each step.
         self.ranges = [(float(low), float(high)) for low, high in ranges]
-        self.embedding = nn.Sequential(
-            nn.Linear(len(ranges), EMBEDDING), nn.SiLU(), nn.Linear(EMBEDDING, EMBEDDING), nn.SiLU()
-        )
+        first, second = nn.Linear(len(ranges), EMBEDDING), nn.Linear(EMBEDDING, EMBEDDING)
+        self.embedding = nn.Sequential(first, nn.SiLU(), second, nn.SiLU())
         self.layers = nn.ModuleDict({name: nn.Linear(EMBEDDING, 2 * count) for name, count in channels.items()})
         for parameter in self.layers.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, conditions: torch.Tensor) -> dict[str, Modulation]:
+    def forward(self, conditions: Tensor) -> dict[str, Modulation]:
         with without_autocast(conditions):  # half precision would round the conditions
             scaled = [
                 2 * (x - low) / (high - low) - 1 if high > low else torch.zeros_like(x)
@@ -50,7 +49,7 @@ class Film(nn.Module):
             return {name: Modulation(*layer(embedded).chunk(2, dim=1)) for name, layer in self.layers.items()}
 
 
-def modulate(x: torch.Tensor, modulation: Modulation | None, bias: torch.Tensor | None = None) -> torch.Tensor:
+def modulate(x: Tensor, modulation: Modulation | None, bias: Tensor | None = None) -> Tensor:
     """x · (1 + scale) + shift in x's dtype, for x [N, C, D, H, W]; x itself if there is no modulation.
 
     With `bias` [C], which the caller adds to the result, that is the modulation of x + bias.

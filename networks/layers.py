@@ -5,7 +5,7 @@ compute. Parameters are those of `nn.Conv3d` and `nn.ConvTranspose3d` with kerne
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from networks.ops import TORCH, operations
 from networks.ops.reference import Between, Half, Twice
@@ -29,7 +29,7 @@ class Planned:
 class Down(Planned, nn.Conv3d):
     """[N, I, 2D, 2D, 2D] -> leaky_relu(convolution), [N, O, D, D, D], for the next layer and for a skip connection."""
 
-    def forward(self, input: torch.Tensor, half: Half = None, between: Between = None) -> Twice:  # type: ignore[override]
+    def forward(self, input: Tensor, half: Half = None, between: Between = None) -> Twice:  # type: ignore[override]
         return operations(self.operation).down(input, self, half, between)
 
 
@@ -39,17 +39,17 @@ class Up(Planned, nn.ConvTranspose3d):
     has_edge_kernels = False
 
     def forward(  # type: ignore[override] # no output_size
-        self, input: torch.Tensor, skip: torch.Tensor, half: Half = None, between: Between = None
-    ) -> torch.Tensor:
+        self, input: Tensor, skip: Tensor, half: Half = None, between: Between = None
+    ) -> Tensor:
         return operations(self.operation).up(input, skip, self, half, between)
 
 
 class Last(Planned, nn.ConvTranspose3d):
     """[N, I, D, D, D] -> tanh(transposed convolution), [N, O, 2D, 2D, 2D], float32 under bfloat16 autocast."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # no output_size
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override] # no output_size
         return operations(self.operation).last(input, self)
 
-    def l1(self, input: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def l1(self, input: Tensor, targets: Tensor) -> Tensor:
         """The mean absolute error of the result."""
         return operations(self.operation).last_l1(input, self, targets)

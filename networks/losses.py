@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from networks.ops import CUDNN, TORCH, operations
@@ -18,7 +18,7 @@ from networks.ops.precision import at_least_float32
 HUBER_DELTA = 0.1  # about the mean error of the best constant
 SPECTRUM_WEIGHT = 0.5  # also the norm of the gradient of its term, divided by that of L1
 
-Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Metric = Callable[[Tensor, Tensor], Tensor]
 
 
 class NetworkWithLoss(nn.Module):
@@ -28,9 +28,7 @@ class NetworkWithLoss(nn.Module):
         super().__init__()
         self.network, self.loss, self.metrics = network, loss, dict(metrics or {})
 
-    def forward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, conditions: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor, conditions: Tensor | None = None) -> Tensor:
         if getattr(self.loss, "operation", TORCH) == LAST:
             network: Any = self.network
             return network.last.l1(network.before_last(inputs, conditions), targets)
@@ -75,10 +73,10 @@ class FieldLoss(Loss, ABC):
         self.weights = [weight / sum(weights) for weight in weights] if weights and len({*weights}) > 1 else None
 
     @abstractmethod
-    def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def cellwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each cell, in the shape of the fields."""
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:  # torch might broadcast one of them
             shapes = [" × ".join(map(str, fields.shape)) for fields in (outputs, targets)]
             raise ValueError(f"the network's output has the shape {shapes[0]}, and the targets have {shapes[1]}")
@@ -89,10 +87,8 @@ class FieldLoss(Loss, ABC):
         else:
             loss = cells.mean()
         if self.lambda_rho > 0:
-            density, target = (
-                torch.exp(self.density_log_scale * field[:, self.density])
-                for field in (at_least_float32(outputs), targets)
-            )
+            fields = at_least_float32(outputs), targets
+            density, target = (torch.exp(self.density_log_scale * field[:, self.density]) for field in fields)
             loss = loss + self.lambda_rho * (density - target).abs().mean()
         return loss
 
@@ -100,7 +96,7 @@ class FieldLoss(Loss, ABC):
 class L1Loss(FieldLoss):
     """|outputs - targets|."""
 
-    def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def cellwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).abs()
 
     @property
@@ -111,7 +107,7 @@ class L1Loss(FieldLoss):
             return f"lambda_rho is {self.lambda_rho:g}, not 0"
         return "" if self.weights is None else "channel_weights are set"
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.operation != TORCH and outputs.shape == targets.shape:
             return operations(CUDNN).l1(outputs, targets)
         return super().forward(outputs, targets)
@@ -124,28 +120,26 @@ class SpectralL1Loss(L1Loss):
     phase: L1 alone smooths what the network cannot predict. It ignores `weights`.
     """
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = super().forward(outputs, targets)
         if not self.training:
             return loss
-        amplitudes = (
-            torch.fft.rfftn(at_least_float32(fields), dim=(2, 3, 4), norm="ortho").abs()  # slope 0 at 0
-            for fields in (outputs, targets)
-        )
+        fields = map(at_least_float32, (outputs, targets))
+        amplitudes = (torch.fft.rfftn(field, dim=(2, 3, 4), norm="ortho").abs() for field in fields)  # slope 0 at 0
         return loss + SPECTRUM_WEIGHT * F.l1_loss(*amplitudes)
 
 
 class MSELoss(FieldLoss):
     """(outputs - targets)²."""
 
-    def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def cellwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square()
 
 
 class HuberLoss(FieldLoss):
     """d²/2 for d = |outputs - targets| up to HUBER_DELTA, beyond it the line with the same slope (Huber 1964)."""
 
-    def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def cellwise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.huber_loss(outputs, targets, reduction="none", delta=HUBER_DELTA)
 
 
@@ -154,19 +148,19 @@ class CrossEntropyLoss(Loss):
 
     targets = "classes"
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(at_least_float32(outputs), targets)
 
 
 # --- metrics: mean over the batch, a float32 scalar ------------------------------------------------------------------
 
 
-def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The fraction of samples whose class has the largest output."""
     return (outputs.argmax(1) == targets).float().mean()
 
 
-def top5_accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def top5_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The fraction of samples whose class is among the five largest outputs; 1 if there are at most five classes."""
     best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices  # [N, 5]
     return (best == targets[:, None]).any(1).float().mean()
@@ -178,7 +172,7 @@ def mean_densities(channel: int, scale: float) -> tuple[Metric, Metric]:
     There predictions are worst, because a network sees no neighbors; predictions of whole volumes barely use them.
     """
 
-    def mean(fields: torch.Tensor) -> torch.Tensor:
+    def mean(fields: Tensor) -> Tensor:
         return torch.exp(scale * at_least_float32(fields[:, channel, 1:-1, 1:-1, 1:-1])).mean()
 
     return lambda outputs, targets: mean(targets), lambda outputs, targets: mean(outputs)

@@ -7,7 +7,7 @@ evaluation mode. Statistics are float32 even under autocast.
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -28,20 +28,13 @@ def build_norm(spec: str, channels: int) -> nn.Module:
     samples = ghost_batch(spec)
     if samples is not None:
         return GhostBatchNorm(channels, samples)
-    if spec == "batch":
-        return BatchNorm(channels)
-    if spec == "sync_batch":
-        return SyncBatchNorm(channels)
     if spec == "group":
         return GroupNorm(next(groups for groups in range(MAX_GROUPS, 0, -1) if channels % groups == 0), channels)
-    return nn.Identity()
+    return {"none": nn.Identity, "batch": BatchNorm, "sync_batch": SyncBatchNorm}[spec](channels)
 
 
 def ghost_batch(spec: str) -> int | None:
-    """n of norm ghost(n), of which a training batch must be a multiple; None for other norms.
-
-    ValueError for an unknown norm.
-    """
+    """n of ghost(n), of which a training batch is a multiple; None for other norms; ValueError for unknown ones."""
     if spec in ("none", "batch", "sync_batch", "group"):
         return None
     samples = spec[len("ghost(") : -1]
@@ -53,14 +46,14 @@ def ghost_batch(spec: str) -> int | None:
 class GroupNorm(nn.GroupNorm):
     """`nn.GroupNorm` whose results keep the dtype of the activations, which autocast on CUDA would make float32."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).to(input.dtype)
 
 
 class BatchNorm(_BatchNorm):
     """Batch norm for activations with any number of axes."""
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
+    def _check_input_dim(self, input: Tensor) -> None:
         pass
 
 
@@ -73,16 +66,16 @@ class GhostBatchNorm(BatchNorm):
     """
 
     # torch's batch norms may lack them, these do not.
-    running_mean: torch.Tensor
-    running_var: torch.Tensor
-    num_batches_tracked: torch.Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
     momentum: float
 
     def __init__(self, channels: int, samples: int) -> None:
         super().__init__(channels)
         self.samples = samples
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.training or len(input) == self.samples:
             return super().forward(input)
         groups = len(input) // self.samples
@@ -107,7 +100,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     device in each call; in a CUDA graph it does not.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         # torch's refuses tensors without data, and as soon as there is a process group those of a single rank's CPU.
         return _BatchNorm.forward(self, input) if alone or input.is_meta else super().forward(input)

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from networks.film import Film, Modulation, modulate
 from networks.layers import Down, Last, Up
@@ -60,17 +59,17 @@ class UNet(nn.Module):
         """
         self.film = Film(ranges, {name: layer.out_channels for name, layer in self._layers().items()})
 
-    def forward(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
         return self.last(self.before_last(fields, conditions))
 
-    def before_last(self, fields: torch.Tensor, conditions: torch.Tensor | None = None) -> torch.Tensor:
+    def before_last(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
         """The last layer's input."""
         layers = self._layers()
         modulations = {} if self.film is None else self.film(conditions)
         between = {name: self._between(name, modulations.get(name)) for name in layers}
         half = halves([*layers.values()])
         x = fields
-        skips: list[torch.Tensor] = []
+        skips: list[Tensor] = []
         for name, layer in layers.items():
             if isinstance(layer, Down):
                 x, skip = layer(x, half.get(layer), between[name])

@@ -1,4 +1,4 @@
-"""Linear theory of structure growth, from colossus: power spectrum, growth factor, and the clock based on it."""
+"""Linear theory of structure growth, from colossus: cosmologies, growth factor, and the clock based on it."""
 
 import math
 from typing import Any
@@ -13,11 +13,6 @@ COSMOLOGIES = [name for name, values in colossus.cosmologies.items() if name != 
 def make_cosmology(name: str) -> colossus.Cosmology:
     """A colossus cosmology; colossus's disk cache and its global current cosmology are not used."""
     return colossus.Cosmology(name=name, **colossus.cosmologies[name], persistence="")
-
-
-def linear_power(cosmology: colossus.Cosmology, k: np.ndarray) -> np.ndarray:
-    """Linear matter power at z = 0 in (Mpc/h)^3 at k in h/Mpc (Eisenstein & Hu 1998, as in colossus)."""
-    return cosmology.matterPowerSpectrum(k, 0.0, model="eisenstein98")
 
 
 def growth_rate(cosmology: colossus.Cosmology, redshift: Any) -> Any:

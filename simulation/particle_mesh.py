@@ -184,7 +184,9 @@ def deposit(
 ) -> Tensor:
     """Density in units of the mean, and density times each of `velocity`, [1 + len(velocity), n, n, n] float32.
 
-    Each particle is replaced by `per_side`^3 points, interpolated between it and its neighbors on the lattice.
+    Each particle is replaced by `per_side`^3 points, interpolated between it and its neighbors on the lattice: it is a
+    vertex of a sheet that carries the mass (Abel, Hahn & Kaehler 2012; Hahn, Angulo & Abel 2015). If only the particles
+    were deposited, the lattice and empty cells would be visible in voids.
     """
     grid, device = particles.grid, particles.displacement.device
     slabs = min(SLABS[device.type], grid)
@@ -236,13 +238,3 @@ def kick_and_drift(particles: Particles, force: Tensor, kept: float, gain: float
             particles.displacement[:, piece].add_(velocity, alpha=drift)
 
     in_slabs(work, particles.displacement[0], threads)
-
-
-def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress | None = None) -> Tensor:
-    """Density in units of the mean, and density times dx/dD: [4, n, n, n].
-
-    The particles are vertices of a sheet that carries the mass (Abel, Hahn & Kaehler 2012; Hahn, Angulo & Abel 2015):
-    points interpolated on the lattice between them are deposited, three per cell side, each with an equal share of the
-    mass. If only the particles were deposited, the lattice and empty cells would be visible in voids.
-    """
-    return deposit(particles, threads, list(particles.velocity), TRACERS_PER_SIDE, CLOUD, progress)

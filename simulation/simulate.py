@@ -28,8 +28,8 @@ from torch import Tensor
 from simulation import evolution
 from simulation.cooling import PrimordialGas
 from simulation.fourier import backward, forward, in_order, multiplied, one_thread
-from simulation.linear_theory import COSMOLOGIES, GrowthClock, linear_power, make_cosmology, velocity_unit
-from simulation.particle_mesh import lpt_particles, mass_and_momentum
+from simulation.linear_theory import COSMOLOGIES, GrowthClock, make_cosmology, velocity_unit
+from simulation.particle_mesh import CLOUD, TRACERS_PER_SIDE, deposit, lpt_particles
 from utils.cli import Parser, positive
 from utils.config.channels import known_channels
 from utils.distributed.threads import usable_cpus
@@ -119,7 +119,8 @@ def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> 
     # colossus is slow for 10^8 wavenumbers, and log P(k) is smooth: a fine table is interpolated instead.
     fundamental = 2 * np.pi / options.box_length
     table = np.geomspace(0.9 * fundamental, 0.9 * fundamental * n, 4000)
-    log_amplitude = 0.5 * np.log(linear_power(cosmology, table) * n**3 / options.box_length**3)
+    power = cosmology.matterPowerSpectrum(table, 0.0, model="eisenstein98")  # (Mpc/h)^3; Eisenstein & Hu 1998
+    log_amplitude = 0.5 * np.log(power * n**3 / options.box_length**3)
     log_table = np.log(table)
 
     def amplitude(*k: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ def simulate_fields(options: SimulationOptions, modes: Tensor | None = None) -> 
         evolution.evolve(particles, gas, physics, clock, progress)
         baryons = physics.fields(gas, options.redshift).cpu().numpy()
         del gas
-        dark = mass_and_momentum(particles, threads, progress).cpu().numpy()
+        dark = deposit(particles, threads, [*particles.velocity], TRACERS_PER_SIDE, CLOUD, progress).cpu().numpy()
         del particles
         mass_weighted_velocity(dark[0], dark[1:], options.threads)
         dark[1:] *= np.float32(velocity_unit(cosmology, options.redshift) * options.cell)

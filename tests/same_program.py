@@ -7,6 +7,7 @@ Fingerprints hold on one machine with one version of PyTorch: tensors of checkpo
 words of the log, predictions, an evaluation, a simulation, an import, and the help of all commands.
 """
 
+import difflib
 import hashlib
 import json
 import os
@@ -54,7 +55,7 @@ def digest(value: Any) -> str:
     return sha.hexdigest()[:16]
 
 
-def start(words: list[Any], ranks: int = 1) -> subprocess.Popen[str]:
+def start(*words: Any, ranks: int = 1) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
@@ -62,17 +63,15 @@ def start(words: list[Any], ranks: int = 1) -> subprocess.Popen[str]:
 
 
 def run(*words: Any, ranks: int = 1) -> str:
-    process = start(list(words), ranks)
+    process = start(*words, ranks=ranks)
     output, _ = process.communicate()
     assert process.returncode == 0, (words, output[-3000:])
     return output
 
 
 def datasets(path: Path) -> str:
-    arrays: dict[str, Any] = {}
     with h5py.File(path) as file:
-        file.visititems(lambda name, item: arrays.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
-    return digest(arrays)
+        return digest({name: dataset[()] for name, dataset in file.items()})
 
 
 def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
@@ -82,7 +81,7 @@ def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
     words += [f"--set={split}_path={folder / split}.h5" for split in ("train", "val")] + flags
     words += ["--set=box_size=[32,32]", "--set=report_baselines=true"]
     if "2 ranks" in name:
-        process = start(words, ranks)
+        process = start(*words, ranks=ranks)
         while process.poll() is None and not any(folder.glob("runs/soap_lowmem*/**/weights.pt")):
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGTERM)
@@ -94,10 +93,10 @@ def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     parts[f"{name}: metrics"] = digest(records)
     if "2 ranks" not in name:
-        lines = [re.sub(r"^\S+ \S+ - \S+ - ", "", line) for line in (directory / "out.log").read_text().splitlines()]
-        lines = [re.sub(r"slowest rank.*?, ", "", MODULE.sub("", line.replace(str(folder), ""))) for line in lines]
-        words_of_log = [re.sub(r"[\d.]+(e-?\d+)?", "#", line) for line in lines]
-        parts[f"{name}: log"] = "\n".join(sorted({line for line in words_of_log if "Checkpoint" not in line}))
+        text = (directory / "out.log").read_text().replace(str(folder), "")
+        for unstable in (r"(?m)^\S+ \S+ - \S+ - ", MODULE, r"slowest rank.*?, ", r"[\d.]+(e-?\d+)?"):
+            text = re.sub(unstable, "", text)
+        parts[f"{name}: log"] = "\n".join(sorted({line for line in text.splitlines() if "Checkpoint" not in line}))
     parts |= {f"{name}: {path.name}": digest(dict(np.load(path))) for path in directory.glob("evaluation/*.npz")}
     return directory, parts
 
@@ -134,9 +133,8 @@ def main() -> None:
     before = json.loads(Path(name).read_text())
     differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     for key in differing:
-        lines = [set(str(values.get(key)).splitlines()) for values in (before, now)]
-        print(key, *(f"  before: {line}" for line in lines[0] - lines[1]), sep="\n")
-        print(*(f"  now:    {line}" for line in lines[1] - lines[0]), sep="\n")
+        old, new = (str(values.get(key)).splitlines() for values in (before, now))
+        print(key, *(line for line in difflib.ndiff(old, new) if line[0] in "-+"), sep="\n")
     print(f"{len(differing)} of {len(before)} differ" if differing else f"nothing differs: {len(now)} fingerprints")
 
 

@@ -42,9 +42,8 @@ COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
 # A number, perhaps a unit, and the comment.
 FIGURE = re.compile(r"([-−]?\d[\d,]*(?:\.\d+)?(?::\d\d)*)(?:\s?[^\s\d<|]{1,12})?<!--(.*?)-->", re.DOTALL)
 # A program of this repository, with the script that submit_pm.sh runs, and its arguments.
-PROGRAM = re.compile(
-    r"(?:TRAIN_SCRIPT=(\S+).*)?(?:(?:^| )(?:\./)?(\w+\.(?:py|sh))|-m ((?:utils|benchmarks)\.\S+))( .*|$)"
-)
+STARTED = r"(?:^| )(?:\./)?(\w+\.(?:py|sh))|-m ((?:utils|benchmarks)\.\S+)"
+PROGRAM = re.compile(rf"(?:TRAIN_SCRIPT=(\S+).*)?(?:{STARTED})( .*|$)")
 MODULES = {"train.py": "train", "train_graph.py": "train", "submit_pm.sh": "train", "predict.py": "predict"}
 MODULES |= {"evaluate.py": "evaluate", "export.py": "export", "simulation": "simulation.simulate"}
 OPERATORS = {"*": operator.mul, "/": operator.truediv, "+": operator.add, "-": operator.sub}
@@ -164,11 +163,9 @@ def commands(page: Path) -> list[str]:
 
 @cache
 def flags_of(module: str) -> set[str]:
-    main, printed = importlib.import_module(module).main, io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr("sys.argv", [module, "--help"])
-        with pytest.raises(SystemExit):
-            main()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        importlib.import_module(module).main(["--help"])
     return set(re.findall(r"(?<![\w-])--?\w+", printed.getvalue()))
 
 
@@ -242,6 +239,6 @@ def test_metadata_agrees() -> None:
     assert f'\nversion = "{__version__}"\n' in (TOP / "pyproject.toml").read_text(encoding="utf-8")
     assert license_text.startswith(f"{citation['license']} License")
     assert [f"Copyright (c) 2026 {author['name']}" in license_text for author in citation["authors"]] == [True]
-    workflow = yaml.safe_load((TOP / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-    assert {step["run"] for step in steps if "run" in step} == {"make check", "make test", "make test-slow"}
+    jobs = yaml.safe_load((TOP / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    steps = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert {*steps} == {"make check", "make test", "make test-slow"}

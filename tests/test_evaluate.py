@@ -17,6 +17,7 @@ import pytest
 import torch
 from log_lines import refusal
 from sample_results import PNG, draw_nothing
+from volume_files import write_volume
 
 import evaluate
 import predict
@@ -29,8 +30,8 @@ from utils.run.checkpoint import write as write_checkpoint
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory, volume_file: Any) -> Path:
-    return volume_file(tmp_path_factory.mktemp("box") / "box.h5", seed=7)
+def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_volume(tmp_path_factory.mktemp("box") / "box.h5", seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -180,19 +181,15 @@ def test_files_of_old_checkpoints_are_recognized_by_their_path(trained_run: Path
         assert old.use_of(os.path.relpath(path)) == f"{name} data of the network (same path)"
         assert old.use_of(str(copy)) == ""
     volume = Mock(simulation={"redshift": 4.0, "density_floor_of_mean": 0.01})
-    assert old.differences(volume) == ""
-    simulation = {"redshift": 2.0, "density_floor_of_mean": 0.001}
-    trained = replace(trained, known=Weights({}, {}, simulation=simulation))
-    assert trained.differences(volume) == "redshift 4.0 instead of 2.0"
+    known = Weights({}, {}, simulation={"redshift": 2.0, "density_floor_of_mean": 0.001})
+    assert replace(trained, known=known).differences(volume) == "redshift 4.0 instead of 2.0"
 
 
 def test_a_predicted_file_states_calibration_and_use(trained_run, box, seen, tmp_path, capsys, monkeypatch) -> None:
     draw_nothing(monkeypatch)
     factor, output = read_weights(trained_run)["density_factor"], tmp_path / "report"
-    for path, label, use, *flags in (
-        (seen[1], f"mean gas density / target's, calibrated by {factor:.4f}", "validation data"),
-        (other_redshift(box, tmp_path), "mean gas density / target's, not calibrated", "", "--no_calibration"),
-    ):
+    other = other_redshift(box, tmp_path), "not calibrated", "", "--no_calibration"
+    for path, state, use, *flags in ((seen[1], f"calibrated by {factor:.4f}", "validation data"), other):
         given = [f"--input={path}", "--overwrite"]
         predict.main([f"--checkpoint={trained_run}", *given, f"--output={tmp_path / 'gas.h5'}", *flags])
         capsys.readouterr()
@@ -201,15 +198,13 @@ def test_a_predicted_file_states_calibration_and_use(trained_run, box, seen, tmp
         metadata = json.loads((output / "evaluation.json").read_text())["metadata"]
         assert metadata["density_factor"] == (None if flags else factor)
         for text in (page, lines):
-            assert label in text
+            assert f"mean gas density / target's, {state}" in text
             assert f"the box is {use}" in text if use else "the box is" not in text
             assert (OTHER_REDSHIFT in text) == (not use)
 
 
-def test_bad_input_is_a_one_line_error_and_nothing_is_written(
-    trained_run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capsys: Any, monkeypatch: Any
-) -> None:
-    larger, new = volume_file(tmp_path / "larger.h5", box=20), f"--output={tmp_path / 'new'}"
+def test_bad_input_is_one_line_and_nothing_is_written(trained_run, box, written, tmp_path, capsys, monkeypatch) -> None:
+    larger, new = write_volume(tmp_path / "larger.h5", box=20), f"--output={tmp_path / 'new'}"
     with h5py.File(box) as source:
         nbody, hydro = source["Nbody"][:], source["Hydro"][:]
     spoilt = hydro.copy()

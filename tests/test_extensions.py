@@ -19,7 +19,7 @@ import pytest
 import torch
 from reference_samples import digest, rank_batches, read_fields, reference
 from sample_results import draw_nothing, sample_results
-from trainings import ALONE, TOP, YAML, directory, last, metrics
+from trainings import ALONE, TOP, YAML, directory, last, metrics, train_on
 
 import export
 import predict
@@ -30,7 +30,6 @@ from utils import config as configs
 from utils.data import loaders
 from utils.data.loaders.base import sample_plan
 from utils.distributed import world as worlds
-from utils.distributed.signals import Signals
 from utils.errors import LocalError, Stopped, UserError
 from utils.optim import optimizers
 from utils.steps.eager import EagerStep
@@ -77,9 +76,7 @@ def test_the_documented_loader_carries_out_the_sample_plan(data_flags: list[str]
             assert [digest(batch) for batch in loader.epoch(epoch, first)] == wanted[first:]
 
 
-def test_the_documented_network_trains_predicts_and_is_exported(
-    data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_the_documented_network_trains_predicts_and_is_exported(data_flags, tmp_path, monkeypatch, capfd: Any) -> None:
     """From a file of the working directory, whose path is logged; elsewhere, one line says that it is missing."""
     source, _, name = section("How to add a network")
     file = tmp_path / name
@@ -114,10 +111,8 @@ def test_the_documented_metric_is_reported_by_name(data_flags: list[str], tmp_pa
     (tmp_path / "my_metrics.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     train_with(["--set=metrics=[my_metrics.density_bias]"], data_flags, tmp_path)
-    biases = [
-        record[name] for record in metrics(directory(tmp_path)) if (name := "My metrics.density bias/valid") in record
-    ]
-    assert len({*biases}) > 1
+    records, name = metrics(directory(tmp_path)), "My metrics.density bias/valid"
+    assert len({record[name] for record in records if name in record}) > 1
     sys.modules.pop("my_metrics")
 
 
@@ -144,21 +139,15 @@ def test_the_documented_statistic_has_scalars_a_row_and_a_picture(tmp_path: Path
     assert curve.get_ydata().tolist() == [close, medium, far]
 
 
-def test_own_code_belongs_to_a_checkpoint(
-    data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_own_code_belongs_to_a_checkpoint(data_flags, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """Fixed: an edited network predicted something else without a word. Old checkpoints do not state their code."""
     source, _, name = section("How to add a network")
     network, run, packages = tmp_path / name, directory(tmp_path), tmp_path / ".venv/lib/site-packages"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(packages)
-    imports = [
-        "import torch, json, helpers, installed, utils.files",
-        "from mine import layers",
-        "from .top import anything",
-    ]
+    imports = "import torch, json, helpers, installed, utils.files\n    from mine import layers"
     files = {
-        name: "\n    ".join([source + "\n\ndef unused():", *imports]),
+        name: f"{source}\n\ndef unused():\n    {imports}\n    from .top import anything",
         "mine/__init__.py": "if False:\n    from .sub import deep",
         "mine/sub/deep.py": "def unused():\n    from ..above import anything",
         "mine/layers.py": "no syntax",
@@ -208,9 +197,7 @@ def test_the_documented_optimizer_trains(data_flags: list[str], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("error", [None, Stopped(), UserError("wrong"), LocalError("wrong")], ids=repr)
-def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
-) -> None:
+def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(tmp_path, monkeypatch, error) -> None:
     """NCCL would wait forever for the step's CUDA graphs. The first import of the compiler once left such a cycle.
 
     After an error of this rank alone, the others may still use the group: it is not destroyed.
@@ -231,10 +218,8 @@ def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
         def close(self) -> None:
             events.append("closed")
 
-    flags = ["--set=data_loader_config=synthetic", f"--set=expdir={tmp_path}", "--num_epochs=1"]
-    options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
-    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
+    flags = ["--config=test", "--set=data_loader_config=synthetic", f"--set=expdir={tmp_path}", "--num_epochs=1"]
     monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(events[0]()))
     with pytest.raises(type(error)) if error else contextlib.nullcontext(), worlds._leaving_group():
-        train.run(options, loaders.open_volumes(config), ALONE, CyclicStep, Signals())
+        train_on(ALONE, flags, CyclicStep)
     assert events[1:] == ["closed"] + [None] * (type(error) is not LocalError)

@@ -82,10 +82,8 @@ def test_blocks_run_as_pasted(checkout: Path, marks: set[str], monkeypatch: pyte
         lines = [line for line in lines if not re.match(r"make test\b", line)]  # without this suite
         script = replace_all("\n".join(lines), SMALLER_GRIDS)
         script = f"set -eE -o pipefail\ntrap 'echo \"failed: $BASH_COMMAND\"' ERR\nsource .venv/bin/activate\n{script}"
-        ended = subprocess.run(
-            ["bash", "-c", script], cwd=checkout, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        ended = subprocess.run(["bash", "-c", script], cwd=checkout, text=True, errors="replace", **streams)
         assert ended.returncode == 0, f"{page}:\n{ended.stdout[-8000:]}"
     status = subprocess.run(["git", "status", "--porcelain"], cwd=checkout, capture_output=True, text=True, check=True)
     new = [line for line in status.stdout.splitlines() if not line.startswith("A ")]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from processes import GENEROUS, TOP, context
 
+import predict
 import train
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
@@ -30,6 +31,11 @@ def train_on(world: World, flags: list[str], step_class: type = EagerStep, signa
     options = train.cli.parse([f"--yaml_config={YAML}", *flags])
     config = train.configs.load(options.yaml_config, options.config, options.overrides)
     train.run(options, train.open_volumes(config.for_world(world.size)), world, step_class, signals or Signals())
+
+
+def predict_on(world: World, flags: list[str]) -> None:
+    """Predicts in this process, which is one rank."""
+    predict.predict(predict.parse(flags), world, Signals())
 
 
 def killed(function: Callable[..., None], *arguments: Any) -> None:

@@ -23,10 +23,8 @@ else:
 
 LOG_DENSITY = "log density"
 # The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
-LOG10_RANGES = {DENSITY_UNIT: (-4.0, 6.0), TEMPERATURE_UNIT: (2.0, 9.0)}
-CHANNEL_RANGE = (-1.5, 1.5)  # values of all other channels; velocities up to 1500 km/s
-BINS = {DENSITY_UNIT: 125, TEMPERATURE_UNIT: 140}
-OTHER_BINS = 150
+LOG10_BINS = {DENSITY_UNIT: (-4.0, 6.0, 125), TEMPERATURE_UNIT: (2.0, 9.0, 140)}  # range, and number
+CHANNEL_RANGE, CHANNEL_BINS = (-1.5, 1.5), 150  # of the values of all other channels; velocities up to 1500 km/s
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
@@ -123,9 +121,9 @@ class Bins(NamedTuple):
     def of(cls, channel: Channel) -> "Bins":
         base = math.log(10) if channel.is_log else 1.0
         slope, offset = channel.scale / base, channel.center / base
-        unit = channel.unit if channel.is_log else None
-        low, high = LOG10_RANGES.get(str(unit), tuple(slope * end + offset for end in CHANNEL_RANGE))
-        number = BINS.get(str(unit), OTHER_BINS)
+        (low, high), number = (slope * end + offset for end in CHANNEL_RANGE), CHANNEL_BINS
+        if channel.is_log and channel.unit in LOG10_BINS:
+            low, high, number = LOG10_BINS[channel.unit]
         step = (high - low) / number
         return cls(np.linspace(low, high, number + 1), slope / step, (offset - low) / step)
 

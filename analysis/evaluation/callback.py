@@ -87,11 +87,6 @@ def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
         return volumes.split("valid")[0]
 
 
-def build_evaluation(config: Config, volume: Volume | None, parts: Parts, run: Run) -> Evaluation:
-    """The evaluation after each epoch; `volume` None: none."""
-    return Evaluation() if volume is None else VolumeEvaluation(config, volume, parts, run)
-
-
 def report_on_run(
     config: Config, parts: Parts, run: Run, result: FitResult, evaluation: Evaluation
 ) -> tuple[dict[str, float], list[str]]:

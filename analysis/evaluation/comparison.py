@@ -4,9 +4,9 @@ Each rank counts its own planes. Sums are in float64 and are added over the rank
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, Context
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,21 +17,21 @@ from analysis.evaluation.results import DIVERGENCE, SPECTRA, Distribution, Resul
 from analysis.evaluation.statistics import STATISTICS
 from analysis.modes import PowerBins
 from analysis.slabs import ReadPlanes, Slabs
-from utils.config.channels import GAS, VELOCITY_UNIT, Channels, copied_channels, velocity_places
+from utils.config.channels import GAS, VELOCITY_UNIT, Channel, copied_channels, velocity_places
 
 DIVERGENCE_BINS = 160
 DIVERGENCE_SIGMAS = 8.0  # standard deviations of the target on either side
 
 
-def errors(compared: Compared) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def errors(compared: Compared) -> dict[str, Any]:
     """L1 of each channel, that of the input with the same quantity (NaN if there is none), and R²."""
     slabs, inputs, targets = compared.slabs, compared.inputs, compared.targets
-    device, copied = slabs.world.device, copied_channels(inputs, targets)
+    copied = copied_channels(inputs, targets)
     # The target in one cell: a large mean would hide the variance.
     shift = _plane(compared.fields.target, len(targets), 0, slabs)[:, :1, :1].double()
     # Σ|p − t|, Σ(p − t)², Σ(t − shift), Σ(t − shift)²; Σ|input − t|
-    sums = torch.zeros(4, len(targets), dtype=torch.float64, device=device)
-    copied_sums = torch.zeros(len(copied), dtype=torch.float64, device=device)
+    sums = torch.zeros(5, len(targets), dtype=torch.float64, device=slabs.world.device)
+    sums[4, [place for place in range(len(targets)) if place not in copied]] = math.nan
     with slabs.world.raise_together():
         for piece in slabs.pieces():
             values = (read(slice(None), piece).unbind(1) for read in compared.fields)
@@ -39,140 +39,114 @@ def errors(compared: Compared) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             for source, predicted, target in zip(*values, strict=True):
                 error, shifted = predicted - target, target - shift
                 parts = error.abs(), error.square(), shifted, shifted.square()
-                sums += torch.stack([part.sum((1, 2), dtype=torch.float64) for part in parts])
+                sums[:4] += torch.stack([part.sum((1, 2), dtype=torch.float64) for part in parts])
                 if copied:
-                    pairs = copied.items()
-                    given = [converted(source[place], inputs[place], targets[own]) for own, place in pairs]
+                    given = [converted(source[place], inputs[place], targets[own]) for own, place in copied.items()]
                     difference = torch.stack(given) - target[[*copied]]
-                    copied_sums += difference.abs().sum((1, 2), dtype=torch.float64)
-    cells, total = math.prod(slabs.shape), slabs.world.sum
-    absolute, square, shifted_sum, shifted_square = total(sums).cpu().numpy()
-    copied_l1 = np.full(len(targets), np.nan)
-    copied_l1[[*copied]] = total(copied_sums).cpu().numpy() / cells
-    return absolute / cells, copied_l1, r2(square, shifted_square - shifted_sum**2 / cells)
+                    sums[4, [*copied]] += difference.abs().sum((1, 2), dtype=torch.float64)
+    cells = math.prod(slabs.shape)
+    absolute, square, shifted_sum, shifted_square, copied_sum = slabs.world.sum(sums).cpu().numpy()
+    measured = r2(square, shifted_square - shifted_sum**2 / cells)
+    return {"l1": absolute / cells, "copied_l1": copied_sum / cells, "r2": measured}
 
 
-def distribution(compared: Compared, place: int) -> Distribution:
-    """Histograms of a channel of prediction and target."""
-    channel, bins = compared.targets[place], Bins.of(compared.targets[place])
+def distribution(
+    compared: Compared, reads: Sequence[ReadPlanes], place: int, channel: Channel, bins: Bins
+) -> Distribution:
+    """Histograms of prediction and target, which `reads` return as `channel` at this place."""
     number = len(bins.edges) - 1
 
     def count(planes: slice) -> Tensor:
-        sides = (read(slice(place, place + 1), planes) for read in compared.fields[1:])
+        sides = (read(slice(place, place + 1), planes) for read in reads)
         return torch.stack([bins.places(values).flatten().bincount(minlength=number) for values in sides])
 
     predicted, target = compared.total((2, number), count).astype(np.int64)
     return Distribution(bins.edges, predicted, target, channel.unit, channel.is_log)
 
 
-class Field(NamedTuple):
-    """A field of the prediction and the target, and the name of its spectrum, to which several fields may add."""
-
-    spectrum: str
-    channels: tuple[int, ...]  # one; three for the divergence of a vector
-    is_exponential: bool = False  # of the channel's logarithm
-
-
-class Fields:
-    """Compares complete fields of prediction and target; the attributes are None or NaN without such a field.
+def complete_fields(compared: Compared) -> dict[str, Any]:
+    """Comparisons of complete fields of prediction and target, as Results has them; NaN without such a field.
 
     Spectra are computed for density, ln(density), ln(temperature), velocity (sum over its components) and velocity
     divergence of the gas. Each other vector has one, and each other channel, of its natural logarithm or its value.
     A rank stores its planes of one field of prediction and target at a time.
-
-    The divergence uses central differences, (v(x + 1) − v(x − 1)) / 2 cells per axis, which do not ring at shocks; they
-    damp waves of a few cells' length in prediction and target alike.
     """
+    targets, reads, world = compared.targets, compared.fields[1:], compared.slabs.world
+    names, velocity = spectrum_names(targets), velocity_places(targets, GAS)
+    results: dict[str, Any] = {"spectra": {}, "distributions": {}, "divergence_r2": math.nan, "mass_ratio": math.nan}
+    bins, sums = PowerBins(compared.slabs, compared.cell or 1.0), dict[str, Any]()
 
-    def __init__(self, compared: Compared) -> None:
-        self._compared, self._cell, self._slabs = compared, compared.cell, compared.slabs
-        self._channels, self._world = compared.targets, compared.slabs.world
-        self.divergence: Distribution | None = None
-        self.divergence_r2 = self.mass_ratio = math.nan
-        bins, sums = PowerBins(self._slabs, self._cell or 1.0), dict[str, Any]()
-        for field in _fields(self._channels):
-            stored = self._stored(field)
-            self._world.pulse.advance()  # the transforms of a large volume take long
-            sums[field.spectrum] = sums.get(field.spectrum, 0) + bins.sums(stored)[:, 0]
-            self._world.pulse.meet()
-        k, modes, order = bins.k[0], bins.modes[0], [*SPECTRA, *spectrum_names(self._channels)]
-        self.spectra = dict[str, Spectrum]()
-        for name in sorted(sums, key=order.index):
-            powers = self._world.sum(sums[name]).cpu().numpy() * (bins.volume / modes)
-            self.spectra[name] = Spectrum(k, modes, *powers)
+    def transform(name: str, fields: list[Tensor]) -> None:
+        world.pulse.advance()  # the transforms of a large volume take long
+        sums[name] = sums.get(name, 0) + bins.sums(fields)[:, 0]
+        world.pulse.meet()
 
-    def _stored(self, field: Field) -> list[Tensor]:
-        """Own planes of a field of prediction and target; compares them by other measures than their spectra."""
-        reads = self._compared.fields[1:]
-        if field.spectrum == DIVERGENCE:
-            stored = [self._stored_divergence(read, field) for read in reads]
-            self._compare_divergence(*stored)
-            return stored
-        stored = [self._compared.stored(read, field.channels[0], field.is_exponential) for read in reads]
-        if field.is_exponential:
-            masses = torch.stack([values.sum(dtype=torch.float64) for values in stored])
-            self.mass_ratio = float(torch.divide(*self._world.sum(masses)))
-        return stored
-
-    def _stored_divergence(self, read: ReadPlanes, field: Field) -> Tensor:
-        """The divergence of a vector in the own planes [n, Y, Z], with the same bits on any number of ranks."""
-        slabs, (x, y, z), out = self._slabs, field.channels, self._slabs.empty()
-
-        def planes(channel: int, some: slice) -> Tensor:
-            values = read(slice(channel, channel + 1), some)[0] * self._channels[channel].scale
-            return (values + self._channels[channel].center) / (2 * (self._cell or 1.0))
-
-        with self._world.raise_together():
-            edges = torch.zeros(2, *slabs.shape[1:], device=out.device)
-            if slabs.count:
-                for edge, plane in zip(edges, (slabs.planes.start, slabs.planes.stop - 1), strict=True):
-                    edge.copy_(planes(x, slice(plane, plane + 1))[0])
-        before, behind = slabs.neighbors(*edges)
-        with self._world.raise_together():
-            out.zero_()
-            out[:1] -= before
-            for piece in slabs.pieces():
-                components = zip(*(planes(channel, piece) for channel in (x, y, z)), strict=True)
-                for place, (along_x, along_y, along_z) in enumerate(components, slabs.local(piece).start):
-                    for values, axis in ((along_y, 0), (along_z, 1)):
-                        out[place] += values.roll(-1, axis) - values.roll(1, axis)
-                    if place:
-                        out[place - 1] += along_x
-                    out[place + 1 : place + 2] -= along_x
-            out[-1:] += behind
-        return out
-
-    def _compare_divergence(self, predicted: Tensor, target: Tensor) -> None:
-        """R² of the divergence and its histograms."""
-        total = self._world.sum
-        sums = torch.zeros(2, dtype=torch.float64, device=target.device)
-        for plane, true in zip(predicted, target, strict=True):
-            sums[0] += (plane - true).square().sum(dtype=torch.float64)
-            sums[1] += true.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
-        residual, variance = total(sums).cpu().numpy()
-        edge = DIVERGENCE_SIGMAS * math.sqrt(variance / math.prod(self._slabs.shape)) or 1.0
-        edge = float(Context(2, ROUND_CEILING).create_decimal_from_float(edge))  # bins do not depend on last bits
-        counts = torch.zeros(2, DIVERGENCE_BINS, dtype=torch.float64, device=target.device)
-        for row, field in zip(counts, (predicted, target), strict=True):
-            for plane in field:
-                place = (plane.double() + edge) * (DIVERGENCE_BINS / (2 * edge))
-                bins = place.nan_to_num_(nan=0.0).clamp_(0, DIVERGENCE_BINS - 1).long()
-                row += torch.bincount(bins.flatten(), minlength=DIVERGENCE_BINS)
-        self.divergence_r2 = float(r2(residual, variance))
-        edges, unit = np.linspace(-edge, edge, DIVERGENCE_BINS + 1), "cell" if self._cell is None else "Mpc/h"
-        predictions, truths = total(counts).cpu().numpy().astype(np.int64)
-        self.divergence = Distribution(edges, predictions, truths, f"{VELOCITY_UNIT} per {unit}", is_log=False)
+    if velocity:
+        fields = [_divergence(compared, read, velocity) for read in reads]
+        results |= _compare_divergences(compared, fields)
+        transform(DIVERGENCE, fields)
+    # The components of a vector in the order x, y, z, in which their powers are added.
+    for place in sorted(range(len(targets)), key=lambda place: targets[place].component or targets[place].name):
+        transform(names[place], [compared.stored(read, place) for read in reads])
+        if names[place] == LOG_DENSITY:
+            fields = [compared.stored(read, place, is_exponential=True) for read in reads]
+            masses = torch.stack([values.sum(dtype=torch.float64) for values in fields])
+            results["mass_ratio"] = float(torch.divide(*world.sum(masses)))
+            transform("density", fields)
+    k, modes, order = bins.k[0], bins.modes[0], [*SPECTRA, *names]
+    for name in sorted(sums, key=order.index):
+        powers = world.sum(sums[name]).cpu().numpy() * (bins.volume / modes)
+        results["spectra"][name] = Spectrum(k, modes, *powers)
+    return results
 
 
-def _fields(channels: Channels) -> list[Field]:
-    """All fields to transform; the components of a vector in the order x, y, z, in which their powers are added."""
-    names, velocity = spectrum_names(channels), velocity_places(channels, GAS)
-    fields = [Field(DIVERGENCE, tuple(velocity))] if velocity else []
-    for number in sorted(range(len(channels)), key=lambda place: channels[place].component or channels[place].name):
-        fields.append(Field(names[number], (number,)))
-        if names[number] == LOG_DENSITY:
-            fields.append(Field("density", (number,), is_exponential=True))
-    return fields
+def _divergence(compared: Compared, read: ReadPlanes, places: Sequence[int]) -> Tensor:
+    """The divergence of a vector in the own planes [n, Y, Z], with the same bits on any number of ranks.
+
+    It uses central differences, (v(x + 1) − v(x − 1)) / 2 cells per axis, which do not ring at shocks; they damp waves
+    of a few cells' length in prediction and target alike.
+    """
+    slabs, out, (x, *_) = compared.slabs, compared.slabs.empty(), places
+
+    def planes(place: int, some: slice) -> Tensor:
+        values = read(slice(place, place + 1), some)[0] * compared.targets[place].scale
+        return (values + compared.targets[place].center) / (2 * (compared.cell or 1.0))
+
+    with slabs.world.raise_together():
+        edges = torch.zeros(2, *slabs.shape[1:], device=out.device)
+        if slabs.count:
+            for edge, plane in zip(edges, (slabs.planes.start, slabs.planes.stop - 1), strict=True):
+                edge.copy_(planes(x, slice(plane, plane + 1))[0])
+    before, behind = slabs.neighbors(*edges)
+    with slabs.world.raise_together():
+        out.zero_()
+        out[:1] -= before
+        for piece in slabs.pieces():
+            components = zip(*(planes(place, piece) for place in places), strict=True)
+            for plane, (along_x, along_y, along_z) in enumerate(components, slabs.local(piece).start):
+                for values, axis in ((along_y, 0), (along_z, 1)):
+                    out[plane] += values.roll(-1, axis) - values.roll(1, axis)
+                if plane:
+                    out[plane - 1] += along_x
+                out[plane + 1 : plane + 2] -= along_x
+        out[-1:] += behind
+    return out
+
+
+def _compare_divergences(compared: Compared, stored: Sequence[Tensor]) -> dict[str, Any]:
+    """R² of the divergence of prediction and target, and its distribution."""
+    slabs, sums = compared.slabs, torch.zeros(2, dtype=torch.float64, device=stored[0].device)
+    for plane, true in zip(*stored, strict=True):
+        sums[0] += (plane - true).square().sum(dtype=torch.float64)
+        sums[1] += true.square().sum(dtype=torch.float64)  # its mean is zero: the field is periodic
+    residual, variance = slabs.world.sum(sums).cpu().numpy()
+    edge = DIVERGENCE_SIGMAS * math.sqrt(variance / math.prod(slabs.shape)) or 1.0
+    edge = float(Context(2, ROUND_CEILING).create_decimal_from_float(edge))  # bins do not depend on last bits
+    slope = DIVERGENCE_BINS / (2 * edge)
+    bins = Bins(np.linspace(-edge, edge, DIVERGENCE_BINS + 1), slope, slope * edge)
+    channel = Channel("velocity divergence", f"{VELOCITY_UNIT} per {'cell' if compared.cell is None else 'Mpc/h'}")
+    measured = distribution(compared, [slabs.stored(values[None]) for values in stored], 0, channel, bins)
+    return {"divergence_r2": float(r2(residual, variance)), "distributions": {channel.name: measured}}
 
 
 def r2(residual: Any, variance: Any) -> Any:
@@ -185,15 +159,17 @@ def r2(residual: Any, variance: Any) -> Any:
 def volume_statistics(compared: Compared, metadata: Mapping[str, Any]) -> Results:
     """Compares a volume with the target; undefined values are NaN. Every rank calls it and gets the same results."""
     inputs, targets, fields, slabs = compared.inputs, compared.targets, compared.fields, compared.slabs
-    l1, copied_l1, r2_by_channel = errors(compared)
+    by_channel = errors(compared)
     slabs.world.pulse.meet()
-    distributions = {channel.name: distribution(compared, place) for place, channel in enumerate(targets)}
-    complete = Fields(compared)
+    distributions = {
+        channel.name: distribution(compared, fields[1:], place, channel, Bins.of(channel))
+        for place, channel in enumerate(targets)
+    }
+    complete = complete_fields(compared)
     computed = {}
     for name, statistic in STATISTICS.items():
         computed[name] = statistic.compute(compared)
         slabs.world.pulse.meet()
-    distributions |= {"velocity divergence": complete.divergence} if complete.divergence else {}
     reads = {"input": (fields.inputs, inputs), "target": (fields.target, targets)}
     reads["predicted"] = fields.predicted, targets
     planes = {name: _plane(read, len(part), slabs.shape[0] // 2, slabs) for name, (read, part) in reads.items()}
@@ -201,16 +177,12 @@ def volume_statistics(compared: Compared, metadata: Mapping[str, Any]) -> Result
         channels=tuple(targets),
         input_channels=tuple(inputs),
         cell=compared.cell,
-        l1=l1,
-        copied_l1=copied_l1,
-        r2=r2_by_channel,
-        spectra=complete.spectra,
-        distributions=distributions,
-        divergence_r2=complete.divergence_r2,
-        mass_ratio=complete.mass_ratio,
+        distributions=distributions | complete.pop("distributions"),
         slices={name: plane.cpu().numpy() for name, plane in planes.items()},
         metadata=dict(metadata),
         statistics={name: result for name, result in computed.items() if result is not None},
+        **by_channel,
+        **complete,
     )
 
 

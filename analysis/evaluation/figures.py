@@ -17,7 +17,7 @@ from analysis.evaluation import base
 from analysis.evaluation.results import Distribution, Results
 from analysis.evaluation.tables import residual_unit
 from analysis.lyman_alpha.results import TARGET, Flux
-from utils.config.channels import DARK_MATTER, GAS, Channel, copied_channels
+from utils.config.channels import DARK_MATTER, GAS, Channel, Channels, copied_channels
 from utils.run import tags
 
 COLOR_MAPS = {"density": "magma", "temperature": "inferno"}  # by a word of the channel's name
@@ -181,13 +181,9 @@ def slices(results: Results) -> Figure:
 
 
 def draw_slices(
-    inputs: Sequence[Channel],
-    targets: Sequence[Channel],
-    planes: Mapping[str, np.ndarray],
-    cell: float | None,  # its side in Mpc/h; None: lengths are in cells
-    title: str = "",
+    inputs: Channels, targets: Channels, planes: Mapping[str, np.ndarray], cell: float | None, title: str = ""
 ) -> Figure:
-    """Planes "input", "target" and "predicted" [C, Y, Z] and the residual as columns; one row per target channel."""
+    """A row per target channel: "input", "target", "predicted" [C, Y, Z] of `planes`, and residual; `cell` in Mpc/h."""
     (figure, grid), copied = _slices_layout(len(targets)), copied_channels(inputs, targets)
     width, height = (side * (cell or 1.0) for side in planes["target"].shape[1:])
     extent = (0.0, width, 0.0, height)

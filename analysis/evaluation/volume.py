@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from analysis.evaluation.base import LOG_DENSITY, Compared, converted
-from analysis.evaluation.comparison import volume_statistics
+from analysis.evaluation.comparison import complete_fields, volume_statistics
 from analysis.evaluation.results import Results
 from analysis.evaluation.statistics import PhaseDiagram
 from analysis.inference.layouts import DEVIATION, INPUT, OUTPUT
@@ -176,9 +176,9 @@ def fit_gas(path: str, config: Config, world: World) -> GasFit:
 
     with closing(source):
         fields = SlabFields(inputs, copied, target)
-        results = volume_statistics(Compared(sources, targets, source.inputs.cell, fields, slabs), {})
-    spectrum, diagram = results.spectra[LOG_DENSITY], results.statistics["phase_diagram"]
-    assert isinstance(diagram, PhaseDiagram)
+        compared = Compared(sources, targets, source.inputs.cell, fields, slabs)
+        spectrum, diagram = complete_fields(compared)["spectra"][LOG_DENSITY], PhaseDiagram.compute(compared)
+    assert diagram is not None  # see FluxSetup
     edges = diagram.density_edges, diagram.temperature_edges
     density, kelvin = np.meshgrid(*((ends[1:] + ends[:-1]) / 2 for ends in edges), indexing="ij")
     used = (np.abs(density) < MODERATE) & (kelvin < HOT)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
 from analysis.inference.trained_network import TrainedNetwork
-from networks.physical import PhysicalNetwork
-from utils.config.channels import DENSITY_UNIT, Channel, check_physical_units
+from utils.config.channels import DENSITY_UNIT, Channels, check_physical_units
 from utils.errors import UserError
 from utils.files import atomic_write, to_json
 from utils.volumes.attributes import CONDITION_UNITS, DENSITY_FLOOR, FLOOR
@@ -25,11 +24,30 @@ KNOWN = ("simulation", "input_statistics", "code")  # what a file takes over fro
 LARGEST_DIFFERENCE = 1e-5
 
 
+class PhysicalNetwork(nn.Module):
+    """[N, C, X, Y, Z] -> [N, K, X, Y, Z] in the units of `inputs` and `targets`; `network` maps their channels.
+
+    Inputs below their number in `floors`, which is above zero, are raised to it; None: as they are.
+    """
+
+    def __init__(self, network: nn.Module, inputs: Channels, targets: Channels, floors: Sequence[float | None]) -> None:
+        super().__init__()
+        self.network, self.inputs, self.targets, self.floors = network, inputs, targets, floors
+
+    def forward(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
+        inputs = zip(self.inputs, self.floors, fields.split(1, dim=1), strict=True)
+        raised = [(channel, values if floor is None else values.clamp(min=floor)) for channel, floor, values in inputs]
+        channels = torch.cat([channel.from_physical(values) for channel, values in raised], dim=1)
+        predicted = self.network(channels) if conditions is None else self.network(channels, conditions)
+        targets = zip(self.targets, predicted.split(1, dim=1), strict=True)
+        return torch.cat([channel.to_physical(values) for channel, values in targets], dim=1)
+
+
 @dataclass(frozen=True)
 class ExportedNetwork:
     module: nn.Module  # the network, in physical units between the transforms of its channels
-    inputs: Sequence[Channel]
-    targets: Sequence[Channel]
+    inputs: Channels
+    targets: Channels
     divisor: int  # X, Y and Z are multiples of it
     density_floor: float | None  # smallest density that the transform accepts
     conditions: Mapping[str, Sequence[float]]  # names and trained ranges of the scalars that the network also takes
@@ -41,7 +59,7 @@ class ExportedNetwork:
         (inputs, targets), module, floor = trained.channels, trained.network, None
         if units == "physical":
             check_physical_units((*inputs, *targets), "give --units channel")
-            floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
+            floor = float(trained.known.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
             floors = [floor if channel.unit == DENSITY_UNIT and channel.is_log else None for channel in inputs]
             module = PhysicalNetwork(module, inputs, targets, floors).eval()
         divisor, network = trained.config.window_multiple, trained.config.network
@@ -72,11 +90,10 @@ class ExportedNetwork:
             "output": self._describe_side(self.targets),
         }
 
-    def _describe_side(self, channels: Sequence[Channel], **more: Any) -> dict[str, Any]:
-        described = []
-        for channel in channels:
-            value = {"unit": channel.unit} if self.units == "physical" else {"value": channel.formula()}
-            described.append({"name": channel.name, **value})
+    def _describe_side(self, channels: Channels, **more: Any) -> dict[str, Any]:
+        key = "unit" if self.units == "physical" else "value"
+        values = [channel.unit if key == "unit" else channel.formula() for channel in channels]
+        described = [{"name": channel.name, key: value} for channel, value in zip(channels, values, strict=True)]
         return {"shape": _shape(channels), "dtype": "float32", **more, "channels": described}
 
     def write(self, target: Path, metadata: dict[str, Any]) -> str:
@@ -121,7 +138,7 @@ class ExportedNetwork:
         torch.export.save(program, buffer, extra_files={METADATA: metadata})
         return buffer.getvalue()
 
-    def largest_difference(self, written: Callable[..., torch.Tensor]) -> float:
+    def largest_difference(self, written: Callable[..., Tensor]) -> float:
         """Largest difference between file and network, relative to a channel's largest value; NaN if either is NaN."""
         cells = self.divisor
         generator = torch.Generator().manual_seed(0)
@@ -151,5 +168,5 @@ def without_directories(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and "/" in value else value
 
 
-def _shape(channels: Sequence[Channel]) -> str:
+def _shape(channels: Channels) -> str:
     return f"[N, {len(channels)}, X, Y, Z]"

@@ -1,12 +1,12 @@
 """Layouts of the file that predict.py writes: this project's volumes, and Nyx's snapshots (volumes/snapshots.py)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from analysis.inference.sliding_window import Block
-from utils.config.channels import DARK_MATTER, Channel, check_physical_units, density_place
+from utils.config.channels import DARK_MATTER, Channels, check_physical_units, density_place
 from utils.errors import UserError
 from utils.volumes import snapshots
 from utils.volumes.attributes import UNIVERSE, channel_attributes
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     values: Callable[[Block], dict[str, np.ndarray]]  # a block's cells of each dataset, on the host
 
 
-def volume_layout(channels: Sequence[Channel], shape: tuple[int, int, int], physical: bool) -> Layout:
+def volume_layout(channels: Channels, shape: tuple[int, int, int], physical: bool) -> Layout:
     """The layout of the training data: `Hydro`, and physical values next to it if `physical`."""
     names = [channel.name for channel in channels]
     attributes: dict[str, dict[str, Any]] = {OUTPUT: channel_attributes(channels)}
@@ -44,7 +44,7 @@ def volume_layout(channels: Sequence[Channel], shape: tuple[int, int, int], phys
     return Layout({"physical": physical}, dict.fromkeys(attributes, (len(channels), *shape)), attributes, values)
 
 
-def with_deviations(layout: Layout, channels: Sequence[Channel], calibration: Mapping[str, Any]) -> Layout:
+def with_deviations(layout: Layout, channels: Channels, calibration: Mapping[str, Any]) -> Layout:
     """The layout of a volume with standard deviations, for blocks that hold means and then variances."""
     by_channel = calibration["factors"], calibration["floors"], [channel.scale for channel in channels]
     factors, floors, scales = (np.reshape(values, (-1, 1, 1, 1)).astype(np.float32) for values in by_channel)
@@ -64,7 +64,7 @@ def with_deviations(layout: Layout, channels: Sequence[Channel], calibration: Ma
     return Layout(identity, datasets, {**layout.attributes, **attributes}, values)
 
 
-def nyx_layout(inputs: Sequence[Channel], gas: Sequence[Channel], source: FieldReader) -> Layout:
+def nyx_layout(inputs: Channels, gas: Channels, source: FieldReader) -> Layout:
     """The layout of Nyx's snapshots: predicted gas and the dark-matter density of the input, in physical units."""
     missing = [key for key, _ in UNIVERSE.values() if key not in source.simulation]
     if source.cell is None or missing:
@@ -88,9 +88,7 @@ def nyx_layout(inputs: Sequence[Channel], gas: Sequence[Channel], source: FieldR
     return Layout({"format": "nyx"}, datasets, attributes, values)
 
 
-def choose_layout(
-    name: str, physical: bool, channels: tuple[Sequence[Channel], Sequence[Channel]], source: FieldReader
-) -> Layout:
+def choose_layout(name: str, physical: bool, channels: tuple[Channels, Channels], source: FieldReader) -> Layout:
     """The layout of a name of FORMATS; raises UserError if the checkpoint or the input lacks what it needs."""
     inputs, gas = channels
     if name == "nyx" and physical:

@@ -9,7 +9,7 @@ import numpy as np
 
 from analysis.inference.prediction_file import BLOCK_WINDOWS
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
-from utils.config.channels import DENSITY_UNIT, Channel, check_physical_units
+from utils.config.channels import DENSITY_UNIT, Channels, check_physical_units
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -70,7 +70,7 @@ def _reader(network: TrainedNetwork, source: Any, attributes: Mapping[str, Any])
         if missing := [channel.name for channel in inputs if channel.name not in source]:
             raise UserError(f"the arrays lack {', '.join(missing)}; give each input of the network by its name")
         check_physical_units(inputs, "give channel values [C, X, Y, Z]")
-        floor = float(network.simulation.get(FLOOR, DENSITY_FLOOR))
+        floor = float(network.known.simulation.get(FLOOR, DENSITY_FLOOR))
         fields = []
         for channel in inputs:
             field = np.asarray(source[channel.name], np.float32)
@@ -80,7 +80,7 @@ def _reader(network: TrainedNetwork, source: Any, attributes: Mapping[str, Any])
     return ArrayReader(np.asarray(source), len(inputs), attributes)
 
 
-def fields(path: str | Path, dataset: str, channels: Sequence[Channel]) -> dict[str, np.ndarray]:
+def fields(path: str | Path, dataset: str, channels: Channels) -> dict[str, np.ndarray]:
     """The physical values [X, Y, Z] of a dataset's channels, such as `network.channels[0]`, by name."""
     with closing(FieldReader(str(path), dataset, len(channels))) as reader:
         values = reader.box(*(slice(None),) * 3)

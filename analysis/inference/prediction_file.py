@@ -33,10 +33,6 @@ POLL_SECONDS = 0.5  # between looks at what other ranks have done
 log = logging.getLogger(__name__)
 
 
-class _Interrupted(Exception):
-    """A rank has received a signal or failed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PredictionOptions(InferenceOptions):
     """The command line of predict.py; the flags have the same names."""
@@ -98,7 +94,7 @@ class PredictionFile:
 
     def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any], per_node: int) -> ResumableHDF5File:
         grid, options, layout = predictor.grid, self.options, self.layout
-        origins = [axis.origins for axis in grid.axes]
+        origins = [axis.origins for axis in grid]
         box, source = self.source.attributes, Path(self.source.path).resolve()
         sha256, status = [*map(file_digest, self.weights)], source.stat()
         records = [network.record for network in self.networks]
@@ -158,7 +154,7 @@ class PredictionFile:
             progress.advance(sum(counts.pop(number) for number in [*counts] if number not in left | {*mine}))
             writer.stops = writer.stops or signals.received is not None
             if writer.stops:
-                raise _Interrupted
+                raise Stopped  # a rank has received a signal or failed
 
         pulse = predictor.world.pulse
         pulse.enter("prediction")
@@ -169,7 +165,7 @@ class PredictionFile:
                 # Not in a collective, which has a time limit.
                 while writer.missing and not writer.stops:
                     time.sleep(POLL_SECONDS / 10)
-            except _Interrupted:
+            except Stopped:
                 return
             except BaseException:
                 writer.stops = True

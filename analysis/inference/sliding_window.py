@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from analysis.inference.window_grid import Axis, AxisPart, Box, Segment, WindowGrid, window_count
 from analysis.slabs import Slabs
@@ -20,7 +21,7 @@ from utils.data.symmetry import Vectors, apply_on_device, channel_table, inverse
 from utils.distributed.world import World
 from utils.volumes.page_cache import memory_limit
 
-Predict = Callable[[torch.Tensor], torch.Tensor]
+Predict = Callable[[Tensor], Tensor]
 
 # Blocks of windows whose planes go to several ranks: enough to share them evenly, and small next to the planes.
 BLOCKS_PER_RANK = 4
@@ -30,8 +31,8 @@ BLOCK_CELLS = 128**3
 class Block(NamedTuple):
     """A predicted box of cells: `inputs` [C_in, x, y, z] and `predicted` [C_out, x, y, z], on the device."""
 
-    inputs: torch.Tensor
-    predicted: torch.Tensor
+    inputs: Tensor
+    predicted: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class SlidingWindowPredictor:
         rank = self.world.rank
         return sum(window_count(turn[rank]) for turn in self._turns() if rank < len(turn))
 
-    def predict_planes(self, slabs: Slabs) -> torch.Tensor:
+    def predict_planes(self, slabs: Slabs) -> Tensor:
         """Predicts this rank's planes [C_out, n, Y, Z]; every rank calls it. Each window is predicted on one rank."""
         total, rank = slabs.empty(self.channels[1]).zero_(), self.world.rank
         self.world.pulse.enter("prediction")
@@ -82,18 +83,16 @@ class SlidingWindowPredictor:
     def _turns(self) -> list[list[tuple[AxisPart, ...]]]:
         """Blocks of windows, in lists of one block per rank; the last list may be shorter."""
         ranks, grid = self.world.size, self.grid
-        count = max(ranks, min(BLOCKS_PER_RANK * ranks, grid.count // self.batch_size))
+        count = max(ranks, min(BLOCKS_PER_RANK * ranks, grid.windows // self.batch_size))
         ranges = grid.split_windows(max(grid.shape), count, BLOCK_CELLS)
-        along = [[*map(axis.consecutive, parts)] for axis, parts in zip(grid.axes, ranges, strict=True)]
+        along = [[*map(axis.consecutive, parts)] for axis, parts in zip(grid, ranges, strict=True)]
         # Large ones first: the last turn, which some ranks may miss, is short.
         blocks = sorted(itertools.product(*along), key=window_count, reverse=True)
         return [blocks[first : first + ranks] for first in range(0, len(blocks), ranks)]
 
-    def _send(
-        self, blended: torch.Tensor | None, turn: Sequence[Sequence[AxisPart]], slabs: Slabs, total: torch.Tensor
-    ) -> None:
+    def _send(self, blended: Tensor | None, turn: Sequence[Sequence[AxisPart]], slabs: Slabs, total: Tensor) -> None:
         """Adds the cells of all ranks' blocks of windows to the planes of their owners."""
-        channels, (x, y, z) = self.channels[1], self.grid.axes
+        channels, (x, y, z) = self.channels[1], self.grid
         sender = turn[self.world.rank][:1] if blended is not None else []
         places = [[place for part in sender for place in _within(part, x, planes)] for planes in slabs.shares]
         sent = [[blended[:, place.window].flatten() for place in of_rank] for of_rank in places if blended is not None]
@@ -112,11 +111,11 @@ class SlidingWindowPredictor:
                 cells = piece.view(shape)[:, :, row.window, line.window]
                 total[:, slabs.local(planes), row.volume, line.volume] += cells
 
-    def _blend(self, inputs: torch.Tensor, parts: Sequence[AxisPart], fixed_batch: int = 0) -> torch.Tensor:
+    def _blend(self, inputs: Tensor, parts: Sequence[AxisPart], fixed_batch: int = 0) -> Tensor:
         """Sum of weighted predictions in [start, stop) of each axis, [C_out, x, y, z], in batches of `fixed_batch`."""
         device, side = self.world.device, self.grid.x.window
         total = torch.zeros((self.channels[1], *(part.stop - part.start for part in parts)), device=device)
-        along = [torch.from_numpy(axis.weights).to(device) for axis in self.grid.axes]
+        along = [torch.from_numpy(axis.weights).to(device) for axis in self.grid]
         places = list(itertools.product(*(part.windows for part in parts)))
         windows = torch.zeros((self.batch_size, len(inputs), side, side, side), device=device)
         for begin in range(0, len(places), self.batch_size):
@@ -133,10 +132,10 @@ class SlidingWindowPredictor:
             self.world.pulse.advance(len(batch))
         return total
 
-    def _read_box(self, parts: Sequence[AxisPart]) -> torch.Tensor:
+    def _read_box(self, parts: Sequence[AxisPart]) -> Tensor:
         """The input cells of all windows, [C_in, x, y, z]."""
         inputs = torch.empty((self.channels[0], *(part.length for part in parts)), device=self.world.device)
-        pieces = (axis.segments(part.first, part.length) for axis, part in zip(self.grid.axes, parts, strict=True))
+        pieces = (axis.segments(part.first, part.length) for axis, part in zip(self.grid, parts, strict=True))
         for x, y, z in itertools.product(*pieces):
             values = np.array(self.read(x.volume, y.volume, z.volume))
             inputs[:, x.window, y.window, z.window] = torch.from_numpy(values).to(inputs.device)
@@ -152,7 +151,7 @@ def _within(part: AxisPart, axis: Axis, planes: slice) -> Iterator[Segment]:
             yield Segment(slice(begin, begin + stop - start), slice(start, stop))
 
 
-def with_conditions(predict: Callable[..., torch.Tensor], conditions: Sequence[float], device: torch.device) -> Predict:
+def with_conditions(predict: Callable[..., Tensor], conditions: Sequence[float], device: torch.device) -> Predict:
     """`predict` with the conditions of a volume, the same for all windows; `predict` itself if there are none."""
     if not conditions:
         return predict
@@ -162,7 +161,7 @@ def with_conditions(predict: Callable[..., torch.Tensor], conditions: Sequence[f
 
 def forward_pass(
     network: torch.nn.Module, precision: str, device: torch.device, window: int, kernels: str = "auto"
-) -> Callable[..., torch.Tensor]:
+) -> Callable[..., Tensor]:
     """The forward pass in one of PRECISIONS. Sets cuDNN's switches; converts a network on a GPU to channels-last.
 
     In bfloat16, `kernels` (the config's key) chooses the operations for windows of `window` cells.
@@ -179,7 +178,7 @@ def forward_pass(
         plan.apply(network, plan.make(network, setting), setting.dtype)
 
     @torch.inference_mode()
-    def predict(windows: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
+    def predict(windows: Tensor, *conditions: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
             return network(windows.contiguous(memory_format=form), *conditions)
 
@@ -206,7 +205,7 @@ def symmetry_mean(
     before, after = ([torch.from_numpy(part).to(world.device) for part in table] for table in tables)
 
     @torch.inference_mode()
-    def mean(windows: torch.Tensor) -> torch.Tensor:
+    def mean(windows: Tensor) -> Tensor:
         total = squares = torch.zeros((), device=windows.device)
         first = None
         for index, predict in itertools.product(range(count), networks):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from analysis.inference.sliding_window import SlidingWindowPredictor, forward_pass, symmetry_mean, with_conditions
 from analysis.inference.window_grid import build_window_grid
@@ -109,14 +109,9 @@ class TrainedNetwork:
             log.info("Gas density is multiplied by %.4f, measured on the validation data (--no_calibration: 1)", factor)
         return cls(network.to(device).eval(), config, record, Weights.of({**content, "network": {}}))
 
-    @property
-    def simulation(self) -> attributes.Simulation:
-        """Redshift, cosmology and cell size that all training files state, as far as they agree."""
-        return dict(self.known.simulation)
-
     def differences(self, volume: FieldReader) -> str:
-        """Redshift, cosmology and cell size of a volume that differ from those of `simulation`, else an empty text."""
-        return attributes.differences_of(volume.simulation, self.simulation)
+        """Redshift, cosmology and cell size that a volume and all training files state and that differ, else empty."""
+        return attributes.differences_of(volume.simulation, dict(self.known.simulation))
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
@@ -139,7 +134,7 @@ class TrainedNetwork:
 
 
 def _shift_channel(network: nn.Module, place: int, shift: float) -> None:
-    def shifted(module: nn.Module, inputs: Any, outputs: torch.Tensor) -> torch.Tensor:
+    def shifted(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
         before, channel, after = outputs.float().tensor_split([place, place + 1], dim=1)  # of [N, C, D, D, D]
         return torch.cat([before, channel + shift, after], dim=1)
 
@@ -165,13 +160,11 @@ def build_predictor(
     divisor = math.lcm(*(model.config.window_multiple for model in networks))
     with world.raise_together():
         if world.is_root:
-            attributes.warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
+            attributes.warn_of_other_simulation(volume.path, volume.simulation, dict(trained.known.simulation))
             attributes.warn_of_untrained_conditions(network, volume.path, conditions)
             if compare(trained.known.input_statistics, volume.path, volume.values, config) > OTHER_UNITS:
-                remedy = f"import the original fields with {IMPORTER} (docs/data.md, Your own files)"
-                raise UserError(
-                    f"{volume.path} holds physical values, or other channels than those of the network; {remedy}"
-                )
+                fault = f"{volume.path} holds physical values, or other channels than those of the network"
+                raise UserError(f"{fault}; import the original fields with {IMPORTER} (docs/data.md, Your own files)")
             for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
                 log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:

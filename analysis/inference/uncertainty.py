@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from utils.config.channels import SIDES
@@ -25,7 +26,7 @@ BINS, UPDATES = 1000, 500  # of the fit
 log = logging.getLogger(__name__)
 
 
-def fit(squares: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fit(squares: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     """Factors and floors [C]: with factor · variance + floor, squared errors [C, cells] are most likely, if Gaussian.
 
     The updates keep both positive, and the likelihood grows with each (Févotte, Bertin & Durrieu 2009, eq. 3.5).
@@ -44,7 +45,7 @@ def fit(squares: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, t
 
 def predict_part(
     networks: Sequence[TrainedNetwork], path: str, options: InferenceOptions, world: World
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Means and variances of the networks' predictions of a part of a volume, and its targets, [C, x, y, z]."""
     config = networks[0].config
     source, target = (networks[0].open_field(path, side) for side in SIDES)

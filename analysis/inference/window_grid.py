@@ -57,13 +57,10 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
         raise UserError(f"the box has {size} cells per side, fewer than a window's {window}; {remedy}")
     if not 0 <= overlap < window:
         raise UserError(f"overlap {overlap} is not from 0 to {window - 1}; {window // 2} is recommended")
-    step = window - overlap
-    if periodic:
-        count = -(-size // step)
-        origins = tuple(number * size // count for number in range(count))
-    else:
-        count = -(-(size - window) // step) + 1
-        origins = tuple(number * (size - window) // max(count - 1, 1) for number in range(count))
+    length = size if periodic else size - window
+    steps = -(-length // (window - overlap))
+    count = steps if periodic else steps + 1
+    origins = tuple(number * length // max(steps, 1) for number in range(count))
     shape = np.sin(np.pi * (np.arange(window) + 0.5) / window) ** 2  # [window]
     places = (np.array(origins)[:, None] + np.arange(window)) % size  # [windows, window]
     total = np.bincount(places.flatten(), np.tile(shape, count), size)
@@ -109,8 +106,7 @@ def axis_part(axis: Axis, start: int, stop: int, numbers: range | None = None) -
     return AxisPart(start, stop, first, length, windows)
 
 
-@dataclass(frozen=True)
-class WindowGrid:
+class WindowGrid(NamedTuple):
     """Cubic windows of a volume: all combinations of the windows along its axes."""
 
     x: Axis
@@ -122,16 +118,13 @@ class WindowGrid:
         return self.x.size, self.y.size, self.z.size
 
     @property
-    def count(self) -> int:
-        return math.prod(len(axis.origins) for axis in self.axes)
-
-    @property
-    def axes(self) -> tuple[Axis, Axis, Axis]:
-        return self.x, self.y, self.z
+    def windows(self) -> int:
+        """Number of windows."""
+        return math.prod(len(axis.origins) for axis in self)
 
     def parts(self, box: Box) -> list[AxisPart]:
         """The windows that touch a box, along each axis."""
-        return [axis_part(axis, cells.start, cells.stop) for axis, cells in zip(self.axes, box, strict=True)]
+        return [axis_part(axis, cells.start, cells.stop) for axis, cells in zip(self, box, strict=True)]
 
     def split_windows(self, side: int, count: int, limit: int) -> list[list[range]]:
         """Divides the windows along each axis into ranges of their numbers, so that blocks of cells begin with each.
@@ -139,15 +132,15 @@ class WindowGrid:
         The blocks have at most `side` cells per side and at most `limit` cells, and there are at least `count` of them,
         as far as blocks of one step of the windows allow.
         """
-        parts = [min(-(-axis.size // side), len(axis.origins)) for axis in self.axes]
+        parts = [min(-(-axis.size // side), len(axis.origins)) for axis in self]
         while True:
-            sizes = [axis.size / number for axis, number in zip(self.axes, parts, strict=True)]
-            divisible = [number for number in range(3) if parts[number] < len(self.axes[number].origins)]
+            sizes = [axis.size / number for axis, number in zip(self, parts, strict=True)]
+            divisible = [number for number in range(3) if parts[number] < len(self[number].origins)]
             if not divisible or (math.prod(parts) >= count and math.prod(sizes) <= limit):
                 break
             parts[max(divisible, key=lambda number: sizes[number])] += 1  # x first: its planes are contiguous
         ranges = []
-        for axis, number in zip(self.axes, parts, strict=True):
+        for axis, number in zip(self, parts, strict=True):
             ends = [part * len(axis.origins) // number for part in range(number + 1)]
             ranges.append([range(*pair) for pair in itertools.pairwise(ends)])
         return ranges
@@ -155,15 +148,15 @@ class WindowGrid:
     def split_blocks(self, side: int, count: int, limit: int) -> list[Box]:
         """The blocks of cells of `split_windows`."""
         cuts = []
-        for axis, ranges in zip(self.axes, self.split_windows(side, count, limit), strict=True):
+        for axis, ranges in zip(self, self.split_windows(side, count, limit), strict=True):
             starts = [axis.origins[numbers[0]] for numbers in ranges]
             cuts.append([slice(*pair) for pair in itertools.pairwise([*starts, axis.size])])
         return list(itertools.product(*cuts))
 
     def describe(self) -> str:
-        steps = {end - start for axis in self.axes for start, end in itertools.pairwise(axis.origins)}
+        steps = {end - start for axis in self for start, end in itertools.pairwise(axis.origins)}
         overlap = f", overlapping by {self.x.window - max(steps)} cells" if steps else ""
-        return f"{self.count} windows of {self.x.window}³ cells{overlap}"
+        return f"{self.windows} windows of {self.x.window}³ cells{overlap}"
 
 
 def build_window_grid(shape: tuple[int, int, int], window: int, overlap: int | None, periodic: bool) -> WindowGrid:

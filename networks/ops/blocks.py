@@ -20,6 +20,7 @@ channels_last_3d, and grids have an even number of cells along each axis.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MOST_CHANNELS = 8  # of a layer with few channels
@@ -27,17 +28,17 @@ CHANNELS_LAST = torch.channels_last_3d
 WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU can load at once
 
 
-def has_few_channels(weight: torch.Tensor) -> bool:
+def has_few_channels(weight: Tensor) -> bool:
     """True for a layer with few channels, by its weight; see the head of this file."""
     return weight.shape[1] <= MOST_CHANNELS
 
 
-def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def space_to_depth(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[N, C, 2D, 2H, 2W] -> [N, 8C, D + 1, H + 1, W + 1] of `dtype`, blocks of x padded with zeros. One copy."""
     return _Shuffle.apply(x, dtype or x.dtype, True)
 
 
-def depth_to_space(blocks: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def depth_to_space(blocks: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[N, 8C, D + 1, H + 1, W + 1] -> [N, C, 2D, 2H, 2W] of `dtype`, the inverse of `space_to_depth`. One copy."""
     return _Shuffle.apply(blocks, dtype or blocks.dtype, False)
 
@@ -46,17 +47,17 @@ class _Shuffle(torch.autograd.Function):
     """`_to_blocks` or `_to_cells`, each of which is the backward pass of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, to_blocks: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, to_blocks: bool) -> Tensor:
         ctx.dtype, ctx.to_blocks = x.dtype, to_blocks
         return _to_blocks(x, dtype) if to_blocks else _to_cells(x, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return (_to_cells if ctx.to_blocks else _to_blocks)(gradient, ctx.dtype), None, None
 
 
-def _to_blocks(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
     count, channels, *sides = x.shape
     shape = (count, 8 * channels, *(side // 2 + 1 for side in sides))
     blocks = torch.empty(shape, dtype=dtype, device=x.device, memory_format=CHANNELS_LAST).zero_()
@@ -64,7 +65,7 @@ def _to_blocks(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return blocks
 
 
-def _to_cells(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_cells(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     count, channels, *sides = blocks.shape
     shape = (count, channels // 8, *(2 * side - 2 for side in sides))
     x = torch.empty(shape, dtype=dtype, device=blocks.device, memory_format=CHANNELS_LAST)
@@ -72,7 +73,7 @@ def _to_cells(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy(target: Tensor, source: Tensor) -> None:
     """Copies views [N, C, D, 2, H, 2, W, 2]."""
     bytes_per_cell = target.shape[1] * target.element_size()
     if target.dtype == source.dtype and source.stride(1) == 1 and bytes_per_cell % WIDE.itemsize == 0:
@@ -81,12 +82,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _pairs(x: torch.Tensor) -> torch.Tensor:
+def _pairs(x: Tensor) -> Tensor:
     """A view [N, C, D, 2, H, 2, W, 2] of x [N, C, 2D, 2H, 2W]."""
     return x.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
 
 
-def _cells(blocks: torch.Tensor) -> torch.Tensor:
+def _cells(blocks: Tensor) -> Tensor:
     """A view [N, C, D, 2, H, 2, W, 2] of the cells in blocks [N, 8C, D + 1, H + 1, W + 1] that are not padding."""
     sample, part, *steps = blocks.stride()  # of channels_last_3d: in other formats some of those below are negative
     count, channels = blocks.shape[0], blocks.shape[1] // 8
@@ -102,13 +103,13 @@ def _cells(blocks: torch.Tensor) -> torch.Tensor:
 # --- weights of the dense convolutions --------------------------------------------------------------------------------
 
 
-def blocks_weight(weight: torch.Tensor) -> torch.Tensor:
+def blocks_weight(weight: Tensor) -> Tensor:
     """[O, I, 4, 4, 4] of a convolution -> [O, 8I, 2, 2, 2] of a convolution that reads blocks."""
     parts = weight.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2)  # [O, I, 2 (a), 2, 2, 2 (r), 2, 2]
     return parts.permute(0, 2, 3, 4, 5, 6, 7, 1).flatten(4).permute(0, 4, 1, 2, 3)
 
 
-def cells_weight(weight: torch.Tensor) -> torch.Tensor:
+def cells_weight(weight: Tensor) -> Tensor:
     """[I, O, 4, 4, 4] of a transposed convolution -> [8O, I, 2, 2, 2] of a convolution that returns blocks."""
     # Output cell 2b + r - 1 sums weight[2a + r] times input cell b - a: a convolution with the kernel reversed.
     parts = weight.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2).flip(2, 3, 4)  # [I, O, 2, 2, 2 (a), 2, 2, 2 (r)]

@@ -6,33 +6,34 @@ A layer with few channels is computed as a dense convolution over blocks of 2³ 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from networks.ops.blocks import blocks_weight, cells_weight, depth_to_space, has_few_channels, space_to_depth
 from networks.ops.l1 import LastL1, Sums, l1, l1_of_blocks
-from networks.ops.pointwise import bias_activation, bias_activation_twice, bias_relu_cat
+from networks.ops.pointwise import CHANNELS_LAST, bias_activation, bias_activation_twice, bias_relu_cat
 from networks.ops.precision import DENSE, Pair, coarse_and_precise, convolution_gradients, precise, without_autocast
 from networks.ops.reference import Between, Half, Twice
 
 __all__ = ["down", "l1", "last", "last_l1", "up"]
 
 
-def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
+def down(x: Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
     if has_few_channels(layer.weight):
         weight = blocks_weight(layer.weight).to(layer.dtype)
-        y = F.conv3d(space_to_depth(_in_order(x), layer.dtype), weight)
+        y = F.conv3d(space_to_depth(x.contiguous(memory_format=CHANNELS_LAST), layer.dtype), weight)
     else:
         y = F.conv3d(x.to(layer.dtype), layer.weight.to(layer.dtype), None, 2, 1)
     return bias_activation_twice(y if between is None else between(y, layer.bias), layer.bias, "leaky_relu")
 
 
-def up(x: torch.Tensor, skip: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> torch.Tensor:
+def up(x: Tensor, skip: Tensor, layer: Any, half: Half = None, between: Between = None) -> Tensor:
     y = F.conv_transpose3d(x.to(layer.dtype), layer.weight.to(layer.dtype), None, 2, 1)
     return bias_relu_cat(y if between is None else between(y, layer.bias), layer.bias, skip.to(layer.dtype))
 
 
-def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
+def last(x: Tensor, layer: Any) -> Tensor:
     with without_autocast(x):
         weight = cells_weight(layer.weight)
         if layer.dtype == torch.bfloat16:
@@ -42,12 +43,12 @@ def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
     return bias_activation(y, layer.bias, "tanh")
 
 
-def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
-    def compute(coarse: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> Sums:
+def last_l1(x: Tensor, layer: Any, targets: Tensor) -> Tensor:
+    def compute(coarse: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Sums:
         blocks = torch.ops.aten.convolution(precise(x), precise(weight), None, *DENSE)
         return l1_of_blocks(blocks, bias, targets, coarse.dtype)
 
-    def differentiate(gradient: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor) -> Pair:
+    def differentiate(gradient: Tensor, coarse: Tensor, weight: Tensor) -> Pair:
         return convolution_gradients(gradient, coarse, weight.to(coarse.dtype), DENSE)
 
     with without_autocast(x):
@@ -55,23 +56,18 @@ def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
         return LastL1.apply(compute, differentiate, x.to(layer.dtype), weight, layer.bias, targets)
 
 
-def _in_order(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
 class _PreciseLast(torch.autograd.Function):
     """The float32 result from precise operands, and the gradients from those in bfloat16."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, precise_x: Tensor, precise_weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         # The shuffles also convert the results to float32 and their gradients to bfloat16.
         return depth_to_space(torch.ops.aten.convolution(precise_x, precise_weight, None, *DENSE), torch.float32)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return *convolution_gradients(space_to_depth(_in_order(gradient), x.dtype), x, weight, DENSE), None, None
+        blocks = space_to_depth(gradient.contiguous(memory_format=CHANNELS_LAST), x.dtype)
+        return *convolution_gradients(blocks, x, weight, DENSE), None, None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from networks.ops import pointwise, reference
@@ -22,10 +23,10 @@ from networks.ops.precision import Pair
 
 BLOCKS_TILE = 512  # elements of a program's tile: four per thread leave registers for 32 warps per multiprocessor
 
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Sums = tuple[Tensor, Tensor, Tensor]
 
 
-def l1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def l1(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean |outputs - targets| as a float32 scalar, for tensors of the same memory format."""
     in_order = all(part.is_contiguous(memory_format=torch.channels_last_3d) for part in (outputs, targets))
     if not in_order or not outputs.numel() or targets.requires_grad:
@@ -37,7 +38,7 @@ class _L1(torch.autograd.Function):
     """Processes the elements in memory order, which is the same for both tensors."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         count = outputs.numel()
         programs = min(-(-count // pointwise.TILE), pointwise.PROGRAMS)
         partial = torch.empty(programs, dtype=torch.float32, device=outputs.device)
@@ -47,7 +48,7 @@ class _L1(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         outputs, targets = ctx.saved_tensors
         count = outputs.numel()
         outputs_gradient = torch.empty_like(outputs)
@@ -69,11 +70,11 @@ class LastL1(torch.autograd.Function):
         ctx: Any,
         compute: Callable[..., Sums],
         differentiate: Callable[..., Pair],
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         ctx.differentiate, ctx.count = differentiate, targets.numel()
         total, gradient, bias_gradient = compute(x, weight, bias, targets)
         ctx.save_for_backward(x, weight, gradient, bias_gradient)
@@ -81,14 +82,14 @@ class LastL1(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gradient, bias_gradient = ctx.saved_tensors
         factor = upstream / ctx.count  # stays on the device, and may be NaN
         x_gradient, weight_gradient = ctx.differentiate(gradient, x, weight * factor)
         return None, None, x_gradient, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None
 
 
-def l1_of_blocks(blocks: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> Sums:
+def l1_of_blocks(blocks: Tensor, bias: Tensor, targets: Tensor, dtype: torch.dtype) -> Sums:
     """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in `dtype`, and that of the bias."""
     blocks = blocks.contiguous(memory_format=torch.channels_last_3d)
     channels, depth, rows, columns = len(bias), *blocks.shape[2:]

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 WARPS = 4
 
@@ -47,6 +47,6 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = WARPS, 
 def _kind(argument: Any) -> Any:
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0
-    if isinstance(argument, torch.Tensor):
+    if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return (argument.base.dtype, *argument.block_shape) if hasattr(argument, "block_shape") else type(argument)

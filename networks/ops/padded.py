@@ -9,13 +9,11 @@ convolution reads shifted. Tensors here are views of the grid without these pads
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pads: bool = True) -> torch.Tensor:
-    """A view [N, C, D, D, D] of new memory; only the first cell is set. Its writer also writes the other pads.
-
-    pads: False for a channels_last_3d tensor without them.
-    """
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pads: bool = True) -> Tensor:
+    """A new view [N, C, D, D, D], whose writer also sets all pads but the first cell; pads False: it has none."""
     if not pads:
         return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=torch.channels_last_3d)
     count, channels, side = shape[:3]
@@ -24,7 +22,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pads: 
     return memory.as_strided(tuple(shape), _strides(channels, side), channels)
 
 
-def zero_pads(x: torch.Tensor) -> torch.Tensor:
+def zero_pads(x: Tensor) -> Tensor:
     """Sets the pads of x, a result of `empty`, to zero; returns x."""
     whole, side = with_pads(x), x.shape[2]
     for axis in range(1, 4):
@@ -32,13 +30,13 @@ def zero_pads(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def with_pads(x: torch.Tensor) -> torch.Tensor:
+def with_pads(x: Tensor) -> Tensor:
     """The memory of a padded grid, [N, D + 1, D + 1, D + 1, C]."""
     count, channels, side = x.shape[:3]
     return x.as_strided((count, *[side + 1] * 3, channels), (x.stride(0), *x.stride()[2:], 1))
 
 
-def is_padded(x: torch.Tensor) -> bool:
+def is_padded(x: Tensor) -> bool:
     """True for what `empty` returned: no other memory has one cell before the first one and this size."""
     if x.dim() != 5 or not x.shape[2] == x.shape[3] == x.shape[4]:
         return False
@@ -48,7 +46,7 @@ def is_padded(x: torch.Tensor) -> bool:
     return place == (_strides(channels, side), channels, size)
 
 
-def padded(x: torch.Tensor) -> torch.Tensor:
+def padded(x: Tensor) -> Tensor:
     """x itself if it is padded, else a padded copy."""
     return x if is_padded(x) else zero_pads(empty(x.shape, x.dtype, x.device).copy_(x))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from networks.ops import CUDNN, HOPPER, TORCH
 from networks.ops.blocks import has_few_channels
@@ -74,7 +74,7 @@ def apply(network: nn.Module, plan: Plan, dtype: torch.dtype, loss: Any = None) 
         loss.operation = plan[LOSS].operation
 
 
-def halves(layers: Sequence[Any]) -> dict[Any, torch.Tensor]:
+def halves(layers: Sequence[Any]) -> dict[Any, Tensor]:
     """The weights, in half precision, of those layers that Hopper's kernels compute, by one operation.
 
     An optimizer may update a weight's `half_copy` with the weight, and then sets its `half_version`.

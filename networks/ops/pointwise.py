@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -31,26 +32,23 @@ PROGRAMS = 1056
 Activation = Literal["leaky_relu", "relu", "tanh"]
 
 
-def bias_activation(x: torch.Tensor, bias: torch.Tensor, activation: Activation) -> torch.Tensor:
+def bias_activation(x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
     """activation(x + bias) in x's dtype, for x [N, C, D, H, W] and bias [C]."""
     return bias_activation_twice(x, bias, activation)[0]
 
 
-def bias_activation_twice(x: torch.Tensor, bias: torch.Tensor, activation: Activation) -> Twice:
+def bias_activation_twice(x: Tensor, bias: Tensor, activation: Activation) -> Twice:
     """`bias_activation` for two uses of its result, whose gradients the backward kernel adds."""
     if _repeats(x):
         return _BiasActivation.apply(x.contiguous(memory_format=CHANNELS_LAST), bias, None, activation)
     # A float32 bias makes the sum float32, under autocast too.
     total = x + bias.view(-1, 1, 1, 1)
-    if activation == "leaky_relu":
-        y = F.leaky_relu(total, NEGATIVE_SLOPE)
-    else:
-        y = F.relu(total) if activation == "relu" else torch.tanh(total)
+    y = F.leaky_relu(total, NEGATIVE_SLOPE) if activation == "leaky_relu" else getattr(torch, activation)(total)
     y = y.to(x.dtype)
     return y, y
 
 
-def bias_relu_cat(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+def bias_relu_cat(x: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
     """cat([relu(x + bias), skip], 1) in x's dtype."""
     if _repeats(x):
         x, skip = (part.contiguous(memory_format=CHANNELS_LAST) for part in (x, skip))
@@ -58,7 +56,7 @@ def bias_relu_cat(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> to
     return torch.cat([bias_activation(x, bias, "relu"), skip], dim=1)
 
 
-def _repeats(x: torch.Tensor) -> bool:
+def _repeats(x: Tensor) -> bool:
     """False for one channel, for which repeated calls on an H200 gave different bits."""
     return x.shape[1] > 1
 
@@ -75,8 +73,8 @@ class _BiasActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor | None, activation: Activation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, x: Tensor, bias: Tensor, skip: Tensor | None, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
         channels, skip_channels = x.shape[1], 0 if skip is None else skip.shape[1]
         shape = (x.shape[0], channels + skip_channels, *x.shape[2:])
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=CHANNELS_LAST)
@@ -94,7 +92,7 @@ class _BiasActivation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         channels, (y,) = ctx.channels, ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
@@ -105,8 +103,8 @@ class _BiasActivation(torch.autograd.Function):
 
 
 def activation_gradient(
-    y: torch.Tensor, given: Sequence[torch.Tensor], activation: Activation, channels: int, pads: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    y: Tensor, given: Sequence[Tensor], activation: Activation, channels: int, pads: bool = False
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and bias for y = activation(x + bias), the first `channels` channels of y.
 
     given: the gradient of y, or two whose sum it is. pads: the result is padded, see padded.py.
@@ -153,7 +151,7 @@ class _Tile(NamedTuple):
         return -(-cells // (self.rows * self.packed))
 
 
-def _by_cells(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+def _by_cells(x: Tensor) -> tuple[Tensor, int, int]:
     """x [N, C, D, H, W], its elements from one cell to the next, and its cells from one row to the next.
 
     A contiguous copy if these vary. The pitch is W, or W + 1 in a padded cube.

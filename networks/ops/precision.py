@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional as F
 
@@ -11,22 +12,22 @@ from torch.nn import functional as F
 DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
 UP = [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, 1
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def at_least_float32(outputs: torch.Tensor) -> torch.Tensor:
+def at_least_float32(outputs: Tensor) -> Tensor:
     """Half precision would round differences by about a tenth of the loss of a trained network."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
-def without_autocast(x: torch.Tensor) -> Any:
+def without_autocast(x: Tensor) -> Any:
     """Context in which autocast leaves operations on x's device as they are."""
     if autocast_dtype(x) is None:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which autocast computes x's convolutions, None if it leaves x as it is."""
     # PyTorch raises an error for other devices, such as meta.
     known = x.device.type in ("cpu", "cuda")
@@ -35,22 +36,22 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
-def precise(x: torch.Tensor) -> torch.Tensor:
+def precise(x: Tensor) -> Tensor:
     """x, without gradient, in the dtype of last layers' convolutions: float16; float32 on a CPU, where that is slow."""
     return x.detach().to(torch.float32 if x.device.type == "cpu" else torch.float16)
 
 
-def coarse_and_precise(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+def coarse_and_precise(x: Tensor, weight: Tensor) -> list[Tensor]:
     """x and weight in bfloat16, which determine the gradients, and those that determine the result."""
     return [x.to(torch.bfloat16), weight.to(torch.bfloat16), precise(x), precise(weight)]
 
 
-def convolution_gradients(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: Any) -> Pair:
+def convolution_gradients(gradient: Tensor, x: Tensor, weight: Tensor, form: Any) -> Pair:
     """The gradients of x and weight for that of their convolution DENSE or UP."""
     return torch.ops.aten.convolution_backward(gradient, x, weight, None, *form, [True, True, False])[:2]
 
 
-def convolve_to_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def convolve_to_float32(x: Tensor, weight: Tensor) -> Tensor:
     """The transposed convolution UP without bias; float32 where autocast would round it to bfloat16.
 
     bfloat16 has 8 significant bits: for values in ±1 the mean error is 6.5e-4, while a trained network has a loss of
@@ -66,21 +67,19 @@ def convolve_to_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # A custom operator: torch.compile does not support autograd functions where it splits the graph at DDP's buckets.
 
 
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor
-) -> torch.Tensor:
+def _forward(x: Tensor, weight: Tensor, precise_x: Tensor, precise_weight: Tensor) -> Tensor:
     return torch.ops.aten.convolution(precise_x, precise_weight, None, *UP).float()
 
 
-def _backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
+def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Pair:
     return convolution_gradients(gradient.to(x.dtype), x, weight, UP)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
-def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return *_gradients(gradient, *ctx.saved_tensors), None, None
 
 

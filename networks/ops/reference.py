@@ -8,42 +8,43 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from networks.ops.precision import at_least_float32, convolve_to_float32
 
 NEGATIVE_SLOPE = 0.01
 
-Half = torch.Tensor | None
+Half = Tensor | None
 # (the convolution's result, a bias that is added later or None) -> its replacement
-Between = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None
-Twice = tuple[torch.Tensor, torch.Tensor]
+Between = Callable[[Tensor, Tensor | None], Tensor] | None
+Twice = tuple[Tensor, Tensor]
 
 
-def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
+def down(x: Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
     """[N, I, 2D, 2D, 2D] -> leaky_relu(convolution), [N, O, D, D, D], twice, for its two uses."""
     y = F.conv3d(x, layer.weight, layer.bias, 2, 1)
     y = F.leaky_relu(y if between is None else between(y, None), NEGATIVE_SLOPE)
     return y, y
 
 
-def up(x: torch.Tensor, skip: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> torch.Tensor:
+def up(x: Tensor, skip: Tensor, layer: Any, half: Half = None, between: Between = None) -> Tensor:
     """[N, I, D, D, D] and skip [N, S, 2D, 2D, 2D] -> relu(transposed convolution) and skip, [N, O + S, 2D, 2D, 2D]."""
     y = F.conv_transpose3d(x, layer.weight, layer.bias, 2, 1)
     return torch.cat([F.relu(y if between is None else between(y, None)), skip], dim=1)
 
 
-def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
+def last(x: Tensor, layer: Any) -> Tensor:
     """[N, I, D, D, D] -> tanh(transposed convolution), [N, O, 2D, 2D, 2D]; float32 under bfloat16 autocast."""
     y = convolve_to_float32(x, layer.weight)
     return torch.tanh(y + layer.bias.to(y.dtype).view(-1, 1, 1, 1))
 
 
-def l1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def l1(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean |outputs - targets| as a float32 scalar; float64 for float64 outputs."""
     return (at_least_float32(outputs) - targets).abs().mean()
 
 
-def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
+def last_l1(x: Tensor, layer: Any, targets: Tensor) -> Tensor:
     """l1(last(x, layer), targets)."""
     return l1(last(x, layer), targets)

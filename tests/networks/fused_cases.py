@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from networks import build_loss, build_network, initialize
@@ -21,15 +21,15 @@ RANGES = [[2.0, 4.0], [0.1, 0.3], [70.0, 70.0]]  # of conditions; the last one i
 CONDITIONS = torch.tensor([[2.0, 0.3, 70.0], [3.5, 0.15, 60.0]])
 
 
-def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Tensor:
     """Normal values of `dtype`, in channels_last_3d memory if they have five axes."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
 
 
 def results(
-    function: Callable[..., Any], inputs: list[torch.Tensor], upstream: Sequence[torch.Tensor], dtype: Any = None
-) -> list[torch.Tensor]:
+    function: Callable[..., Any], inputs: list[Tensor], upstream: Sequence[Tensor], dtype: Any = None
+) -> list[Tensor]:
     """The function's outputs and the gradients of its inputs, all computed in `dtype` if given."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
     outputs = function(*inputs)
@@ -38,7 +38,7 @@ def results(
     return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
 
-def layer_results(layer: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+def layer_results(layer: nn.Module, x: Tensor, *others: Tensor) -> list[Tensor]:
     """The layer's (first) output and the gradients of its first input and parameters."""
     x = x.detach().requires_grad_()
     y = layer(x, *others)
@@ -47,7 +47,7 @@ def layer_results(layer: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> l
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
 
 
-def assert_like_torch(layer: Any, dtype: torch.dtype, x: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+def assert_like_torch(layer: Any, dtype: torch.dtype, x: Tensor, *others: Tensor) -> list[Tensor]:
     """`layer_results` of Hopper's kernels, repeated and compared with torch in float64; changes the layer to that."""
     layer.operation, layer.dtype = HOPPER, dtype
     with torch.autocast(x.device.type, dtype):
@@ -62,7 +62,7 @@ def assert_like_torch(layer: Any, dtype: torch.dtype, x: torch.Tensor, *others: 
     return got
 
 
-def assert_close(got: torch.Tensor, expected: torch.Tensor, error: float = 1e-6) -> None:
+def assert_close(got: Tensor, expected: Tensor, error: float = 1e-6) -> None:
     assert got.shape == expected.shape
     assert float((got.double() - expected).abs().max()) < error * float(expected.abs().max())
 
@@ -93,7 +93,7 @@ def planned(module: NetworkWithLoss, kernels: str, side: int, dtype: torch.dtype
     return module
 
 
-def batch(device: str = "cpu", size: int = 16) -> list[torch.Tensor]:
+def batch(device: str = "cpu", size: int = 16) -> list[Tensor]:
     """Inputs, and targets outside the network's range, so that rounding changes no sign in the loss's gradient."""
     inputs, targets = (values(2, c, *(size,) * 3, seed=seed, device=device) for seed, c in enumerate((4, 5)))
     return [inputs, 2 * targets.sign()]
@@ -102,11 +102,11 @@ def batch(device: str = "cpu", size: int = 16) -> list[torch.Tensor]:
 class Trained(NamedTuple):
     """The loss and the gradients of all parameters; the positive activations, in the order of the forward pass."""
 
-    values: list[torch.Tensor]
-    positive: list[torch.Tensor]
+    values: list[Tensor]
+    positive: list[Tensor]
 
 
-def trained(module: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Trained:
+def trained(module: nn.Module, batch: Sequence[Tensor], dtype: torch.dtype | None) -> Trained:
     """One pass, its gradients scaled as by a gradient scaler; `dtype` is that of autocast."""
     network: Any = module.network
     positive = []
@@ -123,23 +123,22 @@ def trained(module: nn.Module, batch: Sequence[torch.Tensor], dtype: torch.dtype
     return Trained([loss.detach(), *torch.autograd.grad(1024 * loss, list(module.parameters()))], positive)
 
 
-def exact(plain: nn.Module, batch: Sequence[torch.Tensor], like: Trained) -> list[torch.Tensor]:
+def exact(plain: nn.Module, batch: Sequence[Tensor], like: Trained) -> list[Tensor]:
     """The values of `trained` in float64, with the same activations positive: rounding may move one across zero.
 
     Changes the module to float64.
     """
     masks = iter(like.positive)
 
-    def leaky_relu(x: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
+    def leaky_relu(x: Tensor, slope: float = 0.0) -> Tensor:
         return torch.where(next(masks), x, slope * x)
 
-    with mock.patch.object(
-        reference, "F", SimpleNamespace(**{**vars(F), "relu": leaky_relu, "leaky_relu": leaky_relu})
-    ):
+    functions = {**vars(F), "relu": leaky_relu, "leaky_relu": leaky_relu}
+    with mock.patch.object(reference, "F", SimpleNamespace(**functions)):
         return trained(plain.double(), [part.double() for part in batch], None).values
 
 
-def assert_trains_like(got: Trained, plain: nn.Module, batch: list[torch.Tensor], dtype: torch.dtype | None) -> None:
+def assert_trains_like(got: Trained, plain: nn.Module, batch: list[Tensor], dtype: torch.dtype | None) -> None:
     """No result of `trained` has a larger error than the plain module's plus a rounding step; changes that to float64.
 
     Modulated layers round more often: their sums over cells are rounded twice.

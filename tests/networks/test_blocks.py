@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from devices import half_precision
-from fused_cases import CHANNELS_LAST, assert_close, assert_like_torch, values
-from torch import nn
+from fused_cases import CHANNELS_LAST, assert_close, values
 from torch.nn import functional as F
 from triton_compile import compile_launches
 
-from networks.layers import Down, Last
-from networks.ops import HOPPER, padded, plan
+from networks.ops import padded
 from networks.ops.blocks import space_to_depth
 from networks.ops.hopper import edges
 
@@ -32,11 +29,9 @@ def operands(samples: int, small: int, few: int, side: int) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("channels", [1, 4, 5])
 def test_blocks_of_cells_are_those_of_the_copy_bit_for_bit(interpreter: list[str], channels: int) -> None:
-    from networks.ops.shuffle import cells_to_blocks
-
     cells = values(3, channels, 8, 6, 10, seed=0)
     for dtype in (torch.float32, torch.float16):
-        blocks = cells_to_blocks(cells, dtype)
+        blocks = edges.cells_to_blocks(cells, dtype)
         assert torch.equal(blocks, space_to_depth(cells, dtype))
         assert blocks.is_contiguous(memory_format=CHANNELS_LAST)
     assert interpreter == ["shuffle_cells"] * 2
@@ -83,37 +78,10 @@ def test_a_nan_reaches_the_same_values_as_in_torch(interpreter: list[str]) -> No
         assert torch.equal(got.isnan(), expected.isnan())
 
 
-def test_the_gradient_of_an_input_that_needs_none_is_not_computed(interpreter: list[str]) -> None:
-    _, cells, _ = operands(2, 64, 5, 3)
-    layer = Down(5, 64).to(memory_format=CHANNELS_LAST)
-    layer.operation, layer.dtype = HOPPER, torch.float32
-    layer(cells)[0].sum().backward()
-    assert interpreter[0] == "shuffle_cells"
-    assert interpreter[1:] == ["blocks_to_padded_rows", "bias_activation_backward", "block_weight_gradient"]
+SLOW = (pytest.param(*case, marks=pytest.mark.slow) for case in ((64, 4), (128, 8), (64, 1)))
 
 
-@half_precision("interpreter")
-@pytest.mark.parametrize("kind", [Down, Last])
-def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype: torch.dtype, kind: Any) -> None:
-    """Outputs and gradients have the errors of half precision, and the same bits in a second run."""
-    launched, device = request.getfixturevalue(place), torch.device("cuda" if place == "on_device" else "cpu")
-    if reason := plan.not_hopper(device):
-        pytest.skip(reason)
-    torch.manual_seed(0)
-    channels, side = (4, 64) if kind is Down else (64, 5), 4 if place == "interpreter" else 32
-    layer = kind(*channels).to(device, memory_format=CHANNELS_LAST)
-    nn.init.constant_(layer.bias, 2.0 if kind is Down else 0.0)  # rounding moves no activation across zero
-    x = values(2, channels[0], *[side] * 3).to(dtype).float().to(device)
-    got = assert_like_torch(layer, dtype, x)
-    names = {"rows_to_blocks", "blocks_to_padded_rows", "block_weight_gradient", "bias_activation_backward"}
-    assert names == {*launched} - {"bias_activation_forward", "shuffle_cells"}
-    assert got[0].dtype == (torch.float32 if (dtype, kind) == (torch.bfloat16, Last) else dtype)
-
-
-@pytest.mark.parametrize(
-    ("small", "few"),
-    [(128, 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((64, 4), (128, 8), (64, 1)))],
-)
+@pytest.mark.parametrize(("small", "few"), [(128, 5), *SLOW])
 def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch: Any, small: int, few: int, tmp_path: Path) -> None:
     """rows_to_blocks twice."""
     compiled = compile_launches(monkeypatch, tmp_path)

@@ -12,18 +12,13 @@ from networks import build_network, initialize
 TEXTS = {"shape": (300,), "classes": 46, "vocabulary": 30_982}
 MNIST = {"shape": (1, 28, 28), "classes": 10}
 CIFAR = {"shape": (3, 32, 32), "classes": 10}
-VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales": 2}
+BLOCKS = " ".join(f"blocks.{at} norm relu blocks.{at + 3} norm relu max2" for at in (0, 7, 14))
 # Samples, the number of parameters, and the order of the layers.
 CLASSIFIERS: dict[str, tuple[dict[str, Any], int, str]] = {
     "mnist_cnn": (MNIST, 1_199_882, "conv1 relu conv2 relu max2 flatten dense1 relu dense2"),
     "lenet": (MNIST, 129_068, "conv1 relu average conv2 relu average flatten dense1 relu dense2"),
     "reuters_cnn": (TEXTS, 332_856, "embedding transpose conv1 relu max1 conv2 relu max1 flatten dense"),
-    "cifar_cnn": (
-        CIFAR,
-        287_008 + 2048 * 128 + 128 + 1290,
-        " ".join(f"blocks.{at} norm relu blocks.{at + 3} norm relu max2" for at in (0, 7, 14))
-        + " flatten dense1 relu dense2",
-    ),
+    "cifar_cnn": (CIFAR, 287_008 + 2048 * 128 + 128 + 1290, f"{BLOCKS} flatten dense1 relu dense2"),
 }
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -76,8 +71,11 @@ def test_images_below_the_minimum_size_are_refused(name: str, least: int) -> Non
         ("unet", MNIST, "network unet cannot be used with labeled samples; use mnist_cnn or lenet"),
         ("reuters_cnn", MNIST, "reuters_cnn takes texts, .*use mnist_cnn"),
         ("lenet", {**MNIST, "norm": "group"}, "network lenet has no option norm; remove it"),
-        ("unet", {**VOLUMES, "crop": 6}, "data_size 6 is not a multiple of 4"),
-        ("unet", {**VOLUMES, "norm": "layer"}, "unknown norm layer; known: none, batch"),
+        (
+            "lenet",
+            {**MNIST, "conditions": [[0.0, 1.0]]},
+            r"lenet takes no conditions; remove network\.conditions",
+        ),
     ],
 )
 def test_a_network_refuses_samples_and_options_of_others(name: str, options: dict[str, Any], message: str) -> None:

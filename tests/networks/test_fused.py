@@ -1,36 +1,29 @@
 """Fused kernels compared with torch's float64 operations: no more error than the same operations in the same dtype.
 
-The kernels run in Triton's interpreter, and in the last tests on a GPU if there is one.
+The kernels run in Triton's interpreter, and on a GPU if there is one; they are compiled in the last test.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from devices import ON_GPU
-from fused_cases import (
-    CHANNELS_LAST,
-    CONDITIONS,
-    SLACK,
-    assert_trains_like,
-    batch,
-    planned,
-    results,
-    trained,
-    values,
-    with_loss,
-)
+from fused_cases import CONDITIONS, SLACK, assert_trains_like, batch, planned, results, trained, values, with_loss
 from small_steps import refusing_to_wait
+from torch import Tensor
 from torch.nn import functional as F
+from triton_compile import ARCHITECTURES, compile_launches
 
 from networks import build_loss
 from networks.ops import pointwise
-from networks.ops.l1 import l1
+from networks.ops.l1 import l1, l1_of_blocks
 
 SIZE = (3, 5, 4)  # of a sample's grid
-PLAIN: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+PLAIN: dict[Any, Callable[[Tensor], Tensor]] = {
     "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
     "relu": F.relu,
     "tanh": torch.tanh,
@@ -45,7 +38,7 @@ class Kernels(NamedTuple):
     size: tuple[int, int, int]  # of a sample's grid
     half: torch.dtype
 
-    def values(self, channels: int, precision: str = "float32", seed: int = 0) -> torch.Tensor:
+    def values(self, channels: int, precision: str = "float32", seed: int = 0) -> Tensor:
         dtype = self.half if precision == "half" else torch.float32
         return values(2, channels, *self.size, dtype=dtype, seed=seed, device=self.device)
 
@@ -66,7 +59,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def assert_as_accurate(
-    fused: list[torch.Tensor], plain: Callable[..., Any], inputs: list[torch.Tensor], upstream: Sequence[torch.Tensor]
+    fused: list[Tensor], plain: Callable[..., Any], inputs: list[Tensor], upstream: Sequence[Tensor]
 ) -> None:
     """No fused result has a larger error than the plain one in the inputs' dtype plus SLACK of the largest value."""
     dtype = inputs[0].dtype
@@ -76,21 +69,15 @@ def assert_as_accurate(
         assert error <= size + SLACK[dtype] * float(reference.abs().max())
 
 
-def activated(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(x: Tensor, bias: Tensor, activation: str) -> Tensor:
     """The operations of a network without kernels, all in the dtype of x."""
     return PLAIN[activation](x + bias.view(-1, 1, 1, 1).to(x.dtype))
 
 
-@pytest.mark.parametrize(
-    ("activation", "channels", "precision"),
-    [
-        ("leaky_relu", 5, "float32"),
-        ("leaky_relu", 64, "half"),
-        ("relu", 70, "float32"),
-        ("relu", 2, "half"),
-        ("tanh", 70, "half"),
-    ],
-)
+ACTIVATED = [("leaky_relu", 5, "float32"), ("leaky_relu", 64, "half"), ("relu", 70, "float32"), ("relu", 2, "half")]
+
+
+@pytest.mark.parametrize(("activation", "channels", "precision"), [*ACTIVATED, ("tanh", 70, "half")])
 def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, precision: str) -> None:
     """With as many, fewer and more channels than lanes. The second gradient is a slice of a concatenation's."""
     x, bias = kernels.values(channels, precision), values(channels, seed=1, device=kernels.device)
@@ -100,7 +87,7 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
     fused, again = (results(function, [x, bias], upstream) for _ in range(2))
     assert kernels.launched == BOTH * 2
     assert [part.dtype for part in fused] == [*[x.dtype] * 3, torch.float32]
-    assert all(part.is_contiguous(memory_format=CHANNELS_LAST) for part in fused[:3])
+    assert all(part.is_contiguous(memory_format=pointwise.CHANNELS_LAST) for part in fused[:3])
     assert torch.equal(fused[0], fused[1])
     assert torch.equal(x, before), "the output of the convolution must not change"
     assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
@@ -116,17 +103,12 @@ def test_one_channel_needs_no_kernel_and_repeats_bit_for_bit(kernels: Kernels) -
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(
-    "upstream",
-    [
-        values(2, 6, *SIZE, seed=2).contiguous(),
-        torch.tensor(0.5).expand(2, 6, *SIZE),
-        values(2, 6, 5, 7, 6, seed=2)[:, :, 1:-1, 1:-1, 1:-1],
-        values(1, 9, 1, 1, 1, seed=2)[:, 3:],
-    ],
-    ids=lambda upstream: f"{tuple(upstream.shape)} {upstream.stride()}",
-)
-def test_gradients_may_have_any_strides_and_grids_of_one_cell(interpreter: list[str], upstream: torch.Tensor) -> None:
+STRIDED = [values(2, 6, *SIZE, seed=2).contiguous(), values(2, 6, 5, 7, 6, seed=2)[:, :, 1:-1, 1:-1, 1:-1]]
+STRIDED += [torch.tensor(0.5).expand(2, 6, *SIZE), values(1, 9, 1, 1, 1, seed=2)[:, 3:]]
+
+
+@pytest.mark.parametrize("upstream", STRIDED, ids=lambda upstream: f"{tuple(upstream.shape)} {upstream.stride()}")
+def test_gradients_may_have_any_strides_and_grids_of_one_cell(interpreter: list[str], upstream: Tensor) -> None:
     x, bias = values(*upstream.shape), values(6, seed=1)
     fused = results(lambda x, b: pointwise.bias_activation(x, b, "tanh"), [x, bias], [upstream])
     assert interpreter == BOTH
@@ -141,7 +123,7 @@ def test_extreme_values_give_the_same_as_in_torch(interpreter: list[str], activa
     """Also NaN and infinities. tanh is accurate everywhere."""
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-12, 2, 400), torch.tensor([0.625, 1e30])])
     x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40])]).view(1, -1, 1, 1, 2)
-    x = x.transpose(1, 4).contiguous(memory_format=CHANNELS_LAST)
+    x = x.transpose(1, 4).contiguous(memory_format=pointwise.CHANNELS_LAST)
     inputs, upstream = [x, torch.zeros(2)], [torch.ones_like(x)]
     got = results(functools.partial(pointwise.bias_activation, activation=activation), inputs, upstream)
     expected = results(functools.partial(activated, activation=activation), inputs, upstream, torch.float64)
@@ -151,24 +133,23 @@ def test_extreme_values_give_the_same_as_in_torch(interpreter: list[str], activa
         assert torch.allclose(ours.double(), theirs, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("channels", "precision"),
-    [((32, 32), "half"), ((2, 1), "float32"), ((5, 3), "half"), ((3, 70), "float32")],
-    ids=str,
-)
+JOINED = [((32, 32), "half"), ((2, 1), "float32"), ((5, 3), "half"), ((3, 70), "float32")]
+
+
+@pytest.mark.parametrize(("channels", "precision"), JOINED, ids=str)
 def test_concatenation(kernels: Kernels, channels: tuple[int, int], precision: str) -> None:
     """The skip connection's gradient is a view of the concatenation's, not a copy."""
     x, skip = (kernels.values(count, precision, seed=count) for count in channels)
     bias, upstream = values(channels[0], seed=1, device=kernels.device), kernels.values(sum(channels), precision, 2)
 
-    def plain(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    def plain(x: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
         return torch.cat([activated(x, bias, "relu"), skip], dim=1)
 
     fused = results(pointwise.bias_relu_cat, [x, bias, skip], [upstream])
     assert kernels.launched == BOTH
     assert [part.dtype for part in fused] == [x.dtype, x.dtype, torch.float32, x.dtype]
     assert torch.equal(fused[0][:, channels[0] :], skip)
-    assert fused[0].is_contiguous(memory_format=CHANNELS_LAST)
+    assert fused[0].is_contiguous(memory_format=pointwise.CHANNELS_LAST)
     assert fused[-1].data_ptr() == upstream[:, channels[0] :].data_ptr()
     assert_as_accurate(fused, plain, [x, bias, skip], [upstream])
 
@@ -255,3 +236,31 @@ def test_more_elements_than_fit_into_32_bits(on_device: list[str], device: str) 
     assert not gradient[:-1].any()
     assert torch.allclose(bias_gradient.cpu(), 1 - expected**2, rtol=1e-2)
     assert float(loss) == pytest.approx(-float(y[-1, 0]) / (2**25 + 3), rel=1e-3)
+
+
+def empty(channels: int, dtype: torch.dtype = torch.bfloat16, side: int = 64) -> Tensor:
+    x = torch.empty((2, channels, *[side] * 3), dtype=dtype, device="meta")
+    return x.contiguous(memory_format=pointwise.CHANNELS_LAST).requires_grad_()
+
+
+@ARCHITECTURES
+def test_registers(architecture: int, monkeypatch: Any, tmp_path: Path) -> None:
+    """At most 64 per thread, for 32 warps per multiprocessor; more would leave too few loads in flight.
+
+    Triton 3.6 needed 230 for the tanh of 5 channels with tiles as large as those of the other layers.
+    """
+    compiled = compile_launches(monkeypatch, tmp_path, architecture, products=False)
+    few, some, many = (torch.empty(channels, device="meta") for channels in (5, 64, 512))
+    pointwise.bias_relu_cat(empty(64), some, empty(64))
+    pointwise.activation_gradient(empty(64), [empty(64)], "relu", 64, pads=True)
+    twice = pointwise.bias_activation_twice(empty(512, side=8), many, "leaky_relu")
+    torch.autograd.backward(twice, [*map(torch.empty_like, twice)])
+    pointwise.bias_activation(empty(5, torch.float32), few, "tanh").mean().backward()
+    l1(empty(8), empty(8, torch.float32).detach()).backward()
+    l1_of_blocks(empty(40, torch.float16, 33).detach(), few, empty(5, torch.float32).detach(), torch.bfloat16)
+    rounding = [name for name, *_, result in compiled if re.search(r"cvt\.rn\.bf16", result.ptx)]
+    wide = [name for name, *_, result in compiled if re.search(r"ld\.global\S*\.v[24]\.", result.ptx)]
+    assert [name for name, *_ in compiled] == [*BOTH * 3, "l1_forward", "l1_backward", "blocks_l1"]
+    assert [(name, result.registers) for name, *_, result in compiled if result.registers > 64] == []
+    assert rounding == [*BOTH * 2, "l1_backward", "blocks_l1"], "a cast to bfloat16 must round to nearest"
+    assert wide == [*BOTH * 2, "l1_forward", "l1_backward", "blocks_l1"], "loads must be wide"

@@ -54,9 +54,8 @@ def test_embeddings_have_their_own_bounds_and_norms_keep_their_parameters() -> N
 def test_weights_depend_on_the_given_generator_only(kind: str) -> None:
     networks = [build_network("reuters_cnn", shape=(300,), classes=46, vocabulary=100) for _ in range(3)]
     before = torch.get_rng_state()
-    first, second, reseeded = (
-        drawn(network, kind, seed=seed).state_dict() for network, seed in zip(networks, (0, 0, 5), strict=True)
-    )
+    pairs = zip(networks, (0, 0, 5), strict=True)
+    first, second, reseeded = (drawn(network, kind, seed=seed).state_dict() for network, seed in pairs)
     assert torch.equal(torch.get_rng_state(), before)
     for name, value in first.items():
         assert torch.equal(value, second[name])

@@ -46,6 +46,11 @@ def described(device: torch.device = GPU, **changes: Any) -> str:
     return plan.describe(build.kernel_plan(config_of(**changes), device))
 
 
+THIN, NORMS = {"network__scales": 1, "network__width": 48}, {"network__scales": 2, "network__norm": "batch"}
+ODD, SIDE = {"network__scales": 2, "data_size": 96}, "a side of 24 cells is not a power of two up to 64"
+BFLOAT16 = "the last layer computes it in bfloat16 only"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -57,30 +62,16 @@ def described(device: torch.device = GPU, **changes: Any) -> str:
         ({"loss": "mse"}, "{all} by hopper; loss by torch (the loss is MSELoss)"),
         ({"lambda_rho": 0.1}, "{all} by hopper; loss by torch (lambda_rho is 0.1, not 0)"),
         ({"channel_weights": [1, 2, 1, 1, 1]}, "{all} by hopper; loss by torch (channel_weights are set)"),
-        ({"precision": "float16"}, "{all} by hopper; loss by cudnn (the last layer computes it in bfloat16 only)"),
-        (
-            {"enable_amp": False},
-            "{all} by cudnn (the precision is not float16 or bfloat16); "
-            "loss by cudnn (the last layer computes it in bfloat16 only)",
-        ),
-        (
-            {"network__scales": 1, "network__width": 48},
-            "down1, last by cudnn (48 channels are not a multiple of 64); loss by last",
-        ),
-        (
-            {"network__scales": 2, "network__norm": "batch"},
-            "down1, down2, up2 by torch (a norm follows); last by hopper; loss by last",
-        ),
-        (
-            {"network__scales": 2, "data_size": 96},
-            "down1, last by hopper; down2, up2 by cudnn (a side of 24 cells is not a power of two up to 64); "
-            "loss by last",
-        ),
+        ({"precision": "float16"}, "{all} by hopper; loss by cudnn ({no})"),
+        ({"enable_amp": False}, "{all} by cudnn (the precision is not float16 or bfloat16); loss by cudnn ({no})"),
+        (THIN, "down1, last by cudnn (48 channels are not a multiple of 64); loss by last"),
+        (NORMS, "down1, down2, up2 by torch (a norm follows); last by hopper; loss by last"),
+        (ODD, "down1, last by hopper; down2, up2 by cudnn ({odd}); loss by last"),
     ],
     ids=str,
 )
 def test_the_log_names_what_computes_each_layer_and_why(changes: dict[str, Any], says: str) -> None:
-    assert described(**changes) == says.format(all=f"{DOWN}, {UP}, last")
+    assert described(**changes) == says.format(all=f"{DOWN}, {UP}, last", no=BFLOAT16, odd=SIDE)
 
 
 def test_other_devices_and_a_missing_triton_have_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

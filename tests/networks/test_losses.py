@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from networks import LOSSES, METRICS, build_loss
 from networks.losses import SPECTRUM_WEIGHT
 
 
-def fields(*channels: float) -> torch.Tensor:
+def fields(*channels: float) -> Tensor:
     """[1, C, 1, 1, 2]: each channel's value, twice."""
     return torch.tensor(channels).view(1, -1, 1, 1, 1).expand(1, len(channels), 1, 1, 2)
 
@@ -35,9 +36,7 @@ OF_FIELDS = [name for name, kind in LOSSES.items() if kind.targets == "volumes"]
     ],
     ids=str,
 )
-def test_losses_of_fields_with_density_term_and_channel_weights(
-    name: str, options: dict[str, Any], weights: tuple[float, ...], density: float
-) -> None:
+def test_losses_of_fields_with_density_term_and_channel_weights(name, options, weights, density: float) -> None:
     """The density term uses one channel, without the logarithm; weights are normalized to mean 1."""
     loss = build_loss(name, **options)
     expected = sum(weight * cell for weight, cell in zip(weights, CELLWISE[name], strict=True)) / 3 + density
@@ -72,17 +71,9 @@ def test_the_spectral_term_compares_amplitudes_regardless_of_phase_in_training_m
     ("name", "options", "message"),
     [
         ("l1", {"samples": "classes"}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
-        (
-            "cross_entropy",
-            {"samples": "classes", "lambda_rho": 0.5},
-            "has no lambda_rho; remove lambda_rho, channel_weights or loss_options",
-        ),
+        ("cross_entropy", {"samples": "classes", "lambda_rho": 0.5}, "has no lambda_rho; remove lambda_rho, channel_"),
         ("cross_entropy", {}, f"loss cross_entropy cannot be used with volumes; use {' or '.join(OF_FIELDS)}$"),
-        (
-            "l1",
-            {"lambda_rho": 0.5},
-            "^lambda_rho needs the logarithm of a gas density as a target; set lambda_rho to 0",
-        ),
+        ("l1", {"lambda_rho": 0.5}, "^lambda_rho needs the logarithm of a gas density as a target; set lambda_rho"),
     ],
 )
 def test_a_loss_refuses_samples_and_options_of_others(name: str, options: dict[str, Any], message: str) -> None:
@@ -108,13 +99,10 @@ LARGE, FIRST = torch.tensor([[9.0, 0.0], [8.0, -1.0]]), torch.tensor([0, 0])
         ("l1", fields(1.0), fields(0.999), 1e-3),
         ("mse", fields(1.0), fields(0.999), 1e-6),
         ("huber", fields(1.0), fields(0.999), 5e-7),
-        ("cross_entropy", LOGITS, CLASSES, cross_entropy_by_hand(LOGITS.tolist(), CLASSES.tolist())),
         ("cross_entropy", LARGE, FIRST, cross_entropy_by_hand(LARGE.tolist(), FIRST.tolist())),
     ],
 )
-def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_float64(
-    name: str, outputs: torch.Tensor, targets: torch.Tensor, expected: float
-) -> None:
+def test_half_precision_is_compared_in_float32_and_double_in_float64(name, outputs, targets, expected: float) -> None:
     loss = build_loss(name, samples="classes" if name == "cross_entropy" else "volumes")
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

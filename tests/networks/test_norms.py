@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from processes import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from networks.norms import build_norm, ghost_batch
 from utils.distributed.world import World
@@ -16,13 +16,13 @@ PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 NORMS = pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)", "group"])
 
 
-def normal(*shape: int, seed: int = 9, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def normal(*shape: int, seed: int = 9, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal values that every dtype represents exactly."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return x.bfloat16().to(dtype)
 
 
-def activations(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def activations(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal values whose mean and spread differ between channels."""
     scale = torch.arange(1, shape[1] + 1, dtype=torch.float64).view(1, -1, *[1] * (len(shape) - 2))
     return ((normal(*shape, seed=0) + 3) * scale).bfloat16().to(dtype)
@@ -38,7 +38,7 @@ def with_weights(norm: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Modu
     return norm.to(dtype)
 
 
-def results(norm: nn.Module, x: torch.Tensor, upstream: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def results(norm: nn.Module, x: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
     """Output, gradients, and buffers after a forward and backward pass."""
     y = norm(x.requires_grad_())
     upstream = normal(*y.shape, dtype=y.dtype) if upstream is None else upstream
@@ -48,7 +48,7 @@ def results(norm: nn.Module, x: torch.Tensor, upstream: torch.Tensor | None = No
     return {"output": y.detach(), **{f"gradient of {name}": value for name, value in gradients.items()}, **buffers}
 
 
-def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         difference = float((got[name].double() - value.double()).abs().max())

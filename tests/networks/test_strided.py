@@ -3,30 +3,19 @@
 They run in Triton's interpreter, with small tiles, and on a GPU if there is one; compiled for an H100.
 """
 
-from pathlib import Path
 from typing import Any
 
+import fused_cases
 import pytest
 import torch
 from devices import half_precision
-from fused_cases import (
-    CHANNELS_LAST,
-    CONDITIONS,
-    assert_close,
-    assert_like_torch,
-    assert_trains_like,
-    batch,
-    planned,
-    trained,
-    values,
-    with_loss,
-)
+from fused_cases import CHANNELS_LAST, assert_close, assert_like_torch, batch, planned, trained, values, with_loss
 from torch import nn
 from torch.nn import functional as F
 from triton_compile import compile_launches
 from triton_interpreter import replace_launch, use_small_blocks
 
-from networks.layers import Down, Up
+from networks.layers import Down, Last, Up
 from networks.ops import HOPPER, padded, plan
 from networks.ops.hopper import tiles
 from networks.ops.hopper.convolution import convolve
@@ -39,8 +28,9 @@ SHAPES: list[Any] = [(1, 16, 16, 4), (5, 16, 32, 1), (3, 16, 16, 2)]
 LARGE = [(3, 32, 16, 2), (3, 48, 16, 1), (3, 32, 32, 4), (1, 16, 16, 8), (1, 16, 16, 16)]
 SHAPES += [pytest.param(shape, marks=pytest.mark.slow) for shape in LARGE]
 # Layers of the U-Net at batch size 64, with a cell per side less than 64: name, Cs, Cl, D.
-LAYERS = [("down2", 128, 64, 16), ("up2", 256, 64, 16), ("down3", 256, 128, 8), ("up4", 1024, 256, 4)]
-LAYERS += [("down4", 512, 256, 4), ("up5", 1024, 512, 2), ("down6", 512, 512, 1)]
+SLOW = [("down2", 128, 64, 16), ("down3", 256, 128, 8), ("up4", 1024, 256, 4)]
+SLOW += [("down4", 512, 256, 4), ("up5", 1024, 512, 2), ("down6", 512, 512, 1)]
+LAYERS = [("up2", 256, 64, 16), *(pytest.param(*layer, marks=pytest.mark.slow) for layer in SLOW)]
 
 
 @pytest.fixture
@@ -73,21 +63,12 @@ def test_each_pass_equals_torch_and_itself(small_blocks: list[str], shape: tuple
         )
         for _ in range(2)
     )
-    assert set(small_blocks) >= {"strided_convolution", "transposed_convolution", "strided_weight_gradient"}
+    assert {*small_blocks} >= STRIDED
     for ours, repeated, theirs in zip(got, again, expected, strict=True):
         assert_close(ours, theirs)
         assert torch.equal(ours, repeated)
     assert padded.is_padded(got[2])
     assert torch.equal(padded.with_pads(got[2]), padded.with_pads(padded.padded(got[2].clone())))
-
-
-def test_sums_are_split_where_there_are_few_tiles(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_launch(monkeypatch, lambda kernel, *_, **__: small_blocks.append(kernel.fn.__name__))
-    s = convolve(values(1, 32, 4, 4, 4), values(32, 32, 4, 4, 4))
-    assert small_blocks == ["strided_convolution", "sum_splits"]
-    weight_gradient(values(20, 16, 8, 8, 8), values(20, 16, 16, 16, 16))
-    assert small_blocks[2:] == ["strided_weight_gradient", "sum_splits"]
-    assert s.is_contiguous(memory_format=CHANNELS_LAST)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN
@@ -104,23 +85,29 @@ def test_a_nan_reaches_the_same_values_as_in_torch(small_blocks: list[str]) -> N
         assert torch.equal(got.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("kind", [Down, Up])
+EDGES = {"rows_to_blocks", "blocks_to_padded_rows", "block_weight_gradient"}
+STRIDED = {"strided_convolution", "transposed_convolution", "strided_weight_gradient"}
+KINDS = [(Down, 4, EDGES), (Last, 5, EDGES), (Down, 0, STRIDED), (Up, 0, STRIDED)]  # with few channels, or 0
+
+
 @half_precision("small_blocks")
-def test_layers_under_autocast(request: pytest.FixtureRequest, place: str, dtype: torch.dtype, kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "few", "kernels"), KINDS)
+def test_layers_under_autocast(request: Any, place: str, dtype: torch.dtype, kind: Any, few: int, kernels: Any) -> None:
     """Outputs and gradients have the errors of half precision, and the same bits in a second run."""
     launched, device = request.getfixturevalue(place), torch.device("cuda" if place == "on_device" else "cpu")
     if reason := plan.not_hopper(device):
         pytest.skip(reason)
     torch.manual_seed(0)
     width, side = (32, 4) if place == "small_blocks" else (128, 16)
-    layer = kind(width, width, 0).to(device, memory_format=CHANNELS_LAST)
-    nn.init.constant_(layer.bias, 4.0)  # rounding moves no activation across zero
-    x = values(2, width, *[side] * 3).to(dtype).float().to(device)
+    channels = (few or width, width) if kind is Down else (width, few or width)
+    layer = kind(*channels, 0).to(device, memory_format=CHANNELS_LAST)
+    nn.init.constant_(layer.bias, 0.0 if kind is Last else 4.0)  # rounding moves no activation across zero
+    x = values(2, channels[0], *[side] * 3).to(dtype).float().to(device)
     skip = values(2, 3, *[2 * side] * 3, seed=5).to(dtype).to(device)
-    given = () if kind is Down else (skip,)
-    got = assert_like_torch(layer, dtype, x, *given)
-    assert {"strided_convolution", "transposed_convolution", "strided_weight_gradient"} <= set(launched)
-    assert (got[0].dtype, got[2].dtype) == (dtype, torch.float32)
+    got = assert_like_torch(layer, dtype, x, *([skip] if kind is Up else []))
+    assert kernels <= {*launched}
+    assert got[0].dtype == (torch.float32 if (dtype, kind) == (torch.bfloat16, Last) else dtype)
+    assert got[2].dtype == torch.float32
 
 
 def test_the_kernels_of_a_step_are_known_without_data(small_blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,43 +139,29 @@ def test_float32_fields_of_64_channels_are_cast_for_the_kernels() -> None:
     assert {view.base.dtype for view in made[0].arguments[:3]} == {torch.bfloat16}
 
 
-def test_a_skip_of_other_channels_is_refused(small_blocks: list[str]) -> None:
-    with pytest.raises(AssertionError, match="channels"):
-        convolve_transposed(values(1, 16, 2, 2, 2), values(16, 16, 4, 4, 4), skip=values(1, 32, 4, 4, 4))
-
-
 @pytest.mark.parametrize("options", [{}, {"conditioned": True}], ids=["plain", "conditioned"])
 def test_a_network_trains_as_with_torch(small_blocks: list[str], monkeypatch: Any, options: dict[str, Any]) -> None:
     """With bias, activation and concatenation in the convolutions' kernels, and grids that have pads."""
     network = {"width": 16, "scales": 2, **options}
     module, parts = planned(with_loss(**network), "auto", 8, torch.float16), batch(size=8)
-    parts += [CONDITIONS] if options else []
+    parts += [fused_cases.CONDITIONS] if options else []
     got = trained(module, parts, torch.float16)
-    names = {"strided_convolution", "transposed_convolution", "strided_weight_gradient", "blocks_to_padded_rows"}
-    assert names <= {*small_blocks}
+    assert STRIDED | {"blocks_to_padded_rows"} <= {*small_blocks}
     assert small_blocks.count("bias_activation_forward") == (4 if options else 1)
-    assert_trains_like(got, with_loss(**network), parts, torch.float16)
+    fused_cases.assert_trains_like(got, with_loss(**network), parts, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("name", "small", "large", "side"),
-    [case if case[0] == "up2" else pytest.param(*case, marks=pytest.mark.slow) for case in LAYERS],
-)
-def test_compiled_kernels_fit_into_a_multiprocessor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, small: int, large: int, side: int
-) -> None:
+@pytest.mark.parametrize(("name", "small", "large", "side"), LAYERS)
+def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch, tmp_path, name, small, large, side: int) -> None:
     """At most 227 KB."""
     compiled = compile_launches(monkeypatch, tmp_path)
     meta = {"device": "meta", "dtype": torch.bfloat16}
-    s, x, w = (
-        torch.empty(shape, **meta).contiguous(memory_format=CHANNELS_LAST)
-        for shape in ((64, small, *[side] * 3), (64, large, *[2 * side] * 3), (small, large, 4, 4, 4))
-    )
+    shapes = (64, small, *[side] * 3), (64, large, *[2 * side] * 3), (small, large, 4, 4, 4)
+    s, x, w = (torch.empty(shape, **meta).contiguous(memory_format=CHANNELS_LAST) for shape in shapes)
     convolve(x, w, torch.empty(small, device="meta"), 0.01)
     convolve_transposed(s, w, torch.empty(large, device="meta"), 0.0, x, name == "up2")
     weight_gradient(s, x)
-    passes = {"strided_convolution", "transposed_convolution", "strided_weight_gradient"}
-    assert {name for name, *_ in compiled} >= passes
+    assert {name for name, *_ in compiled} >= STRIDED
     for name, programs, _, result in compiled:
         assert result.shared <= tiles.SHARED_MEMORY, name
         assert programs >= 32, name

@@ -55,10 +55,8 @@ def sod(places: np.ndarray) -> np.ndarray:
     fan = left[0] * (2 / (GAMMA + 1) - ratio / sound[0] * places).clip(0) ** (2 / (GAMMA - 1))
     tail = velocity - sound[0] * (low / left[1]) ** power
     compressed = right[0] * (low / right[1] + ratio) / (ratio * low / right[1] + 1)
-    edges = [places < -sound[0], places < tail, places < velocity, places < shock]
-    return np.select(
-        edges, [np.full_like(places, left[0]), fan, left[0] * (low / left[1]) ** (1 / GAMMA), compressed], right[0]
-    )
+    densities = [np.full_like(places, left[0]), fan, left[0] * (low / left[1]) ** (1 / GAMMA), compressed]
+    return np.select([places < end for end in (-sound[0], tail, velocity, shock)], densities, right[0])
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -193,8 +191,8 @@ def test_a_value_that_is_not_finite_ends_the_simulation(monkeypatch: pytest.Monk
         gas.advance(1.0)
 
 
-@pytest.fixture(scope="module", name="gas")
-def primordial_gas() -> PrimordialGas:
+@pytest.fixture(scope="module")
+def gas() -> PrimordialGas:
     return PrimordialGas(COSMOLOGY)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from networks.ops import padded
@@ -32,34 +33,32 @@ from networks.ops.hopper.tiles import BLOCK
 from networks.ops.launch import launch
 
 
-def in_half(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def in_half(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights in dtype and in the memory order that the kernels read."""
     return weight.detach().to(dtype, memory_format=torch.channels_last_3d)
 
 
-def laid_out(x: torch.Tensor) -> torch.Tensor:
+def laid_out(x: Tensor) -> Tensor:
     return x if padded.is_padded(x) else x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def strides_of(x: torch.Tensor) -> tuple[int, int, int, int]:
+def strides_of(x: Tensor) -> tuple[int, int, int, int]:
     """Elements from one sample, plane, row and cell to the next. x.stride() is arbitrary for axes of size 1."""
     pitch, channels = x.shape[2] + padded.is_padded(x), x.shape[1]
     return pitch**3 * channels, pitch**2 * channels, pitch * channels, channels
 
 
-def float32(x: torch.Tensor, size: int) -> torch.Tensor:
+def float32(x: Tensor, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float32, device=x.device)
 
 
-def descriptor(x: torch.Tensor, start: int, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
+def descriptor(x: Tensor, start: int, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
     """A descriptor of x's memory from element `start` of x on."""
     base = x.as_strided((1,), (1,), x.storage_offset() + start)
     return TensorDescriptor(base, list(shape), list(strides), list(block))
 
 
-def add_splits(
-    parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor, slope: float, biased: int, splits: int
-) -> None:
+def add_splits(parts: Tensor, out: Tensor, bias: Tensor, slope: float, biased: int, splits: int) -> None:
     """Adds the parts of a split sum, and applies bias and activation."""
     size, block = out.numel(), 16 * BLOCK
     arguments = parts, out, bias, slope, biased, out.shape[1] if biased else 1, size, splits

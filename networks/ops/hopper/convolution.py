@@ -1,20 +1,12 @@
 """The convolution of a fine grid, which gives a coarse one; see common.py."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from networks.ops import padded
-from networks.ops.hopper.common import (
-    activated,
-    add_splits,
-    cells_of_tile,
-    descriptor,
-    float32,
-    laid_out,
-    remainder_and_quotient,
-    strides_of,
-)
+from networks.ops.hopper import common
+from networks.ops.hopper.common import activated, cells_of_tile, remainder_and_quotient
 from networks.ops.hopper.tiles import box, convolution_tile
 from networks.ops.launch import launch
 
@@ -23,9 +15,7 @@ from networks.ops.launch import launch
 SPLITS = {1: 16, 2: 8, 4: 4}
 
 
-def convolve(
-    fine: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None, slope: float = 1.0
-) -> torch.Tensor:
+def convolve(fine: Tensor, weights: Tensor, bias: Tensor | None = None, slope: float = 1.0) -> Tensor:
     """Leaky ReLU of slope `slope` of (the convolution + bias); slope 1 is the identity, 0 is ReLU."""
     (samples, large), side, small = fine.shape[:2], fine.shape[2] // 2, len(weights)
     tile = convolution_tile(samples * side**3, small)
@@ -34,20 +24,20 @@ def convolve(
     per_split = -(-steps // max(1, min(SPLITS.get(side, 1), steps // 4)))
     splits = -(-steps // per_split)
     boxes, _, rows = box(side, tile.rows)
-    fine = laid_out(fine)
-    sample, plane, row, _ = strides_of(fine)
+    fine = common.laid_out(fine)
+    sample, plane, row, _ = common.strides_of(fine)
     shape, strides = (samples, 2 * side, side, side, 2 * large), (sample, plane, 2 * row, 2 * large, 1)
-    views = [descriptor(fine, odd * row, shape, strides, (boxes, 1, rows, side, tile.depth)) for odd in (0, 1)]
-    tiles_of_weights = descriptor(weights, 0, (small, 64 * large), (64 * large, 1), (tile.columns, tile.depth))
+    views = [common.descriptor(fine, odd * row, shape, strides, (boxes, 1, rows, side, tile.depth)) for odd in (0, 1)]
+    tiles_of_weights = common.descriptor(weights, 0, (small, 64 * large), (64 * large, 1), (tile.columns, tile.depth))
     programs = (small // tile.columns) * (side // rows) * side * -(-samples // boxes) * splits
-    partial = float32(fine, splits * coarse.numel() if splits > 1 else 0)
-    given = float32(fine, 0) if bias is None else bias
+    partial = common.float32(fine, splits * coarse.numel() if splits > 1 else 0)
+    given = common.float32(fine, 0) if bias is None else bias
     biased = 0 if bias is None else small
     sizes = {"D": side, "SPLIT": splits > 1, "BB": boxes, "BH": rows}
     arguments = (coarse, given, partial, slope, biased, per_split, samples, small, large)
     launch(strided_convolution, programs, *views, tiles_of_weights, *arguments, **sizes, **tile.constants())
     if splits > 1:
-        add_splits(partial, coarse, given, slope, biased, splits)
+        common.add_splits(partial, coarse, given, slope, biased, splits)
     return coarse
 
 

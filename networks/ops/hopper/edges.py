@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from networks.ops import padded
@@ -34,11 +35,23 @@ from networks.ops.launch import launch
 # Rows of a tile of rows_to_blocks and of blocks_to_rows; rows of a chunk of the weight gradient. Two programs of
 # rows_to_blocks fit into a multiprocessor, so that one computes while the other one loads or writes.
 ROWS, OUTPUT_ROWS, CHUNK = 128, 64, 64
+BLOCKS_AT_ONCE = 64  # in a program of shuffle_cells
 # The axes of weights [Cs, C, a, r, a, r, a, r], for tap 2a + r of part r, as the kernels read them.
 TO_BLOCKS, TO_ROWS = (6, 3, 5, 7, 1, 2, 4, 0), (2, 4, 0, 6, 3, 5, 7, 1)
 
 
-def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cells_to_blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`space_to_depth(x, dtype)` of a channels_last_3d x [N, C, 2D, 2H, 2W], without gradient."""
+    count, channels, *sides = x.shape
+    counts = [side // 2 + 1 for side in sides]
+    blocks = padded.empty((count, 8 * channels, *counts), dtype, x.device, pads=False)
+    number = blocks.numel() // (8 * channels)
+    sizes = {"CHANNELS": channels, "WIDTH": triton.next_power_of_2(8 * channels), "TILE": BLOCKS_AT_ONCE}
+    launch(shuffle_cells, -(-number // BLOCKS_AT_ONCE), blocks, x, number, *counts, **sizes)
+    return blocks
+
+
+def rows_to_cells(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The transposed convolution; float32 cells of bfloat16 rows are computed in float16, see precision.py."""
     shape = (len(rows), weight.shape[1], *(2 * side for side in rows.shape[2:]))
     cells = padded.empty(shape, dtype, rows.device, pads=False)
@@ -46,7 +59,7 @@ def rows_to_cells(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
     return cells
 
 
-def l1_of_cells(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> Sums:
+def l1_of_cells(rows: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Sums:
     """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in the rows' dtype, and the bias's."""
     rows = padded.padded(rows)
     count, few, pitch = len(rows), len(bias), rows.shape[2] + 1
@@ -63,9 +76,7 @@ def l1_of_cells(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, ta
     return total.sum(), gradient, bias_gradient.view(8, few).sum(0).to(bias.dtype)
 
 
-def _rows_to_blocks(
-    rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, out: Any, *tail: torch.Tensor
-) -> None:
+def _rows_to_blocks(rows: Tensor, weight: Tensor, dtype: torch.dtype, out: Any, *tail: Tensor) -> None:
     """Launches the kernel. out: cells, or with bias, targets and sums a descriptor of blocks."""
     (small, few), pitch, cells = weight.shape[:2], rows.shape[2] + 1, len(rows) * (rows.shape[2] + 1) ** 3
     precise = rows.dtype == torch.bfloat16 and dtype == torch.float32
@@ -79,9 +90,7 @@ def _rows_to_blocks(
     launch(rows_to_blocks, -(-cells // (ROWS - 1)), *arguments, **options)
 
 
-def blocks_to_rows(
-    blocks: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, slope: float = 1.0
-) -> torch.Tensor:
+def blocks_to_rows(blocks: Tensor, weight: Tensor, bias: Tensor | None = None, slope: float = 1.0) -> Tensor:
     """Padded rows: leaky ReLU of slope `slope` of (the convolution + bias); slope 1 is the identity."""
     (small, few), pitch, cells = weight.shape[:2], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
     rows = padded.empty((len(blocks), small, *[pitch - 1] * 3), blocks.dtype, blocks.device)
@@ -97,7 +106,7 @@ def blocks_to_rows(
     return rows
 
 
-def weight_gradient(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def weight_gradient(rows: Tensor, blocks: Tensor) -> Tensor:
     """The float32 gradient [Cs, C, 4, 4, 4] of the weights, in channels_last_3d memory."""
     rows, small, pitch, cells = padded.padded(rows), rows.shape[1], blocks.shape[2], len(blocks) * blocks.shape[2] ** 3
     few, chunks = blocks.shape[1] // 8, -(-cells // CHUNK)
@@ -115,25 +124,25 @@ def weight_gradient(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return parts.sum(0).permute(0, 4, 1, 2, 3)
 
 
-def _packed(weight: torch.Tensor, order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _packed(weight: Tensor, order: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Contiguous weights in this order of axes, copied once."""
     axes = weight.unflatten(4, (2, 2)).unflatten(3, (2, 2)).unflatten(2, (2, 2)).permute(order)
     return axes.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def _matrix(memory: torch.Tensor, rows: int, columns: int, stride: int, *block: int) -> Any:
+def _matrix(memory: Tensor, rows: int, columns: int, stride: int, *block: int) -> Any:
     """A descriptor of the memory from its first element on; rows may overlap."""
     return TensorDescriptor(memory, [rows, columns], [stride, 1], list(block))
 
 
-def _runs(blocks: torch.Tensor, rows: int) -> list[Any]:
+def _runs(blocks: Tensor, rows: int) -> list[Any]:
     """Descriptors of the runs of two blocks, which begin at each block but the last one."""
     blocks = blocks.contiguous(memory_format=torch.channels_last_3d)
     channels, cells = blocks.shape[1], len(blocks) * blocks.shape[2] ** 3
     return _parts(blocks, cells - 1, 2 * channels, channels, rows)
 
 
-def _parts(memory: torch.Tensor, rows: int, columns: int, stride: int, tile: int) -> list[Any]:
+def _parts(memory: Tensor, rows: int, columns: int, stride: int, tile: int) -> list[Any]:
     """Descriptors of a matrix for its first 64 columns, and for the others or None."""
     widths = [min(64, columns), max(0, columns - 64)]
     return [_matrix(memory, rows, columns, stride, tile, _power_of_two(width)) if width else None for width in widths]
@@ -150,6 +159,25 @@ def _power_of_two(columns: int) -> int:
 
 
 # --- kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def shuffle_cells(  # type: ignore[no-untyped-def]
+    blocks, cells, number, planes, rows, columns, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+):
+    """blocks [number, 2, 2, 2, CHANNELS] from cells; those outside of the grid are zero."""
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    value = tl.arange(0, WIDTH)[None, :]
+    part = value // CHANNELS
+    column, row = block % columns, block // columns % rows
+    plane, sample = block // (columns * rows) % planes, (block // (columns * rows * planes)).to(tl.int64)
+    d, h, w = 2 * plane + part // 4 - 1, 2 * row + part // 2 % 2 - 1, 2 * column + part % 2 - 1
+    depth, height, width = 2 * planes - 2, 2 * rows - 2, 2 * columns - 2
+    exists = (block < number) & (value < 8 * CHANNELS)
+    inside = exists & (d >= 0) & (d < depth) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+    place = (((sample * depth + d) * height + h) * width + w) * CHANNELS + value % CHANNELS
+    values = tl.load(cells + place, mask=inside, other=0.0)
+    tl.store(blocks + block.to(tl.int64) * (8 * CHANNELS) + value, values.to(blocks.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ Their results are those of cudnn.py, except that the sum with the bias is not ro
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from networks.ops import pointwise
@@ -19,12 +20,11 @@ from networks.ops.hopper.weights import weight_gradient
 from networks.ops.l1 import LastL1, l1
 from networks.ops.precision import Pair, without_autocast
 from networks.ops.reference import NEGATIVE_SLOPE, Between, Half, Twice
-from networks.ops.shuffle import cells_to_blocks
 
 __all__ = ["down", "l1", "last", "last_l1", "up"]
 
 
-def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
+def down(x: Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
     """half: the layer's weight as `in_half` returns it, if the caller has it."""
     half, few = in_half(layer.weight, layer.dtype) if half is None else half, has_few_channels(layer.weight)
     if between is None:
@@ -33,7 +33,7 @@ def down(x: torch.Tensor, layer: Any, half: Half = None, between: Between = None
     return pointwise.bias_activation_twice(between(y, layer.bias), layer.bias, "leaky_relu")
 
 
-def up(x: torch.Tensor, skip: torch.Tensor, layer: Any, half: Half = None, between: Between = None) -> torch.Tensor:
+def up(x: Tensor, skip: Tensor, layer: Any, half: Half = None, between: Between = None) -> Tensor:
     """half: as in `down`."""
     half = in_half(layer.weight, layer.dtype) if half is None else half
     x, skip = x.to(layer.dtype), skip.to(layer.dtype)
@@ -45,13 +45,13 @@ def up(x: torch.Tensor, skip: torch.Tensor, layer: Any, half: Half = None, betwe
     return torch.cat([_Up.apply(x, layer.weight, layer.bias, None, half, False), skip], dim=1)
 
 
-def last(x: torch.Tensor, layer: Any) -> torch.Tensor:
+def last(x: Tensor, layer: Any) -> Tensor:
     y = _Last.apply(x.to(layer.dtype), layer.weight)
     return pointwise.bias_activation(y, layer.bias, "tanh")
 
 
-def last_l1(x: torch.Tensor, layer: Any, targets: torch.Tensor) -> torch.Tensor:
-    def differentiate(gradient: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> Pair:
+def last_l1(x: Tensor, layer: Any, targets: Tensor) -> Tensor:
+    def differentiate(gradient: Tensor, rows: Tensor, weight: Tensor) -> Pair:
         weights_gradient = edges.weight_gradient(rows, gradient)
         return edges.blocks_to_rows(gradient, weight), weights_gradient
 
@@ -63,13 +63,11 @@ class _Down(torch.autograd.Function):
     """half: the weight in half precision. few: True for kernels of edges.py. Without a bias there is no activation."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, half: torch.Tensor, few: bool
-    ) -> Twice:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, half: Tensor, few: bool) -> Twice:
         ctx.few, ctx.x_dtype, ctx.activates = few, x.dtype, bias is not None
         slope = NEGATIVE_SLOPE if ctx.activates else 1.0
         if few:
-            x = cells_to_blocks(x.contiguous(memory_format=torch.channels_last_3d), half.dtype)
+            x = edges.cells_to_blocks(x.contiguous(memory_format=torch.channels_last_3d), half.dtype)
             y = edges.blocks_to_rows(x, weight, bias, slope)
         else:
             x = x.to(half.dtype)
@@ -80,7 +78,7 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, half, y = ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
@@ -105,14 +103,8 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        skip: torch.Tensor | None,
-        half: torch.Tensor,
-        pads: bool,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None, half: Tensor, pads: bool
+    ) -> Tensor:
         ctx.activates = bias is not None
         y = convolve_transposed(x, half, bias, 0.0 if ctx.activates else 1.0, skip, pads)
         ctx.save_for_backward(x, weight, half, y)
@@ -120,7 +112,7 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, half, y = ctx.saved_tensors
         channels = weight.shape[1]
         bias_gradient, skip_gradient = None, gradient[:, channels:] if ctx.needs_input_grad[3] else None
@@ -138,13 +130,13 @@ class _Last(torch.autograd.Function):
     """The transposed convolution without bias; float32 for bfloat16 rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight)
         return edges.rows_to_cells(rows, weight, torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         blocks = space_to_depth(gradient.contiguous(memory_format=torch.channels_last_3d), rows.dtype)
         rows_gradient = edges.blocks_to_rows(blocks, weight) if ctx.needs_input_grad[0] else None

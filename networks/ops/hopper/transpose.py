@@ -2,37 +2,26 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from networks.ops import padded
-from networks.ops.hopper.common import (
-    activated,
-    bits,
-    cells_of_tile,
-    descriptor,
-    float32,
-    laid_out,
-    remainder_and_quotient,
-    strides_of,
-)
+from networks.ops.hopper import common
+from networks.ops.hopper.common import activated, bits, cells_of_tile, remainder_and_quotient
 from networks.ops.hopper.tiles import BLOCK, box, transposed_tile
 from networks.ops.launch import launch
 
 
 def convolve_transposed(
-    coarse: torch.Tensor,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    coarse: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
     slope: float = 1.0,
-    skip: torch.Tensor | None = None,
+    skip: Tensor | None = None,
     pads: bool = False,
-) -> torch.Tensor:
-    """Leaky ReLU of slope `slope` of (the transposed convolution + bias), concatenated with `skip`.
-
-    pads: the result is padded, see padded.py.
-    """
+) -> Tensor:
+    """Leaky ReLU of `slope` of (the transposed convolution + bias), concatenated with `skip`; padded if `pads`."""
     (samples, small), side, large = coarse.shape[:2], coarse.shape[2], weights.shape[1]
     # Tiles of BLOCK columns leave tensor cores idle: then a program computes pairs of planes.
     planes = 2 if large % (2 * BLOCK) and side > 2 else 1
@@ -40,24 +29,22 @@ def convolve_transposed(
     boxes, depth, rows = box(side, tile.rows, planes=1 if planes == 2 else side)
     assert skip is None or skip.shape[1] == large, "a program copies as many channels as it computes"
     channels = large * (1 if skip is None else 2)
-    shape = (samples, channels, *[2 * side] * 3)
-    out = padded.empty(shape, coarse.dtype, coarse.device, pads)
+    out = padded.empty((samples, channels, *[2 * side] * 3), coarse.dtype, coarse.device, pads)
     if pads:
         padded.zero_pads(out)
-    coarse = laid_out(coarse)
-    sample, plane, row, cell = strides_of(coarse)
-    view = descriptor(
-        coarse, 0, (samples, *[side] * 3, small), (sample, plane, row, cell, 1), (boxes, depth, rows, side, tile.depth)
-    )
+    coarse = common.laid_out(coarse)
+    sample, plane, row, cell = common.strides_of(coarse)
+    shape, strides = (samples, *[side] * 3, small), (sample, plane, row, cell, 1)
+    view = common.descriptor(coarse, 0, shape, strides, (boxes, depth, rows, side, tile.depth))
+    packed, matrix = weights, (small, 64 * large)
     if planes == 2:
         packed = weights.permute(0, 2, 3, 4, 1).unflatten(1, (2, 2)).permute(1, 3, 4, 0, 2, 5).contiguous()
-        tiles_of_weights = descriptor(packed, 0, (32 * small, 2 * large), (2 * large, 1), (tile.depth, tile.columns))
-    else:
-        tiles_of_weights = descriptor(weights, 0, (small, 64 * large), (64 * large, 1), (tile.depth, tile.columns))
+        matrix = 32 * small, 2 * large
+    tiles_of_weights = common.descriptor(packed, 0, matrix, (matrix[1], 1), (tile.depth, tile.columns))
     tiles = (side // rows) * (side // depth if planes == 1 else side + 1) * -(-samples // boxes)
     programs = 8 // planes * (planes * large // tile.columns) * tiles
-    given = float32(coarse, 0) if bias is None else bias
-    copied = out if skip is None else laid_out(skip)
+    given = common.float32(coarse, 0) if bias is None else bias
+    copied = out if skip is None else common.laid_out(skip)
     pitches = [2 * side + padded.is_padded(grid) for grid in (out, copied)]
     arguments: Any = (out, given, copied, slope, 0 if bias is None else large, channels - large, channels, *pitches)
     arguments = (view, tiles_of_weights, *arguments, samples, small, large)

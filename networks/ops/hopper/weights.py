@@ -3,25 +3,20 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from networks.ops import padded
-from networks.ops.hopper.common import (
-    add_splits,
-    descriptor,
-    float32,
-    laid_out,
-    remainder_and_quotient,
-    strides_of,
-)
+from networks.ops.hopper import common
+from networks.ops.hopper.common import remainder_and_quotient
 from networks.ops.hopper.tiles import BLOCK, box, splits_of, weight_tile
 from networks.ops.launch import launch
 
 
-def weight_gradient(coarse: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
+def weight_gradient(coarse: Tensor, fine: Tensor) -> Tensor:
     """The float32 gradient [Cs, Cl, 4, 4, 4] of the weights, in channels_last_3d memory."""
     (samples, small), side, large = coarse.shape[:2], coarse.shape[2], fine.shape[1]
     runs = large == BLOCK  # a tile of all four taps along a row needs zero cells between rows
-    fine = padded.padded(fine) if runs else laid_out(fine)
+    fine = padded.padded(fine) if runs else common.laid_out(fine)
     tile = weight_tile(small, large, runs)
     boxes, depth, rows = box(side, tile.depth, planes=side)
     chunks = -(-samples * side**3 // tile.depth)
@@ -29,20 +24,20 @@ def weight_gradient(coarse: torch.Tensor, fine: torch.Tensor) -> torch.Tensor:
     per_split = -(-chunks // splits)
     splits = -(-chunks // per_split)
     coarse = coarse.contiguous(memory_format=torch.channels_last_3d)
-    view = descriptor(coarse, 0, (samples * side**3, small), (small, 1), (tile.depth, tile.rows))
-    sample, plane, row, _ = strides_of(fine)
+    view = common.descriptor(coarse, 0, (samples * side**3, small), (small, 1), (tile.depth, tile.rows))
+    sample, plane, row, _ = common.strides_of(fine)
     shape = (samples, side, side, side, (4 if runs else 2) * large)
     strides, block = (sample, 2 * plane, 2 * row, 2 * large, 1), (boxes, depth, rows, side, tile.columns)
     starts = [d * plane + h * row - (large if runs else 0) for d in (0, 1) for h in (0, 1)]
-    views = [descriptor(fine, start, shape, strides, block) for start in starts]
-    gradient = float32(coarse, small * 64 * large)
-    parts = float32(coarse, splits * gradient.numel()) if splits > 1 else gradient
+    views = [common.descriptor(fine, start, shape, strides, block) for start in starts]
+    gradient = common.float32(coarse, small * 64 * large)
+    parts = common.float32(coarse, splits * gradient.numel()) if splits > 1 else gradient
     programs = (small // tile.rows) * (64 * large // tile.columns) * splits
     sizes = {"D": side, "RUNS": runs, "BB": boxes, "BD": depth, "BH": rows}
     arguments = (view, *views, parts, chunks, per_split, small, large)
     launch(strided_weight_gradient, programs, *arguments, **sizes, **tile.constants())
     if splits > 1:
-        add_splits(parts, gradient, float32(coarse, 0), 1.0, 0, splits)
+        common.add_splits(parts, gradient, common.float32(coarse, 0), 1.0, 0, splits)
     return gradient.view(small, 4, 4, 4, large).permute(0, 4, 1, 2, 3)
 
 

@@ -47,8 +47,8 @@ def epochs_of(run: Path) -> list[int]:
     return [results.metadata["epoch"] for results in history(run)]
 
 
-def assert_same_network(run: Path, expected: Path) -> None:
-    assert_equal(*(read_weights(path)["network"] for path in (run, expected)))
+def assert_same_network(*runs: Path) -> None:
+    assert_equal(*(read_weights(run)["network"] for run in runs))
 
 
 KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained` takes from the one before
@@ -58,7 +58,7 @@ KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained
 def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs with an evaluation after each, whose validation file states its simulation.
 
-    Its pictures are empty; tests/analysis/evaluation/test_drawing.py draws real ones.
+    Its pictures are empty; tests/analysis/evaluation/test_report.py draws real ones.
     """
     begin, folder = FluxStatistics.__init__, tmp_path_factory.mktemp("runs")
 
@@ -196,6 +196,5 @@ def test_copying_takes_what_inputs_and_targets_share_at_any_place(tmp_path: Path
 
 def test_the_result_table_names_what_the_trained_network_is_worse_than() -> None:
     tables = [FitResult(400, 0.2, loss, loss, 50.0, 65.0).table({"a": 0.2, "copy": 0.04}) for loss in (0.05, 0.01)]
-    texts = ["\n".join(lines) for lines in tables]
-    assert "the trained network is worse than: copy; train longer" in texts[0]
-    assert "worse" not in texts[1]
+    assert "the trained network is worse than: copy; train longer" in "\n".join(tables[0])
+    assert "worse" not in "\n".join(tables[1])

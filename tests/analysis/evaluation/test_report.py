@@ -1,23 +1,28 @@
-"""Results of an evaluation: their file, scalars, tables and figures, and the page, which is self-contained HTML."""
+"""Results of an evaluation: their file, scalars, tables, figures, the process that draws them, and the HTML page."""
 
 import base64
 import html
 import io
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.patches import StepPatch
 from PIL import Image
+from processes import has_ended, wait_until
 from reference_samples import ALONE
 from sample_results import empty_picture, sample_results
 
@@ -77,8 +82,8 @@ def test_the_page_is_self_contained_escaped_and_has_all_results(evaluation: Resu
         assert row in rows
     assert ["epoch", "3 of the caller"] in rows, "the caller's value has precedence"
     unknown = replace(sample_results(8, channels=(1, 2)), r2=np.array([0.5, math.nan]))
-    ends = [row[2:] for row in tables.channel_table(unknown) if row[0].startswith("channel ")]
-    assert [row[1:] for row in ends] == [["0.5000", "unknown"], ["non-finite", "unknown"]]
+    ends = [row[3:] for row in tables.channel_table(unknown) if row[0].startswith("channel ")]
+    assert ends == [["0.5000", "unknown"], ["non-finite", "unknown"]]
 
 
 def test_the_conclusion_and_the_summary_name_what_is_wrong(evaluation: Results, with_flux: Results) -> None:
@@ -158,8 +163,7 @@ def test_the_flux_of_a_box_with_different_sides_is_reported(gaps: list[int], tmp
 
 def test_an_evaluation_is_kept_if_a_picture_cannot_be_drawn(evaluation, tmp_path: Path, monkeypatch, caplog) -> None:
     """Nothing was written if the process that draws was killed, after hours of a large volume."""
-    failed: Future[bytes] = Future()
-    failed.set_exception(UserError("the process that draws was ended"))
+    failed = Mock(result=Mock(side_effect=UserError("the process that draws was ended")))
     monkeypatch.setattr(drawing, "submit", lambda *call: failed if call[1] == "spectra" else empty_picture(*call))
     report.write_report(tmp_path / "report", evaluation, {}, ALONE)
     assert load(tmp_path / "report" / report.ARRAYS).l1.tolist() == evaluation.l1.tolist()
@@ -190,17 +194,18 @@ def test_loading_returns_exactly_what_was_saved(with_flux: Results, tmp_path: Pa
 
 
 def test_scalars_cover_flux_and_spectra(with_flux: Results) -> None:
-    flux, density, expected = with_flux.flux, with_flux.spectra["density"], {}
-    for name in ("prediction", "FGPA"):
-        ratio = flux.fields[name].power / flux.fields["target"].power
-        mode = flux.reference_modes[0]
-        expected[f"flux/P1D ratio at k = {flux.k[mode]:.3g}, {name}"] = ratio[mode]
-        expected[f"flux/P1D error, {name}"] = np.abs(ratio[flux.k <= min(0.1, flux.k[-1] / 2)] - 1).mean()
-        difference = np.abs(flux.fields[name].pdf - flux.fields["target"].pdf)
-        expected[f"flux/PDF distance, {name}"] = difference.sum() * 0.05 / 2
-        expected[f"flux/correlation, {name}"] = flux.fields[name].correlation
-    expected |= {"L1/all channels": with_flux.l1.mean(), "R2/temperature": with_flux.r2[4]}
-    expected["R2/velocity divergence"] = with_flux.divergence_r2
+    flux, density, mode = with_flux.flux, with_flux.spectra["density"], with_flux.flux.reference_modes[0]
+    target, fgpa = (flux.fields[name] for name in ("target", "FGPA"))
+    ratio = fgpa.power / target.power
+    expected = {
+        f"flux/P1D ratio at k = {flux.k[mode]:.3g}, FGPA": ratio[mode],
+        "flux/P1D error, FGPA": np.abs(ratio[flux.k <= min(0.1, flux.k[-1] / 2)] - 1).mean(),
+        "flux/PDF distance, FGPA": np.abs(fgpa.pdf - target.pdf).sum() * 0.05 / 2,
+        "flux/correlation, FGPA": fgpa.correlation,
+        "L1/all channels": with_flux.l1.mean(),
+        "R2/temperature": with_flux.r2[4],
+        "R2/velocity divergence": with_flux.divergence_r2,
+    }
     for shell in reference_shells(density.k):
         expected[f"r/density at k = {density.k[shell]:.3g}"] = density.correlation[shell]
     scalars = with_flux.scalars()
@@ -211,10 +216,10 @@ def test_the_resolution_is_where_a_curve_first_falls_below_a_level() -> None:
     """Fixed: only too little power counted, so that T = 40 was reported as "not reached"."""
     k, ones = np.arange(1.0, 6.0), np.ones(5)
     correlation, power = np.array([1.0, 0.98, 0.82, 0.42, 0.95]), np.array([1.0, 1.1, 0.9025, 0.64, 0.36])
-    evaluation = Spectrum(k, ones, predicted=power, target=ones, cross=correlation * np.sqrt(power))
+    evaluation = Spectrum(k, ones, power, ones, correlation * np.sqrt(power))
     expected = {"r = 0.9": 2.5, "r = 0.5": 3.8, "T = 0.9": 3 + 1 / 3, "T = 0.5": None}
     assert evaluation.resolutions == {name: k and pytest.approx(k) for name, k in expected.items()}
-    far = Spectrum(k, ones, predicted=1600 * ones, target=ones, cross=40 * ones)
+    far = Spectrum(k, ones, 1600 * ones, ones, 40 * ones)
     assert far.resolutions == {"r = 0.9": None, "r = 0.5": None, "T = 0.9": 1.0, "T = 0.5": 1.0}
     assert far.resolution(np.array([1, 1, np.nan, 1, 1]), 0.9) == 3, "not finite"
     k = np.arange(1.0, 33.0)
@@ -231,16 +236,14 @@ def test_errors_of_flux_power_in_bands_and_bins(with_flux: Results) -> None:
     fields["target"] = replace(flux.fields["target"], **{name: ratio**0 for name, ratio in ratios.items()})
     modes = np.isfinite(p3d_k).astype(float)
     evaluation = replace(flux, k=k, p3d_k=p3d_k, p3d_modes=modes, fields=fields)
-    errors = {"0.003 to 0.01": ((0.1**2 + 0.3**2) / 2) ** 0.5, "0.01 to 0.03": 0.2}
-    errors["0.003 to 0.03"] = ((0.1**2 + 0.3**2 + 0.2**2) / 3) ** 0.5
-    expected = {f"{band} s/km": pytest.approx(error) for band, error in errors.items()}
-    assert evaluation.band_errors("prediction") == expected
-    assert evaluation.p3d_errors("prediction") == {"to 2 h/Mpc": pytest.approx(np.sqrt((0.1**2 + 0.1**2 + 0.2**2) / 3))}
-    none = np.empty((4, 0))
-    assert replace(evaluation, p3d_k=none, p3d_modes=none).p3d_errors("prediction") == {}
+    errors = {"0.003 to 0.01 s/km": ((0.1**2 + 0.3**2) / 2) ** 0.5, "0.01 to 0.03 s/km": 0.2}
+    errors["0.003 to 0.03 s/km"] = ((0.1**2 + 0.3**2 + 0.2**2) / 3) ** 0.5
+    assert evaluation.band_errors("prediction") == pytest.approx(errors)
+    assert evaluation.p3d_errors("prediction") == pytest.approx({"to 2 h/Mpc": ((0.1**2 + 0.1**2 + 0.2**2) / 3) ** 0.5})
+    assert replace(evaluation, p3d_k=np.empty((4, 0))).p3d_errors("prediction") == {}
     larger = replace(flux.fields["prediction"], flux_bispectrum=1.2 * flux.fields["target"].flux_bispectrum)
-    expected = {"equilateral": pytest.approx(0.2), "squeezed": pytest.approx(0.2)}
-    assert replace(flux, fields={**flux.fields, "prediction": larger}).bispectrum_errors("prediction") == expected
+    errors = replace(flux, fields={**flux.fields, "prediction": larger}).bispectrum_errors("prediction")
+    assert errors == pytest.approx({"equilateral": 0.2, "squeezed": 0.2})
 
 
 def physical(values: np.ndarray) -> list[np.ndarray]:
@@ -369,21 +372,14 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Res
     predicted = with_flux.slices["predicted"] * np.nan
     predicted[0] = 1e4  # exp(140000) overflows
     nan = {key: value * np.nan for key, value in vars(measured.fields["FGPA"]).items()}
-    diverged = replace(
-        with_flux,
-        spectra={
-            "constant": replace(density, predicted=0 * density.k, cross=0 * density.k),
-            "density": replace(density, target=0 * density.k * np.nan),
-        },
-        flux=replace(measured, fields={**measured.fields, "prediction": FluxField(**nan)}),
-        slices={**with_flux.slices, "predicted": predicted},
-    )
-    checkpoint = "/logs/demo/2ranks/00/checkpoints/step_00000800/weights.pt"
-    for results, metadata, title in (
-        (with_flux, {"run": "/logs/demo/2ranks/00", "epoch": 4, "step": 800}, "demo/2ranks/00, epoch 4, step 800"),
-        (diverged, {"checkpoint": checkpoint, "step": 800}, "demo/2ranks/00, step 800"),
-    ):
-        results = replace(results, metadata=metadata)
+    spectra = {"constant": replace(density, predicted=0 * density.k, cross=0 * density.k)}
+    spectra["density"] = replace(density, target=0 * density.k * np.nan)
+    flux = replace(measured, fields={**measured.fields, "prediction": FluxField(**nan)})
+    diverged = replace(with_flux, spectra=spectra, flux=flux, slices={**with_flux.slices, "predicted": predicted})
+    whole = {"run": "/logs/demo/2ranks/00", "epoch": 4}, "demo/2ranks/00, epoch 4, step 800"
+    bad = {"checkpoint": "/logs/demo/2ranks/00/checkpoints/step_00000800/weights.pt"}, "demo/2ranks/00, step 800"
+    for results, (metadata, title) in ((with_flux, whole), (diverged, bad)):
+        results = replace(results, metadata={**metadata, "step": 800})
         assert results.pictures == list(PICTURES)
         drawn = {name: figures.draw(name, results) for name in PICTURES}
         assert {figure.get_suptitle() for figure in drawn.values()} == {title}
@@ -396,3 +392,47 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Res
     assert unknown.pictures == ["slices", "spectra", "distributions"]
     image = figures.draw("slices", unknown).axes[2].images[0].get_array()
     np.testing.assert_allclose(image, unknown.slices["predicted"][0].T, err_msg="not in physical units")
+
+
+def test_a_process_of_its_own_draws_and_a_rank_never_holds_its_lock() -> None:
+    """Fixed: a rank that drew missed heartbeats on a busy machine, and was taken for gone.
+
+    Neither signals to the job nor errors of a picture end the process; if it is killed, another draws the next one.
+    """
+    results = sample_results(8, channels=(1, 2))
+    pictures = {name: future.result() for name, future in drawing.draw(results).items()}
+    assert list(pictures) == ["slices", "spectra", "distributions"]
+    for picture in pictures.values():
+        assert len(np.unique(np.asarray(Image.open(io.BytesIO(picture)).convert("L")))) > 10
+    process, _ = drawing._drawing_process()
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "also if it draws results"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        process.send_signal(number)
+    with pytest.raises(AttributeError):
+        drawing.submit(drawing.picture, "spectra", replace(results, spectra=None)).result()
+    assert drawing.submit(drawing.picture, "loss_curves", [], "l1", "").result().startswith(b"\x89PNG")
+    with pytest.raises(FileNotFoundError):
+        drawing.submit(os.stat, "/no_style").result()
+    assert process.poll() is None
+    with pytest.raises(UserError, match="the process that draws was ended, with exit code 9"):
+        drawing.submit(os._exit, 9).result()
+    assert drawing.submit(drawing.picture, "loss_curves", [], "l1", "").result().startswith(b"\x89PNG")
+    assert drawing._drawing_process()[0] is not process
+
+
+def test_the_process_that_draws_ends_with_its_caller_and_neither_imports_the_other_s_libraries() -> None:
+    """PyTorch would take two seconds of a core in one, matplotlib one in the other."""
+    lines = """
+import os, sys
+from analysis.evaluation import drawing
+drawing.submit(drawing.picture, 'loss_curves', [], 'l1', '').result()
+process, _ = drawing._drawing_process()
+maps = open(f'/proc/{process.pid}/maps').read()
+print(process.pid, 'matplotlib' in sys.modules, 'libtorch' in maps, 'matplotlib' in maps, flush=True)
+os._exit(1)
+"""
+    ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    pid, *imported = ended.stdout.split()
+    assert imported == ["False", "False", "True"]
+    wait_until(lambda: has_ended(int(pid)))

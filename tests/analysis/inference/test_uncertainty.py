@@ -13,6 +13,7 @@ from log_lines import messages, refusal
 from processes import run_ranks
 from reference_samples import ALONE
 from sample_results import draw_nothing
+from trainings import predict_on
 from volume_files import contents, write_volume
 
 import evaluate
@@ -23,8 +24,6 @@ from analysis.evaluation.statistics import DENSITIES, Coverage
 from analysis.inference.uncertainty import FILE, fit
 from analysis.slabs import SlabFields, Slabs
 from utils.config.channels import known_channels
-from utils.distributed.signals import Signals
-from utils.distributed.world import World
 from utils.run.checkpoint import read_weights
 from utils.volumes.attributes import stated_channels
 
@@ -82,10 +81,6 @@ def predicted(files: Path, output: Path, *flags: str, networks: str = "a") -> di
 def command_line(files: Path, output: Path, *flags: str, networks: str = "a") -> list[str]:
     checkpoints = [str(files / name) for name in networks.split()]
     return ["--checkpoint", *checkpoints, f"--input={files / 'box.h5'}", f"--output={output}", "--device=cpu", *flags]
-
-
-def predict_on(world: World, flags: list[str]) -> None:
-    predict.predict(predict.parse(flags), world, Signals())
 
 
 def test_calibrated_deviations_have_the_same_bits_on_any_ranks_and_blocks(files: Path, tmp_path: Path) -> None:
