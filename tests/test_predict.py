@@ -28,13 +28,8 @@ from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import TrainedNetwork
 from analysis.inference.window_grid import build_window_grid
 from analysis.slabs import Slabs
-<<<<<<< HEAD
 from utils.config.channels import PLAUSIBLE, TRANSFORM, Channel, known_channels
-from utils.distributed.signals import Signals, StopSignals
-=======
-from utils.config.channels import TRANSFORM, Channel, known_channels
 from utils.distributed.signals import StopSignals
->>>>>>> cut3
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.run.checkpoint import BEST, WEIGHTS, file_digest, read_weights
