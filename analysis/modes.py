@@ -121,28 +121,34 @@ class PowerBins:
         self._grid, self._mu_bins, longest = Modes(slabs), mu_bins, max(slabs.shape)
         self._edges = torch.tensor(bin_edges(longest // 2, ratio), dtype=torch.float64, device=slabs.world.device)
         self.volume = math.prod(slabs.shape) * cell**3
-        totals = self._edges.new_zeros(2, mu_bins, len(self._edges) - 1)
+        totals = self._edges.new_zeros(3, mu_bins, len(self._edges) - 1)
         for columns in self._grid.batches():
             for axis in range(3 if mu_bins > 1 else 1):
-                self._add(totals, (torch.ones_like(columns.k), columns.k), columns, axis)
-        # [mu bins, bins of k]: the number of modes, both halves of the transform counted, and their mean k; NaN: none
-        self.modes, k = slabs.world.sum(totals).cpu().numpy()
-        with np.errstate(invalid="ignore"):
-            self.k = k / self.modes * (2 * math.pi / (longest * cell))
+                square = columns.squares[axis] / columns.k.square()  # of mu
+                self._add(totals, (torch.ones_like(columns.k), columns.k, square), columns, axis)
+        # [mu bins, bins of k]: the number of modes, both halves of the transform counted, and the means of k and mu²
+        self.modes, k, square = slabs.world.sum(totals).cpu().numpy()
+        with np.errstate(invalid="ignore"):  # NaN without a mode
+            self.k, self.mu_square = k / self.modes * (2 * math.pi / (longest * cell)), square / self.modes
 
     @torch.no_grad()
     def sums(self, fields: list[Tensor], axis: int = 0) -> Tensor:
         """Sums of |p|² over each bin's modes, and of |t|² and Re(p t*) if there are two fields: this rank's part.
 
+        With several bins of mu a last row has the sums of 5 (3 mu² − 1) / 2 |p|², which give the quadrupole.
         `fields`: p and t, real, of each the own planes [n, Y, Z]. Takes them out of the list, so that their memory is
-        free after their transform. -> [1 or 3, mu bins, bins of k], float64
+        free after their transform. -> [1 to 4, mu bins, bins of k], float64
         """
         transformed = [self._grid.transform(fields.pop(0)) for _ in range(len(fields))]
-        sums = self._edges.new_zeros(2 * len(transformed) - 1, *self.modes.shape)
+        products = 2 * len(transformed) - 1
+        sums = self._edges.new_zeros(products + (self._mu_bins > 1), *self.modes.shape)
         for columns in self._grid.batches():
             parts = [self._grid.amplitudes(field, columns) for field in transformed]
-            pairs = [*zip(parts, parts, strict=True), (parts[0], parts[-1])][: len(sums)]
-            self._add(sums, [(left * right).sum(-1) for left, right in pairs], columns, axis)
+            pairs = [*zip(parts, parts, strict=True), (parts[0], parts[-1])][:products]
+            values = [(left * right).sum(-1) for left, right in pairs]
+            if self._mu_bins > 1:
+                values.append((7.5 * columns.squares[axis] / columns.k.square() - 2.5) * values[0])
+            self._add(sums, values, columns, axis)
         return sums
 
     def _add(self, sums: Tensor, values: Sequence[Tensor], columns: Columns, axis: int) -> None:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from analysis.lyman_alpha.flux import fgpa_relation, optical_depth, power_law, power_sums, solve_scale
-from analysis.lyman_alpha.results import FITTED, PREDICTION, SHAPES, TARGET, TRANSFER, Flux, FluxField
+from analysis.lyman_alpha.results import (
+    FITTED,
+    MEASURABLE,
+    PREDICTION,
+    SHAPES,
+    TARGET,
+    TRANSFER,
+    Flux,
+    FluxField,
+)
 from analysis.lyman_alpha.setup import FluxSetup, GasFit, Placed
 from analysis.modes import Bispectra, Modes, PowerBins
 from analysis.slabs import ReadPlanes, SlabFields, Slabs
@@ -63,6 +72,7 @@ class KnownFlux:
 
     fields: dict[str, FluxField] = field(default_factory=dict)  # target and baseline
     target: list[Tensor] = field(default_factory=list)  # flux along this rank's lines of each axis, float16, on the CPU
+    matter: Tensor | None = None  # contrast of the dark matter in the own planes, for P(k, mu), on the CPU
 
 
 class FluxStatistics:
@@ -80,6 +90,8 @@ class FluxStatistics:
     def results(self, fields: SlabFields) -> Flux:
         """The results, equal on every rank; to be called once."""
         setup, last, known = self._setup, self._lines[-1], self._known.fields
+        if self._power and setup.dark and self._known.matter is None:
+            self._known.matter = self._dark_matter(fields.inputs).sub_(1).cpu()
         if not known:
             known[TARGET] = self._measure(self._gas_depths(fields.target))
         prediction = self._measure(self._gas_depths(fields.predicted))
@@ -100,6 +112,8 @@ class FluxStatistics:
             mu_edges=np.linspace(0, 1, MU_BINS + 1),
             p3d_k=self._power.k if self._power else np.empty((MU_BINS, 0)),
             p3d_modes=self._power.modes if self._power else np.empty((MU_BINS, 0)),
+            p3d_mu_square=self._power.mu_square if self._power else np.empty((MU_BINS, 0)),
+            matter_power=self._matter_power(),
             flux_bispectrum_k=self._triangles.k if self._triangles else np.empty(0),
             fields={TARGET: known[TARGET], PREDICTION: prediction} | known,
         )
@@ -117,10 +131,7 @@ class FluxStatistics:
 
     def _baselines(self, read: ReadPlanes) -> Iterator[tuple[str, list[Tensor]]]:
         """The optical depths of each baseline, by name."""
-        setup, slabs, fit, dark = self._setup, self._slabs, self._setup.fit, self._slabs.empty()
-        with self._world.raise_together():
-            for piece in slabs.pieces():
-                dark[slabs.local(piece)] = setup.dark[0][1].to_physical(_read(setup.dark[0], read, piece))
+        setup, slabs, fit, dark = self._setup, self._slabs, self._setup.fit, self._dark_matter(read)
         gas = fit and _transferred(dark, fit, setup.cell, slabs)
         if setup.smoothing:
             dark = smooth(dark, setup.smoothing / setup.cell, slabs)
@@ -129,6 +140,14 @@ class FluxStatistics:
             fitted = fit.kelvin, fit.gamma
             yield f"{setup.baseline}, {FITTED}", self._baseline_depths(dark, fitted, read)
             yield TRANSFER, self._baseline_depths(gas, fitted, read)
+
+    def _dark_matter(self, read: ReadPlanes) -> Tensor:
+        """Its density in the own planes, in units of the mean."""
+        slabs, part, density = self._slabs, self._setup.dark[0], self._slabs.empty()
+        with self._world.raise_together():
+            for piece in slabs.pieces():
+                density[slabs.local(piece)] = part[1].to_physical(_read(part, read, piece))
+        return density
 
     def _baseline_depths(self, dark: Tensor, relation: tuple[float, float], read: ReadPlanes) -> list[Tensor]:
         """Of gas with this density in the own planes, the temperature that follows, and the velocity of dark matter."""
@@ -198,7 +217,7 @@ class FluxStatistics:
         fluxes = ((-scale * depth).exp_().to("cpu", torch.float16) for depth in depths)
         self._known.target = self._known.target or [*fluxes]
         histogram = torch.zeros(PDF_BINS, dtype=torch.float64, device=world.device)
-        moments = torch.zeros(3, dtype=torch.float64, device=world.device)
+        moments = torch.zeros(5, dtype=torch.float64, device=world.device)
         powers = []
         for lines, depth, target in zip(self._lines, depths, self._known.target, strict=True):
             sums = torch.zeros(lines.cells // 2 + 1, dtype=torch.float64, device=world.device)
@@ -207,12 +226,10 @@ class FluxStatistics:
                 bins = (flux * PDF_BINS).nan_to_num_(nan=0.0).long().clamp_(0, PDF_BINS - 1)
                 histogram += torch.bincount(bins.flatten(), minlength=PDF_BINS)
                 sums += power_sums(flux / mean - 1)
-                deviation, true_deviation = (part.double() - self._setup.mean_flux for part in (flux, true.to(flux)))
-                products = deviation * true_deviation, deviation.square(), true_deviation.square()
-                moments += torch.stack([product.sum() for product in products])
+                moments += _moments(flux, true.to(flux), scale * part, self._setup.mean_flux)
             powers.append(world.sum(sums)[1:].cpu().numpy() * (width / (lines.cells * lines.count)))
-        (axis_power, power), (p3d, bispectrum) = self._average(powers), self._structure(depths, scale, mean)
-        product, square, true_square = world.sum(moments).tolist()
+        (axis_power, power), (structure, bispectrum) = self._average(powers), self._structure(depths, scale, mean)
+        product, square, true_square, distance, measurable = world.sum(moments).tolist()
         return FluxField(
             scale=scale,
             unscaled_mean=mean_and_slope(1.0)[0],
@@ -221,27 +238,51 @@ class FluxStatistics:
             pdf=world.sum(histogram).cpu().numpy() * (PDF_BINS / pixels if math.isfinite(mean) else math.nan),
             power=power,
             axis_power=axis_power,
-            p3d=p3d,
+            **structure,
+            depth_error=distance / measurable if measurable else math.nan,
             flux_bispectrum=bispectrum,
             sightline=self._middle_line(depths[-1], scale),
         )
 
-    def _structure(self, depths: list[Tensor], scale: float, mean: float) -> tuple[np.ndarray, np.ndarray]:
-        """P(k, mu) in (Mpc/h)³ and bispectra in (Mpc/h)⁶, means over the axes; no bins without all sight-lines."""
+    def _structure(self, depths: list[Tensor], scale: float, mean: float) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Powers by their names in FluxField, and bispectra, means over the axes; no bins without all sight-lines."""
+        names = "p3d", "target_p3d", "matter_p3d", "quadrupole"
         if self._power is None or self._triangles is None:
-            return np.empty((MU_BINS, 0)), np.empty((len(SHAPES), 0))
-        bispectra = []
-        sums = torch.zeros(self._power.modes.shape, dtype=torch.float64, device=self._world.device)
-        for axis, depth in enumerate(depths):
-            contrast = (-scale * depth).exp_().div_(mean).sub_(1)
-            if axis == 0:  # [own y, z, x]
-                contrast = self._slabs.to_planes(contrast.permute(2, 0, 1), self._slabs.shape[1])
-            contrast = contrast.transpose(1, 2) if axis == 1 else contrast  # axis 1: [x, z, y]
-            sums += self._power.sums([contrast], axis)[0]
+            bins = {name: np.empty(0 if name == "quadrupole" else (MU_BINS, 0)) for name in names}
+            return bins, np.empty((len(SHAPES), 0))
+        bispectra, matter, device = [], self._known.matter, self._world.device
+        sums = torch.zeros(len(names), *self._power.modes.shape, dtype=torch.float64, device=device)
+        for axis, (depth, target) in enumerate(zip(depths, self._known.target, strict=True)):
+            contrast = self._planes((-scale * depth).exp_().div_(mean).sub_(1), axis)
+            true = self._planes(target.to(contrast).div_(self._setup.mean_flux).sub_(1), axis)
+            own, _, cross, quadrupole = self._power.sums([contrast, true], axis)
+            with_matter = own + math.nan if matter is None else self._power.sums([contrast, matter.to(device)], axis)[2]
+            sums += torch.stack([own, cross, with_matter, quadrupole])
             bispectra.append(self._triangles.measure(contrast))
+        powers = dict(zip(names, self._power_of(sums), strict=True))
+        powers["quadrupole"] = np.nansum(powers["quadrupole"] * self._power.modes, axis=0) / self._power.modes.sum(0)
+        return powers, np.mean(bispectra, axis=0)
+
+    def _planes(self, values: Tensor, axis: int) -> Tensor:
+        """The own planes [n, Y, Z] of values along all lines of an axis."""
+        if axis == 0:  # [own y, z, x]
+            return self._slabs.to_planes(values.permute(2, 0, 1), self._slabs.shape[1])
+        return values.transpose(1, 2) if axis == 1 else values  # axis 1: [x, z, y]
+
+    def _matter_power(self) -> np.ndarray:
+        """The power of the dark matter, a mean over the axes, [bins of mu, bins of k]; NaN if it is unknown."""
+        if self._power is None:
+            return np.empty((MU_BINS, 0))
+        if self._known.matter is None:
+            return np.full(self._power.modes.shape, math.nan)
+        matter = self._known.matter.to(self._world.device)
+        return self._power_of(torch.stack([self._power.sums([matter], axis)[0] for axis in range(3)]).sum(0))
+
+    def _power_of(self, sums: Tensor) -> np.ndarray:
+        """Powers of this rank's sums over the modes of each bin; NaN without a mode."""
+        assert self._power is not None
         with np.errstate(invalid="ignore"):
-            power = self._world.sum(sums).cpu().numpy() / self._power.modes * self._power.volume
-        return power, np.mean(bispectra, axis=0)
+            return self._world.sum(sums).cpu().numpy() / self._power.modes * self._power.volume
 
     def _middle_line(self, depth: Tensor, scale: float) -> np.ndarray:
         lines = self._lines[-1]
@@ -264,6 +305,15 @@ class FluxStatistics:
             modes[axis, bins], sums[axis, bins] = 1, value
         counts = np.array([lines.count for lines in self._lines])
         return np.where(modes > 0, sums, math.nan), counts @ sums / (counts @ modes)
+
+
+def _moments(flux: Tensor, true: Tensor, depth: Tensor, mean: float) -> Tensor:
+    """Sums over pixels: products of the deviations from the mean; |difference of ln τ| where `true` is MEASURABLE."""
+    deviation, true_deviation = (part.double() - mean for part in (flux, true))
+    measurable = (true > MEASURABLE[0]) & (true < MEASURABLE[1])
+    distance = depth[measurable].clamp(min=1e-30).log() - true[measurable].log().neg().log()
+    products = deviation * true_deviation, deviation.square(), true_deviation.square(), distance.abs(), measurable
+    return torch.stack([product.sum(dtype=torch.float64) for product in products])
 
 
 def _read(part: Placed, read: ReadPlanes, planes: slice) -> Tensor:

@@ -1,5 +1,6 @@
 """The Lyman-alpha flux of one evaluated volume: plain arrays, and the numbers derived from them."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ FGPA, REAL_FGPA = "FGPA", "FGPA in real space"  # with the dark matter's peculia
 FITTED, TRANSFER = "fitted", "transfer function"  # the first one follows the name of the baseline
 SHAPES = ("equilateral", "squeezed")  # of the triangles of a bispectrum
 BANDS = ((0.003, 0.01), (0.01, 0.03), (0.003, 0.03), (0.03, 0.1))  # s/km, of the errors of P1D
+MEASURABLE = (0.05, 0.95)  # flux between the noise of a continuum and of saturated absorption
+LARGEST_LINEAR_K = 1.0  # h/Mpc, of the fit of the bias
 FLUX_LARGEST_K = 0.1  # s/km; beyond it, metal lines and thermal broadening dominate measured spectra
 
 
@@ -26,6 +29,10 @@ class FluxField:
     power: np.ndarray  # [bins of k] P1D in km/s, the mean over the sight-lines along x, y and z
     axis_power: np.ndarray  # [3, bins of k] that of the sight-lines along each axis, at Flux.axis_k
     p3d: np.ndarray  # [bins of mu, bins of k] P(k, mu) in (Mpc/h)³, at Flux.p3d_k; NaN without a mode
+    quadrupole: np.ndarray  # [bins of k] of P(k, mu)
+    target_p3d: np.ndarray  # like p3d, of the cross power with the flux of the target
+    matter_p3d: np.ndarray  # the same of that with the density contrast of the dark matter; NaN if it is unknown
+    depth_error: float  # mean |ln(scale · τ) − that of the target| where the target's flux is in MEASURABLE
     flux_bispectrum: np.ndarray  # [2, shells] of F / ⟨F⟩ − 1, equilateral and squeezed, in (Mpc/h)⁶
     sightline: np.ndarray  # [cells] F along one sight-line through the middle of the box
 
@@ -45,6 +52,8 @@ class Flux:
     mu_edges: np.ndarray  # [bins of mu + 1] of |mu|, the cosine of the angle between wave and sight-line
     p3d_k: np.ndarray  # [bins of mu, bins of k] in h/Mpc, the mean over a bin's modes; no bins without all sight-lines
     p3d_modes: np.ndarray  # [bins of mu, bins of k] number of modes, of sight-lines along x, y and z
+    p3d_mu_square: np.ndarray  # [bins of mu, bins of k] their mean mu²
+    matter_power: np.ndarray  # [bins of mu, bins of k] that of the dark matter, as FluxField.matter_p3d
     flux_bispectrum_k: np.ndarray  # [shells] in h/Mpc; no shells without all sight-lines
     fields: dict[str, FluxField]  # "target", "prediction" and, if the units of the input are known, FGPA or REAL_FGPA
 
@@ -83,13 +92,53 @@ class Flux:
                 errors[f"{low:g} to {high:g} s/km"] = float(np.sqrt(np.mean((self.ratios[name][inside] - 1) ** 2)))
         return errors
 
-    def p3d_errors(self, name: str) -> dict[str, float]:
-        """Rms of P(k, mu) / that of the target − 1 up to half of the largest k; none without P(k, mu)."""
+    def structure(self, name: str) -> dict[str, float]:
+        """Comparisons of P(k, mu) up to half of the largest k; none without P(k, mu)."""
         if not self.p3d_k.size:
             return {}
         largest = float(np.nanmax(self.p3d_k)) / 2
-        used = (self.p3d_modes > 0) & (self.p3d_k <= largest)
-        return {f"to {largest:.2g} h/Mpc": float(np.sqrt(np.mean((self.ratios_of("p3d")[name][used] - 1) ** 2)))}
+        used, shells = (self.p3d_modes > 0) & (self.p3d_k <= largest), np.nanmax(self.p3d_k, axis=0) <= largest
+        own, target = (self.multipoles(field)[:, shells] for field in (name, TARGET))
+        errors = {
+            "P3D": self.ratios_of("p3d")[name][used] - 1,
+            "monopole": quotient(own[0], target[0]) - 1,
+            "quadrupole": quotient(own[1] - target[1], target[0]),
+            "residual": np.sqrt(np.abs(self.residual(name)[used])),
+        }
+        reach = f"to {largest:.2g} h/Mpc"
+        values = {f"{part} error, {reach}": float(np.sqrt(np.mean(error**2))) for part, error in errors.items()}
+        (bias, beta), (true_bias, true_beta) = self.bias(name), self.bias(TARGET)
+        if np.isfinite(true_bias):
+            values |= {"bias ratio": bias / true_bias, "beta ratio": beta / true_beta}
+        return values
+
+    def multipoles(self, name: str) -> np.ndarray:
+        """Monopole and quadrupole of P(k, mu), [2, bins of k], in (Mpc/h)³."""
+        field = self.fields[name]
+        monopole = np.nansum(self.p3d_modes * field.p3d, axis=0) / self.p3d_modes.sum(0)
+        return np.stack([monopole, field.quadrupole])
+
+    def correlation(self, name: str) -> np.ndarray:
+        """r(k, mu) of a field's flux with that of the target, [bins of mu, bins of k]."""
+        field, target = self.fields[name], self.fields[TARGET]
+        return quotient(field.target_p3d, np.sqrt(field.p3d * target.p3d))
+
+    def residual(self, name: str) -> np.ndarray:
+        """Power of the difference of a field's flux and the target's, relative to the target's, by mu and k."""
+        field, target = self.fields[name], self.fields[TARGET]
+        return quotient(field.p3d - 2 * field.target_p3d + target.p3d, target.p3d)
+
+    def bias(self, name: str) -> tuple[float, float]:
+        """b and beta of Kaiser's b (1 + beta mu²), fitted to the ratio of cross power to power of the dark matter.
+
+        The bins have up to LARGEST_LINEAR_K; NaN if there are too few.
+        """
+        ratio = quotient(self.fields[name].matter_p3d, self.matter_power)
+        used = np.isfinite(ratio) & (self.p3d_k <= LARGEST_LINEAR_K)
+        if len({*np.round(self.p3d_mu_square[used], 6)}) < 2:
+            return math.nan, math.nan
+        slope, bias = np.polyfit(self.p3d_mu_square[used], ratio[used], 1, w=np.sqrt(self.p3d_modes[used]))
+        return float(bias), float(slope / bias)
 
     def bispectrum_errors(self, name: str) -> dict[str, float]:
         """Rms of k³ (B − that of the target) over the shells, relative to the target's, by shape; none without B.
@@ -110,10 +159,11 @@ class Flux:
         ratio = self.ratios[name]
         measures = {f"P1D ratio at k = {self.k[mode]:.3g}": float(ratio[mode]) for mode in self.reference_modes}
         measures["P1D error"] = self.power_error(name)
-        quantities = {"P1D": self.band_errors, "P3D": self.p3d_errors, "bispectrum": self.bispectrum_errors}
-        for quantity, errors in quantities.items():
-            measures |= {f"{quantity} error, {part}": error for part, error in errors(name).items()}
-        return measures | {"correlation": self.fields[name].correlation, "PDF distance": self.pdf_distance(name)}
+        measures |= {f"P1D error, {band}": error for band, error in self.band_errors(name).items()}
+        measures |= self.structure(name)
+        measures |= {f"bispectrum error, {shape}": error for shape, error in self.bispectrum_errors(name).items()}
+        measures |= {"correlation": self.fields[name].correlation, "PDF distance": self.pdf_distance(name)}
+        return measures | {"optical depth error": self.fields[name].depth_error}
 
     def scalars(self) -> dict[str, float]:
         """Scalars for TensorBoard and metrics.jsonl, by tag."""

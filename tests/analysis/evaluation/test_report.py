@@ -232,15 +232,25 @@ def test_errors_of_flux_power_in_bands_and_bins(with_flux: Results) -> None:
     k = np.array([0.004, 0.008, 0.02])
     p3d_k = np.array([[0.5, 1.0, 3.9], [np.nan, 1.5, 4.0]])
     ratios = {"power": np.array([1.1, 0.7, 1.2]), "p3d": np.array([[1.1, 0.9, 5.0], [np.nan, 1.2, 7.0]])}
-    fields = {"prediction": replace(flux.fields["prediction"], **ratios)}
-    fields["target"] = replace(flux.fields["target"], **{name: ratio**0 for name, ratio in ratios.items()})
-    modes = np.isfinite(p3d_k).astype(float)
-    evaluation = replace(flux, k=k, p3d_k=p3d_k, p3d_modes=modes, fields=fields)
-    errors = {"0.003 to 0.01 s/km": ((0.1**2 + 0.3**2) / 2) ** 0.5, "0.01 to 0.03 s/km": 0.2}
-    errors["0.003 to 0.03 s/km"] = ((0.1**2 + 0.3**2 + 0.2**2) / 3) ** 0.5
-    assert evaluation.band_errors("prediction") == pytest.approx(errors)
-    assert evaluation.p3d_errors("prediction") == pytest.approx({"to 2 h/Mpc": ((0.1**2 + 0.1**2 + 0.2**2) / 3) ** 0.5})
-    assert replace(evaluation, p3d_k=np.empty((4, 0))).p3d_errors("prediction") == {}
+    unknown, modes = np.full((2, 3), np.nan), np.isfinite(p3d_k).astype(float)
+    others = {"quadrupole": np.zeros(3), "target_p3d": modes, "matter_p3d": unknown}
+    fields = {"prediction": replace(flux.fields["prediction"], **ratios, **others)}
+    fields["target"] = replace(flux.fields["target"], **{name: ratio**0 for name, ratio in ratios.items()}, **others)
+    grid = {"p3d_k": p3d_k, "p3d_modes": modes, "p3d_mu_square": unknown, "matter_power": unknown}
+    evaluation = replace(flux, k=k, fields=fields, **grid)
+    errors = {"0.003 to 0.01": ((0.1**2 + 0.3**2) / 2) ** 0.5, "0.01 to 0.03": 0.2}
+    errors["0.003 to 0.03"] = ((0.1**2 + 0.3**2 + 0.2**2) / 3) ** 0.5
+    expected = {f"{band} s/km": pytest.approx(error) for band, error in errors.items()}
+    assert evaluation.band_errors("prediction") == expected
+    of_bins, of_monopoles = (0.1**2 + 0.1**2 + 0.2**2) / 3, (0.1**2 + 0.05**2) / 2
+    assert evaluation.structure("prediction") == {
+        "P3D error, to 2 h/Mpc": pytest.approx(np.sqrt(of_bins)),
+        "monopole error, to 2 h/Mpc": pytest.approx(np.sqrt(of_monopoles)),
+        "quadrupole error, to 2 h/Mpc": 0,
+        "residual error, to 2 h/Mpc": pytest.approx(np.sqrt((0.1 + 0.1 + 0.2) / 3)),
+    }
+    none = np.empty((4, 0))
+    assert replace(evaluation, p3d_k=none, p3d_modes=none).structure("prediction") == {}
     larger = replace(flux.fields["prediction"], flux_bispectrum=1.2 * flux.fields["target"].flux_bispectrum)
     errors = replace(flux, fields={**flux.fields, "prediction": larger}).bispectrum_errors("prediction")
     assert errors == pytest.approx({"equilateral": 0.2, "squeezed": 0.2})

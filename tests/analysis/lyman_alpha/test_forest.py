@@ -311,3 +311,39 @@ def test_a_field_with_the_power_of_redshift_space_has_it_in_every_bin() -> None:
         fundamental = 2 * math.pi / (side * CELL)
         np.testing.assert_allclose(result.k, (model[1] / modes)[:, some] * fundamental, rtol=1e-9)
     assert np.isnan(power[1:3, 0]).tolist() == [True, False], "the longest waves have mu = 0, 1/√2 or 1"
+
+
+def test_known_noise_gives_the_correlation_and_kaisers_factor_the_bias(base: Flux) -> None:
+    """Flux −0.2 (1 + 1.5 mu²) × matter of constant power; the prediction adds a quarter of its power as noise."""
+    side, bias, beta = 32, -0.2, 1.5
+    bins, random = PowerBins(Slabs((side,) * 3, ALONE), 1.0, K_RATIO, MU_BINS), np.random.default_rng(0)
+    waves = np.stack(np.meshgrid(*[np.fft.fftfreq(side)] * 3, indexing="ij"))
+    phases = [np.fft.fftn(random.standard_normal([side] * 3)) for _ in range(2)]
+    matter, noise = (part / np.abs(part) for part in phases)
+    sums = np.zeros((6, *bins.modes.shape))
+    for axis in range(3):
+        factor = bias * (1 + beta * waves[axis] ** 2 / np.maximum((waves**2).sum(0), 1e-9))
+        target, predicted = factor * matter, factor * (matter + noise / 2)
+        fields = [torch.tensor(np.fft.ifftn(part).real).float() for part in (target, predicted, matter)]
+        own, true, cross, _ = bins.sums([fields[1], fields[0]], axis)
+        _, power, with_matter, quadrupole = bins.sums([fields[0], fields[2]], axis)
+        sums += torch.stack([true, own, cross, with_matter, power, quadrupole]).numpy()
+    quadrupole = sums[5].sum(0) / bins.modes.sum(0)
+    true, own, cross, with_matter, power, _ = sums / np.where(bins.modes, bins.modes, np.nan)
+    part = {"matter_p3d": with_matter, "quadrupole": quadrupole}
+    known = {
+        TARGET: replace(base.fields[TARGET], p3d=true, target_p3d=true, **part),
+        PREDICTION: replace(base.fields[TARGET], p3d=own, target_p3d=cross, **part),
+    }
+    grid = {"p3d_k": bins.k, "p3d_modes": bins.modes, "p3d_mu_square": bins.mu_square, "matter_power": power}
+    flux = replace(base, fields=known, **grid)
+    np.testing.assert_allclose(flux.bias(PREDICTION), (bias, beta), rtol=1e-4)
+    kaiser = (4 * beta / 3 + 4 * beta**2 / 7) / (1 + 2 * beta / 3 + beta**2 / 5)
+    monopole, quadrupole = flux.multipoles(TARGET)
+    np.testing.assert_allclose((quadrupole / monopole)[5:], kaiser, rtol=0.03)
+    small = bins.modes > 1000
+    np.testing.assert_allclose(flux.correlation(PREDICTION)[small], 1 / math.sqrt(1.25), rtol=0.02)
+    np.testing.assert_allclose(flux.residual(PREDICTION)[small], 0.25, rtol=0.1)
+    measures = flux.structure(PREDICTION)
+    assert measures["bias ratio"] == measures["beta ratio"] == 1
+    assert 0.4 < next(value for name, value in measures.items() if name.startswith("residual error")) < 0.6
