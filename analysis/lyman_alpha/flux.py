@@ -152,14 +152,22 @@ def optical_depth(density: Tensor, velocity: Tensor, temperature: Tensor, univer
     return result
 
 
-def _depth_of_group(fields: Sequence[Tensor], universe: Universe, cell: float) -> Tensor:
-    density, velocity, temperature = (field.float().contiguous() for field in fields)
-    cells, width = density.shape[1], universe.pixel_width(cell)
+def absorbers(fields: Sequence[Tensor], universe: Universe, cell: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each cell the sum of its optical depth over pixels, its peculiar velocity and its Doppler width, in pixels.
+
+    `fields`: density, velocity and temperature, as in `optical_depth`.
+    """
+    (density, velocity, temperature), width = fields, universe.pixel_width(cell)
     uniform_depth = 1e6 * CROSS_SECTION * universe.hydrogen_density() / universe.hubble_rate()  # if all were neutral
     depth = uniform_depth * density * neutral_fraction(density, temperature, universe)
-    shift = velocity / width
     kelvin = temperature.clamp(*TEMPERATURE_RANGE)
-    doppler = (kelvin * (2 * BOLTZMANN_J_PER_K / HYDROGEN_ATOM_KG)).sqrt() / (1e3 * width)
+    return depth, velocity / width, (kelvin * (2 * BOLTZMANN_J_PER_K / HYDROGEN_ATOM_KG)).sqrt() / (1e3 * width)
+
+
+def _depth_of_group(fields: Sequence[Tensor], universe: Universe, cell: float) -> Tensor:
+    density, velocity, temperature = (field.float().contiguous() for field in fields)
+    cells = density.shape[1]
+    depth, shift, doppler = absorbers((density, velocity, temperature), universe, cell)
     finite = (depth.isfinite() & shift.isfinite() & temperature.isfinite()).all(1, keepdim=True)
     depth = torch.where(finite, depth, torch.nan)
     shift, doppler = torch.where(finite, shift, 0), torch.where(finite, doppler, 1)

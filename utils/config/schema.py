@@ -90,7 +90,8 @@ class Config(NeutralKeys):
     dataset: sections.DatasetConfig = sections.DatasetConfig()
     # a name of LOSSES in networks; for classes cross_entropy, for volumes any other; or my_module.MyLoss
     loss: str = "l1"
-    loss_options: dict[str, Any] = Field(default={})  # options of the loss's constructor
+    # Options of the loss's constructor; `simulation` is replaced by what all training files state.
+    loss_options: dict[str, Any] = Field(default={})
     # Computed along with the validation loss: names of METRICS in networks, for classes, or my_module.f, a function or
     # a Module (outputs, targets) -> scalar
     metrics: list[str] = Field(default=[])

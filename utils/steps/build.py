@@ -108,7 +108,8 @@ def loss(config: Config) -> nn.Module:
     density = (task_of(config).density or ()) if config.lambda_rho else ()
     scale = dict(zip(("density_channel", "density_log_scale"), density, strict=False))
     if "." in config.loss:
-        return build_user_class("loss", config.loss, nn.Module, scale, options)
+        offered = {**scale, "channels": config.volume_channels[1]}
+        return build_user_class("loss", config.loss, nn.Module, offered, options)
     lookup(LOSSES, "loss", config.loss, "; a class of your own is named my_module.MyLoss")
     return build_loss(config.loss, task_of(config).name, **{**scale, **options})
 

@@ -82,7 +82,7 @@ class Volumes:
 
     @classmethod
     def open(cls, config: Config, reads: str | None) -> "Volumes":
-        """Completes the config: channels, shapes of volumes that are not one cube, ranges of conditions.
+        """Completes the config: channels, shapes of volumes that are not one cube, ranges, loss_options.simulation.
 
         Numbers of channels and box_size are read from the files, too, unless it names them. Raises UserError if the
         files contradict the config or each other. Files that cannot be opened are left to a loader that needs them.
@@ -103,8 +103,10 @@ class Volumes:
             ranges = [[min(values), max(values)] for values in zip(*training, strict=True)]
             ranges = config.network.condition_ranges or ranges
             volumes = volumes.changed(network=config.network.model_copy(update={"condition_ranges": ranges}))
-        simulations = [volume.simulation for volume in volumes._available("train")]
-        return dataclasses.replace(volumes, simulation=attributes.common_simulation(simulations))
+        simulation = attributes.common_simulation([volume.simulation for volume in volumes._available("train")])
+        if "simulation" in config.loss_options:
+            volumes = volumes.changed(loss_options={**config.loss_options, "simulation": simulation})
+        return dataclasses.replace(volumes, simulation=simulation)
 
     @property
     def has_files(self) -> bool:
