@@ -37,8 +37,8 @@ CALL ?= 1
 .PHONY: demo docs test test-slow coverage check soak record bench-cpu bench-gpu install clean
 
 demo: $(READY) $(DEMO_DATA)
-	@# The number of ranks must divide the demo's batch of 8.
-	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))"); \
+	@# The number of ranks must divide the demo's batch of 4.
+	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4) if r <= n))"); \
 	$(BIN)/python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=$$ranks train.py --config=demo
 
 data/demo_train.h5: BOX = --grid 128 --seed 1

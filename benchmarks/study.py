@@ -286,8 +286,8 @@ def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[di
         raise UserError(f"no training run of {first} is finished")
     finished = {name: trained for name, trained in finished.items() if trained}
     results = {name: [training.result() for training in trained] for name, trained in finished.items()}
-    for result in itertools.chain(*results.values()):  # an untrained network is not evaluated
-        result["curve"] = [point for point in result["curve"] if study.measure in point]
+    for trained_run in itertools.chain(*results.values()):  # an untrained network is not evaluated
+        trained_run["curve"] = [point for point in trained_run["curve"] if study.measure in point]
     reference = results[first]
     summaries = [summarize(study, trained, results[name], reference) for name, trained in finished.items()]
     text = result_table(study, summaries)
