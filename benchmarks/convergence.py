@@ -30,6 +30,7 @@ from benchmarks.forest import FIT, HOT, RATIO, comparison, flux_of, relation
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
 LABELS = {"mean density": "mean gas density", "T0 (K)": "T0", "gamma": "gamma"}  # of the gas' values, in forest.py
+PAIRED = "residual", "correlation", "optical depth"  # measures of pairs of pixels, which two meshes do not have
 BINS = np.linspace(*FIT, 11), np.linspace(2, 8, 601)  # of log10 of density / mean and of K
 
 
@@ -80,7 +81,7 @@ def gas_values(file: str) -> dict[str, float]:
 def against(coarse: Flux, fine: Flux) -> Flux:
     """The flux of a coarse mesh as the prediction of a finer one's, for the comparison of their statistics."""
     ours, true = coarse.fields[TARGET], fine.fields[TARGET]
-    names = ("power", "axis_power", "p3d", "flux_bispectrum")
+    names = ("power", "axis_power", "p3d", "quadrupole", "target_p3d", "matter_p3d", "flux_bispectrum")
     shared = {name: getattr(true, name)[..., : getattr(ours, name).shape[-1]] for name in names}
     return replace(coarse, fields={TARGET: replace(true, **shared), PREDICTION: ours})
 
@@ -93,6 +94,7 @@ def meshes(options: argparse.Namespace, seed: int, sign: int) -> list[dict[str, 
     for flux, values in zip(fluxes, gas, strict=True):
         both = against(flux, fluxes[-1])
         ratio, measures = both.ratios[PREDICTION], comparison(both, PREDICTION)
+        measures = {name: value for name, value in measures.items() if not name.startswith(PAIRED)}
         measures |= {f"{label}{RATIO}": values[name] / gas[-1][name] for name, label in LABELS.items()}
         at = np.exp(np.interp(np.log(WAVENUMBERS), np.log(flux.k), np.log(ratio)))
         shown = {f"P1D ratio at {k:g} s/km": float(value) for k, value in zip(WAVENUMBERS, at, strict=True)}

@@ -1,12 +1,16 @@
 """The Lyman-alpha forest of predicted gas and of baselines, compared with that of gas in boxes of other seeds.
 
-python -m benchmarks.forest                the demo's network at z = 3, 2 and 4
+python -m benchmarks.forest                networks of the config `forest` at z = 3, 2 and 4
 python -m benchmarks.forest --size full    the tutorial's network at z = 3, on one GPU, in less than eight minutes
 python -m benchmarks.forest --size fine    the same with boxes of 256³ cells of half the size
 
 Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, and evaluates them on held-out boxes of
 the volumes that they are trained on. Results are written after the training and after each evaluation; after an
 interruption the same command continues. The log has the seconds of each part.
+
+A row counts as won if the network is better than each baseline in the mean over networks and boxes, and as lost if a
+baseline is better by two standard errors. Δχ² is that of P1D for the total errors of DESI's early data
+(benchmarks/desi_p1d.csv), without correlations; z = 3, other gas has the networks of z = 3 on a box with other physics.
 
 FGPA smooths the dark matter over the length with the smallest error on the training box. The fitted FGPA has the power
 law of the temperatures of that box, and a length of its own; the transfer function is fitted to that box, too. An error
@@ -16,6 +20,9 @@ the simulation, compared with the same box in smaller cells (benchmarks/converge
 
 import itertools
 import math
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -27,6 +34,7 @@ import torch
 
 from analysis.evaluation.results import Results
 from analysis.evaluation.statistics import PhaseDiagram
+from analysis.evaluation.tables import spread
 from analysis.evaluation.volume import VolumeFields, config_of_files, fit_gas
 from analysis.lyman_alpha.forest import FluxStatistics
 from analysis.lyman_alpha.results import BANDS, FGPA, FITTED, PREDICTION, TARGET, TRANSFER, Flux
@@ -36,7 +44,7 @@ from benchmarks import boxes, common, study
 from utils.errors import UserError
 from utils.files import read_json
 
-SIZES = {"demo": "forest", "full": "forest_full", "fine": "forest_fine"}  # studies
+SIZES = {"small": "forest", "full": "forest_full", "fine": "forest_fine"}  # studies
 BAND = "0.003 to 0.03 s/km"  # of the fit of the smoothing
 LENGTHS = (0.0, 0.05, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.16)  # Mpc/h
 FIT_LINES = 1024  # sight-lines along each axis, for the fit of the smoothing
@@ -46,6 +54,9 @@ FITTED_FGPA = f"{FGPA}, {FITTED}"
 METHODS = {PREDICTION: "tab:orange", FGPA: "tab:blue", FITTED_FGPA: "tab:cyan", TRANSFER: "tab:green"}  # their colors
 TRUTH = "the truth's own error"
 RATIO = " / target's"
+DESI = np.loadtxt(Path(__file__).with_name("desi_p1d.csv"), delimiter=",", usecols=(0, 1, 3)).tolist()
+CHI_SQUARED = "Δχ² of P1D for DESI's errors"
+COUNTED = 2.0  # standard errors by which a baseline has to be better
 
 
 def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float]:
@@ -61,11 +72,23 @@ def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float
     return float(10**level), float(1 + slope)
 
 
+def chi_squared(flux: Flux, name: str) -> dict[str, float]:
+    """Δχ² of a field's P1D, by its name; none if desi_p1d.csv has no bins of this redshift."""
+    bins = [row for z, *row in DESI if z == flux.redshift and flux.k[0] <= row[0] <= flux.k[-1] / 2]
+    if not bins:
+        return {}
+    k, errors = np.transpose(bins)
+    power = np.exp(np.interp(np.log(k), np.log(flux.k), np.log(flux.fields[TARGET].power)))
+    excess = power * (np.interp(np.log(k), np.log(flux.k), flux.ratios[name]) - 1) / errors
+    return {CHI_SQUARED: float(excess @ excess)}
+
+
 def comparison(flux: Flux, name: str) -> dict[str, float]:
-    """Errors of the statistics of a field's flux, and the ratio of its mean."""
-    values = {label: value for label, value in flux.measures(name).items() if " error, " in label}
+    """Comparisons of a field's flux with the target's: errors, whose ideal is 0, and ratios, whose ideal is 1."""
+    kept = {label: value for label, value in flux.measures(name).items() if not label.startswith("P1D ratio")}
+    kept |= chi_squared(flux, name)
     ratio = flux.fields[name].unscaled_mean / flux.fields[TARGET].unscaled_mean
-    return values | {"PDF distance": flux.pdf_distance(name), f"mean flux{RATIO}, before rescaling": ratio}
+    return kept | {f"mean flux{RATIO}, before rescaling": ratio}
 
 
 def measures(result: Results) -> dict[str, float]:
@@ -73,8 +96,7 @@ def measures(result: Results) -> dict[str, float]:
     assert result.flux is not None
     values: dict[str, float] = {}
     for name in METHODS:
-        compared = comparison(result.flux, name) | {"correlation of the flux": result.flux.fields[name].correlation}
-        values |= {f"{label}, {name}": value for label, value in compared.items()}
+        values |= {f"{label}, {name}": value for label, value in comparison(result.flux, name).items()}
     values[f"mean gas density{RATIO}"] = result.mass_ratio
     spectrum, diagram = result.spectra["log density"], result.statistics["phase_diagram"]
     assert isinstance(diagram, PhaseDiagram)
@@ -115,6 +137,7 @@ class Block:
     """The evaluations on the boxes of one volume so far."""
 
     smoothing: Mapping[str, Mapping[str, Any]]  # see fitted_smoothing
+    boxes: int  # per network
     evaluations: list[Results] = field(default_factory=list)
     fluxes: list[Flux] = field(default_factory=list)  # of the evaluations
 
@@ -134,9 +157,41 @@ class Block:
         return next((row for row in rows if math.isclose(row["cell (Mpc/h)"], cell, rel_tol=1e-6)), {})
 
     def result(self) -> dict[str, Any]:
-        """Mean and spread of each measure over the evaluations."""
-        values = boxes.spreads([measures(evaluation) for evaluation in self.evaluations])
-        return {"smoothing (Mpc/h)": self.smoothing, "measures": values, TRUTH: self.truth.get("measures", {})}
+        """Mean and spreads of each measure; of several networks, one whose boxes are incomplete does not count."""
+        count = min(self.boxes, len(self.evaluations))
+        every = [measures(evaluation) for evaluation in self.evaluations]
+        every = every[: len(every) // count * count]
+        once = {name: every[:count] if is_baseline(name) else every for name in every[0]}
+        spreads = {name: spread([by_name[name] for by_name in part], count) for name, part in once.items()}
+        return {"smoothing (Mpc/h)": self.smoothing, "measures": spreads, TRUTH: self.truth.get("measures", {})}
+
+
+def is_baseline(name: str) -> bool:
+    """True for measures that do not depend on the network."""
+    return any(name.endswith(f", {method}") for method in METHODS if method != PREDICTION)
+
+
+def shown(values: Mapping[str, Any] | None, factor: float) -> str:
+    """Mean and both deviations times a factor."""
+    names = "mean", "stdev over boxes", "stdev over networks"
+    return " ± ".join(f"{factor * values[name]:.2f}" for name in names if name in values) if values else ""
+
+
+def outcome(values: Mapping[str, Any], label: str) -> str:
+    """The row of a measure is "won", "lost" or "even"; empty without baselines. See above."""
+    found = {name: np.array(given["values"]) for name, given in values.items() if name in METHODS and given}
+    errors = {name: np.abs(part - (not is_error(label))) for name, part in found.items()}  # [networks, boxes]
+    differences = [errors[PREDICTION] - part for name, part in errors.items() if name != PREDICTION]
+    if any(part.mean() > COUNTED * math.hypot(*map(standard_error, (part, part.T))) for part in differences):
+        return "lost"
+    won = all(part.mean() < 0 for part in differences)
+    return ("won" if won else "even") if differences else ""
+
+
+def standard_error(values: np.ndarray) -> float:
+    """That of the mean over the means of columns; 0 for a single one."""
+    means = values.mean(0)
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
 def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -151,7 +206,7 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def is_error(label: str) -> bool:
     """True if the ideal is 0, False if it is 1."""
-    return " error" in label or "distance" in label
+    return " error" in label or "distance" in label or CHI_SQUARED in label
 
 
 def block_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -160,13 +215,16 @@ def block_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     for label, values in rows.items():
         distances = {name: abs(values[name]["mean"] - (not is_error(label))) for name in METHODS if values[name]}
         best = min(distances, key=lambda name: distances[name]) if len(distances) > 1 else None
-        texts = {name: common.plus_minus(value, ".2f", 100) for name, value in values.items()}
-        lines.append([label, *(f"**{text}**" if name == best else text for name, text in texts.items())])
-    return common.table(("%", *METHODS, TRUTH), lines)
+        texts = {name: shown(value, 1 if CHI_SQUARED in label else 100) for name, value in values.items()}
+        texts = {name: f"**{text}**" if name == best else text for name, text in texts.items()}
+        lines.append([label, *texts.values(), outcome(values, label)])
+    return common.table(("%", *METHODS, TRUTH, "row"), lines)
 
 
-def gains(values: Mapping[str, Any]) -> list[str]:
-    """The errors of FGPA and of the best baseline relative to the network's."""
+def gains(values: Mapping[str, Any] | None) -> list[str]:
+    """The errors of FGPA and of the best baseline relative to the network's; empty cells without values."""
+    if values is None:
+        return ["", ""]
     network, *baselines = (values[name]["mean"] for name in METHODS)
     return [f"{error / network:.2f}" for error in (baselines[0], min(baselines))]
 
@@ -176,12 +234,14 @@ def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> s
     parts, blocks = [], {volume: by_method(result) for volume, result in results.items()}
     for volume, result in results.items():
         lengths = "; ".join(f"{name}: {fit['fitted']:g}" for name, fit in result["smoothing (Mpc/h)"].items())
-        count = next(iter(result["measures"].values()))["n"]
-        parts.append(f"{volume}: n = {count} pairs of a network and a box. Smoothing in Mpc/h: {lengths}.")
+        count = np.size(next(iter(result["measures"].values()))["values"])
+        outcomes = [outcome(values, label) for label, values in blocks[volume].items()]
+        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("won", "even", "lost"))
+        parts.append(f"{volume}: n = {count} pairs of a network and a box; {counts}. Smoothing in Mpc/h: {lengths}.")
         parts.append(block_table(blocks[volume]))
     heads = [f"{name}, {volume}" for volume in blocks for name in (FGPA, "best baseline")]
     labels = [label for label in next(iter(blocks.values()), {}) if is_error(label)]
-    rows = [[label, *(cell for block in blocks.values() for cell in gains(block[label]))] for label in labels]
+    rows = [[label, *(cell for block in blocks.values() for cell in gains(block.get(label)))] for label in labels]
     losses = [f"{run['condition']}, seed {run['seed']}: {run['curve'][-1][study.LOSS]:.5f}" for run in training]
     parts += [common.table(["error / the network's", *heads], rows), f"Validation losses: {'; '.join(losses)}."]
     return "\n\n".join(parts)
@@ -201,29 +261,48 @@ def draw(blocks: Mapping[str, Block], path: Path) -> None:
         panels[0].set_ylabel("P1D / target's")
 
 
+def costs(made: boxes.Boxes, checkpoint: Path) -> dict[str, float]:
+    """Seconds of simulating a held-out box, and of predicting it, each with the command that users have."""
+    volume, seconds = next(iter(made.volumes)), dict[str, float]()
+    with tempfile.TemporaryDirectory() as folder:
+        box, gas, log = (Path(folder) / name for name in ("box.h5", "gas.h5", "log"))
+        predict = [sys.executable, "predict.py", f"--checkpoint={checkpoint}", f"--input={box}", f"--output={gas}"]
+        commands = {
+            "simulation": boxes.simulation_command(made.boxes(volume, "held_out")[0], box),
+            "prediction": predict,
+        }
+        for name, command in commands.items():
+            start = time.perf_counter()
+            common.call(f"the {name}", command, log)
+            seconds[name] = time.perf_counter() - start
+    return seconds
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__, seeds=None, runs=common.RUNS)
-    parser.add_argument("--size", choices=SIZES, default="demo", help="of network and boxes (%(default)s)")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of network and boxes (%(default)s)")
     options = parser.parse_in_repository(argv)
     name = SIZES[options.size]
     chosen, made = study.STUDIES[name], study.STUDIES[name].simulated(options.runs)
     options.seeds = options.seeds or chosen.seeds
     if chosen.simulation.get("device") == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"torch sees no GPU, which --size {options.size} needs; give --size demo")
+        raise UserError(f"torch sees no GPU, which --size {options.size} needs; give --size small")
     made.simulate()
     training_runs = study.trained(name, options.seeds, options.runs)
     training = [{"condition": run.condition.name, **run.result()} for run in training_runs]
     blocks: dict[str, Block] = {}
 
-    def write(publish: Callable[..., object], *drawing: common.Drawing) -> None:
+    def write(publish: Callable[..., object], *drawing: common.Drawing, **costs: float) -> None:
         results = {volume: block.result() for volume, block in blocks.items()}
-        publish(name, options, {"volumes": results, "training": training}, page(results, training), *drawing)
+        text = page(results, training) + "".join(f"\n\n{name}: {seconds:.0f} s" for name, seconds in costs.items())
+        result = {"volumes": results, "training": training, "seconds of a box": costs}
+        publish(name, options, result, text, *drawing)
 
     write(common.save)
     for volume in made.volumes:
         (training_box, *_), files = made.files(volume, "train"), made.files(volume, "held_out")
-        block = Block(fitted_smoothing(training_box))
-        checkpoints = [run.checkpoint for run in training_runs if volume in run.condition.boxes]
+        block, trained_on = Block(fitted_smoothing(training_box), len(files)), made.volumes[volume].get("like", volume)
+        checkpoints = [run.checkpoint for run in training_runs if trained_on in run.condition.boxes]
         for checkpoint, file in itertools.product(checkpoints, files):
             own, fitted = (
                 boxes.evaluation(network, file, options.runs, pressure_smoothing=fit["fitted"], fitted_on=training_box)
@@ -232,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             block.add(own, fitted)
             blocks[volume] = block
             write(common.save)
-    write(common.publish, lambda path: draw(blocks, path))
+    write(common.publish, lambda path: draw(blocks, path), **costs(made, checkpoints[0]))
 
 
 if __name__ == "__main__":

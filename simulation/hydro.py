@@ -114,13 +114,16 @@ def _sweep(tile: Tile, step: float) -> None:
         field.copy_(updated)
 
 
+def half_slope(before: Tensor, after: Tensor) -> Tensor:
+    """Half of van Leer's slope: product / sum of the differences to both neighbors where their signs agree, else 0."""
+    total = before + after  # no branch: it is slow on a CPU
+    return (before * after).clamp_(min=0).mul_(total).div_(total.mul_(total).add_(SMALLEST_SQUARE))
+
+
 def _faces(primitive: Tensor, step: float) -> tuple[Tensor, Tensor]:
     """States left and right of each face, after half a step: [6, faces, ...]."""
     difference = primitive[:, 1:] - primitive[:, :-1]
-    before, after = difference[:, :-1], difference[:, 1:]
-    total = before + after
-    # Half of van Leer's slope, product / total where the signs agree, without a branch, which is slow on a CPU.
-    half = (before * after).clamp_(min=0).mul_(total).div_(total.mul_(total).add_(SMALLEST_SQUARE))
+    half = half_slope(difference[:, :-1], difference[:, 1:])
     center = primitive[:, 1:-1]
     density, pressure, _, velocity = center[:4]
     middle = torch.addcmul(center, half, velocity, value=-step)

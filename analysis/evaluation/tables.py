@@ -156,18 +156,22 @@ def flux_table(flux: Flux) -> Table:
 
 
 def spreads(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Mean, standard deviations and values [networks, boxes] of each scalar that all evaluations have, by its tag.
+    """`spread` of each scalar that all evaluations have, by its tag."""
+    first, *others = (evaluation["scalars"] for evaluation in evaluations)
+    boxes = len({evaluation["input"] for evaluation in evaluations})
+    shared = [name for name in first if all(name in scalars for scalars in others)]
+    return {name: spread([scalars[name] for scalars in (first, *others)], boxes) for name in shared}
+
+
+def spread(values: Sequence[float], boxes: int) -> dict[str, Any]:
+    """Mean, standard deviations and values [networks, boxes] of a measure, given box by box of each network.
 
     The deviation over boxes is that of the means over the networks, and vice versa; over a single one there is none.
     """
-    first, *others = (evaluation["scalars"] for evaluation in evaluations)
-    boxes, measures = len({evaluation["input"] for evaluation in evaluations}), {}
-    for name in (name for name in first if all(name in scalars for scalars in others)):
-        values = np.array([scalars[name] for scalars in (first, *others)]).reshape(-1, boxes)
-        means = {"boxes": values.mean(0), "networks": values.mean(1)}
-        deviations = {f"stdev over {over}": float(mean.std(ddof=1)) for over, mean in means.items() if mean.size > 1}
-        measures[name] = {"mean": float(values.mean()), **deviations, "values": values.tolist()}
-    return measures
+    table = np.reshape(values, (-1, boxes))
+    means = {"boxes": table.mean(0), "networks": table.mean(1)}
+    deviations = {f"stdev over {over}": float(mean.std(ddof=1)) for over, mean in means.items() if mean.size > 1}
+    return {"mean": float(table.mean()), **deviations, "values": table.tolist()}
 
 
 def residual_unit(channel: Channel) -> str:

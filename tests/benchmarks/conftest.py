@@ -70,9 +70,9 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Replaces `failure_of`: runs a real training on one rank, but forked, so that it need not import torch."""
+    """Replaces `failure_of`: runs a real command on one rank, but forked, so that it need not import torch."""
 
-    def failure_of(command: Sequence[str], log: Path, limit: float) -> str:
+    def failure_of(command: Sequence[str], log: Path, limit: float | None = None) -> str:
         assert command[0] == sys.executable
         done = processes.run(command[1:], tmp_path / "output")
         return common.failure_reason(done.returncode, done.stdout + done.stderr)

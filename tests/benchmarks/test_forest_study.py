@@ -1,15 +1,19 @@
 """The study of the Lyman-alpha forest: all of its parts at a tiny size, with interruptions between and within them."""
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from analysis.evaluation import results
+from analysis.evaluation.tables import spread
 from benchmarks import common, forest
 from benchmarks.study import STUDIES, Condition, Study
 from utils.errors import UserError
@@ -33,6 +37,7 @@ def test_an_interrupted_study_continues(
         for name, volume in (("near", "z = 3"), ("far", "z = 4"))
     ]
     volumes: dict[str, Any] = {"z = 3": {}, "z = 4": {"redshift": 4.0, "held_out": {"grid": 16, "seeds": [11]}}}
+    volumes["again"] = {"like": "z = 3", "held_out": {"grid": 16, "seeds": [12]}}  # no new box, and no new evaluation
     monkeypatch.setitem(STUDIES, "forest", Study(conditions, seeds=1, simulation=SIMULATION, evaluate=volumes))
     started: list[str] = []
     evaluated: list[str] = []
@@ -72,36 +77,63 @@ def test_an_interrupted_study_continues(
     assert [run["condition"] for run in written["training"]] == ["near", "far"]
     assert [point["step"] for point in written["training"][0]["curve"]] == [0, 8, 16]
     (block,) = written["volumes"].values()
-    assert block["measures"]["PDF distance, FGPA"]["n"] == 1
+    assert np.shape(block["measures"]["PDF distance, FGPA"]["values"]) == (1, 1)
     forest.main(arguments)
-    assert len(started) == 10
+    assert len(started) == 12, "a box and its prediction, to measure their seconds"
+    assert json.loads((tmp_path / "forest.json").read_text())["seconds of a box"].keys() == {"simulation", "prediction"}
     assert sorted(set(evaluated)) == sorted([*evaluated[:2], evaluated[3]])
     assert len(evaluated) == 4
     text = (tmp_path / "forest.md").read_text()
     assert text in capsys.readouterr().out
     assert "z = 3: n = 2 pairs" in text
     rows = [line for line in text.splitlines() if line.startswith("| PDF distance")]
-    assert [line.endswith("| 7.00 |") for line in rows] == [True, False, False]
+    assert ["| 7.00 |" in line for line in rows] == [True, False, True, False], "at z = 3 only; the last row has ratios"
     assert (tmp_path / "forest.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_best_method_of_a_row_is_bold() -> None:
-    """It has the smallest error, or the ratio closest to 1; the truth's own error does not count."""
-    values = {"P1D error, low": (0.02, 0.01, 0.03, 0.04), f"mean flux{forest.RATIO}": (0.95, 1.2, 0.9, 1.04)}
-    measures = {
-        f"{label}, {name}": {"mean": mean, "n": 1}
-        for label, means in values.items()
-        for name, mean in zip(forest.METHODS, means, strict=True)
-    }
-    measures[f"mean gas density{forest.RATIO}"] = {"mean": 0.96, "n": 1}
-    truth = {"P1D error, low": {"mean": 0.001, "n": 1}}
-    rows = forest.by_method({"measures": measures, forest.TRUTH: truth})
-    assert forest.block_table(rows).splitlines()[2:] == [
-        "| P1D error, low | 2.00 | **1.00** | 3.00 | 4.00 | 0.10 |",
-        f"| mean flux{forest.RATIO} | 95.00 | 120.00 | 90.00 | **104.00** |  |",
-        f"| mean gas density{forest.RATIO} | 96.00 |  |  |  |  |",
-    ]
-    assert forest.gains(rows["P1D error, low"]) == ["0.50", "0.50"]
+def rows(**measures: Any) -> Any:
+    """Rows by method, of values [networks, boxes] of the prediction, and [1, boxes] of all baselines."""
+    methods = dict(zip(forest.METHODS, [measures["values"][0], *[measures["values"][1]] * 3], strict=True))
+    spreads = {f"{measures['label']}, {name}": spread(np.ravel(part), 2) for name, part in methods.items()}
+    return forest.by_method({"measures": spreads, forest.TRUTH: {measures["label"]: {"mean": 0.001, "n": 1}}})
+
+
+def test_the_best_method_is_bold_and_deviations_over_boxes_and_networks_are_separate() -> None:
+    """A baseline counts once per box; the truth's own error is no method."""
+    found = rows(label="P1D error, low", values=[[[0.01, 0.03], [0.05, 0.07]], [[0.01, 0.03]]])
+    boxes, networks = (f"{100 * math.sqrt(2) * half:.2f}" for half in (0.01, 0.02))
+    cells = f"4.00 ± {boxes} ± {networks}", f"**2.00 ± {boxes}**", *[f"2.00 ± {boxes}"] * 2, "0.10", "even"
+    assert forest.block_table(found).splitlines()[2:] == [f"| P1D error, low | {' | '.join(cells)} |"]
+    assert forest.gains(found["P1D error, low"]) == ["0.50", "0.50"]
+
+
+@pytest.mark.parametrize(
+    ("label", "baseline", "expected"),
+    [
+        ("PDF distance", [0.25, 0.35], "won"),
+        ("PDF distance", [0.02, 0.12], "lost"),
+        ("PDF distance", [0.12, 0.26], "even"),
+        (f"mean flux{forest.RATIO}", [0.5, 1.5], "lost"),
+        (f"mean flux{forest.RATIO}", [0.1, -0.1], "won"),
+    ],
+)
+def test_a_row_is_lost_beyond_two_standard_errors(label: str, baseline: list[float], expected: str) -> None:
+    """Networks and boxes pair by pair: errors of 0.2 and 0.3, or ratios that are 0.8 and 0.7 away from 1."""
+    values = rows(label=label, values=[[[0.2, 0.3], [0.22, 0.28]], [baseline]])
+    assert forest.outcome(values[label], label) == expected
+
+
+def test_errors_of_power_are_counted_in_those_of_a_survey() -> None:
+    """With twice the target's power everywhere, Δχ² is the sum of (target's power / error)² over DESI's bins."""
+    bins = [(k, error) for z, k, error in forest.DESI if z == 3 and 0.003 <= k <= 0.04]
+    k = np.geomspace(0.003, 0.08, 50)
+    power = 3 / k**0.5
+    fields = {name: SimpleNamespace(power=factor * power) for name, factor in ((forest.TARGET, 1), ("twice", 2))}
+    flux: Any = SimpleNamespace(redshift=3.0, k=k, fields=fields, ratios={"twice": np.full(50, 2.0)})
+    expected = sum((3 / place**0.5 / error) ** 2 for place, error in bins)
+    assert forest.chi_squared(flux, "twice") == {forest.CHI_SQUARED: pytest.approx(expected)}
+    flux.redshift = 4.0
+    assert forest.chi_squared(flux, "twice") == {}
 
 
 def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
