@@ -52,7 +52,7 @@ def build_user_class(key: str, name: str, base: type, offered: Mapping[str, Any]
         if parameter.default is parameter.empty and option not in arguments:
             remedy = f"set {'loss_options' if what == 'loss' else f'{what}.options'}.{option}"
             raise UserError(f"{what} {name} needs its option {option}; {remedy}{known}")
-    shown = {key: value for key, value in arguments.items() if key != "params"}
+    shown = {key: value for key, value in options.items() if key != "params"}
     with one_line(f"cannot build {what} {name} with {shown}"):
         return kind(**arguments)
 

@@ -117,7 +117,9 @@ def test_records_name_the_layers_that_differ() -> None:
 
 
 def test_every_shipped_config_has_launches() -> None:
-    assert {step.split()[0] for steps in LAUNCHES["steps"].values() for step in steps} == set(read_file(YAML))
+    """The loss of forest needs files; without channels_last, its network has none but PyTorch's."""
+    names = {step.split()[0] for steps in LAUNCHES["steps"].values() for step in steps}
+    assert names == set(read_file(YAML)) - {"forest"}
 
 
 def text_of(launch: Launch) -> str:

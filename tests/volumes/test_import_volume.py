@@ -181,7 +181,7 @@ def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
     folder.mkdir()
     volumes = {folder / "a.h5": (128, cells, 128), folder / "b.h5": (80, 80, 80)}
     lines = import_volume.write_config(folder / "512.yaml", volumes, machine)
-    recipe = "global batch 64, learning rate 0.0008" if crop == 64 else "global batch 8, learning rate 0.008"
+    recipe = "global batch 64, learning rate 0.0008" if crop == 64 else "global batch 4, learning rate 0.0057"
     assert lines[0] == f"wrote {folder / '512.yaml'}, a config that extends {parent} ({recipe}), because {reason}"
     assert f"# {parent} has {recipe}, which belong together" in (folder / "512.yaml").read_text()
     options = cli.parse(shlex.split(lines[-1])[2:])
