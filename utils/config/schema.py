@@ -90,7 +90,8 @@ class Config(NeutralKeys):
     dataset: sections.DatasetConfig = sections.DatasetConfig()
     # a name of LOSSES in networks; for classes cross_entropy, for volumes any other; or my_module.MyLoss
     loss: str = "l1"
-    # Options of the loss's constructor; `simulation` is replaced by what all training files state.
+    # Options of the loss's constructor; one of your own that has `channels` also gets those of the targets, and
+    # `simulation`, if it is here, becomes what all training files state.
     loss_options: dict[str, Any] = Field(default={})
     # Computed along with the validation loss: names of METRICS in networks, for classes, or my_module.f, a function or
     # a Module (outputs, targets) -> scalar
