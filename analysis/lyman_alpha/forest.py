@@ -254,8 +254,8 @@ class FluxStatistics:
         sums = torch.zeros(len(names), *self._power.modes.shape, dtype=torch.float64, device=device)
         for axis, (depth, target) in enumerate(zip(depths, self._known.target, strict=True)):
             contrast = self._planes((-scale * depth).exp_().div_(mean).sub_(1), axis)
-            true = self._planes(target.to(contrast).div_(self._setup.mean_flux).sub_(1), axis)
-            own, _, cross, quadrupole = self._power.sums([contrast, true], axis)
+            both = [contrast, self._planes(target.to(contrast).div_(self._setup.mean_flux).sub_(1), axis)]
+            own, _, cross, quadrupole = self._power.sums(both, axis)  # which frees the second
             with_matter = own + math.nan if matter is None else self._power.sums([contrast, matter.to(device)], axis)[2]
             sums += torch.stack([own, cross, with_matter, quadrupole])
             bispectra.append(self._triangles.measure(contrast))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import CPU, HostWaits, Trace, batch_of, fake_gpu
+from sample_results import SIMULATION
 from small_steps import ON_DEVICE
 
 from networks import LOSSES
@@ -27,11 +28,13 @@ from utils.optim.optimizers import build_optimizer
 from utils.steps import build, kernels
 from utils.steps.eager import EagerStep
 from utils.training.integrity import digest, measured
+from utils.volumes.attributes import CELL
 
 FOLDER = Path(__file__).parents[2] / "config"
 SMALL = {"network.width": 4, "network.scales": 2, "data_size": 16}
 ALL_SIZES = {"local_batch_size": 4, "device": "cpu"}
 AVERAGE = {"ema_decay": 0.999}
+FLUX = {"loss": "analysis.lyman_alpha.loss.FluxLoss", "loss_options": {"simulation": {**SIMULATION, CELL: 0.2}}}
 # One setting at a time, of the step in bfloat16 with kernels or of the plain one.
 SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in ("base", "demo", "mnist_cnn")},
@@ -39,6 +42,7 @@ SETTINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{f"optimizer {name}": ("bs64_fast", {"optimizer.name": name}) for name in ON_DEVICE},
     "optimizer soap without an average": ("bs64_fast", {"ema_decay": None}),
     **{f"loss {name}": ("base", {"loss": name}) for name, loss in LOSSES.items() if loss.targets == "volumes"},
+    "loss of the flux": ("base", FLUX),
     "density term and channel weights": ("base", {"lambda_rho": 0.1, "channel_weights": [1, 2, 2, 2, 1]}),
     **{f"norm {name}": ("base", {"network.norm": name}) for name in ("batch", "sync_batch", "ghost(2)", "group")},
     "float16": ("base", {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1}),

@@ -1,17 +1,26 @@
 """The loss of the Lyman-alpha flux: its value, its gradient, and what it needs of the files."""
 
+import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sample_results import SIMULATION
 from torch.nn.functional import l1_loss
+from trainings import YAML
+from volume_files import write_volume
 
 from analysis.lyman_alpha.flux import Universe, absorbers, optical_depth
 from analysis.lyman_alpha.loss import FluxLoss, sum_of_profiles
+from utils import config as configs
+from utils.config import Config
 from utils.config.channels import known_channels
+from utils.errors import UserError
+from utils.steps import build
 from utils.volumes.attributes import CELL
+from utils.volumes.opened import Volumes
 
 CHANNELS, CELL_SIZE, STATED = known_channels("targets", 5), 0.2, {**SIMULATION, CELL: 0.2}
 
@@ -67,3 +76,20 @@ def test_gradient_of_the_flux_is_that_of_finite_differences(number: int) -> None
 def test_files_without_the_simulation_or_the_gas_are_refused(channels: Any, simulation: Any, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         FluxLoss(channels, simulation)
+
+
+def test_the_config_forest_takes_the_simulation_from_its_files(tmp_path: Path) -> None:
+    """Its loss is built from the completed config, as a checkpoint has it, or refused with what the files lack."""
+    stated = {**SIMULATION, "box_size_mpc_h": 32 * CELL_SIZE}
+    paths = [write_volume(tmp_path / f"{name}.h5", 32, **values) for name, values in (("a", stated), ("b", {}))]
+    losses = []
+    for path in paths:
+        config = configs.load(
+            YAML, "forest", {"train_path": str(path), "val_path": str(paths[0]), "box_size": [32, 32]}
+        )
+        completed = Volumes.open(config, "hdf5").config
+        losses.append(functools.partial(build.loss, Config(**completed.model_dump())))
+    assert losses[0]().universe == Universe.of(SIMULATION)
+    assert losses[0]().cell == pytest.approx(CELL_SIZE)
+    with pytest.raises(UserError, match="the training files state no common redshift, cosmology_H0"):
+        losses[1]()
