@@ -124,18 +124,19 @@ def simulation_command(keys: Mapping[str, Any], path: Path) -> list[str]:
     return [sys.executable, "-m", keys.get("module", "simulation"), *flags, f"--output={path}"]
 
 
-def evaluation(checkpoint: Path, file: str, runs: Path, **settings: Any) -> results.Results:
+def evaluation(checkpoint: Path, file: str, runs: Path, calibrated: bool = False, **settings: Any) -> results.Results:
     """The evaluation of a network on a volume with these settings, which is kept as long as both are older.
 
-    Studies compare what networks learn, so their densities are not calibrated.
+    Studies compare what networks learn, so by default their densities are not calibrated.
     """
-    stem = "_".join([Path(file).stem, *(f"{key}={Path(str(value)).name}" for key, value in settings.items())])
+    kind = ["calibrated"] * calibrated
+    stem = "_".join([Path(file).stem, *kind, *(f"{key}={Path(str(value)).name}" for key, value in settings.items())])
     path = runs / "evaluations" / checkpoint.parents[1].name / f"{stem}.npz"
     if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
         return results.load(path)
     world = common.this_machine()
     with common.logged(f"evaluating {path.parent.name} on {Path(file).stem}"):
-        trained = TrainedNetwork.load(checkpoint, world.device, calibrated=False)
+        trained = TrainedNetwork.load(checkpoint, world.device, calibrated=calibrated)
         options = FluxOptions(**{"sightlines": SIGHTLINES, **settings})
         with closing(VolumeFields(file, None, trained.config)) as fields:
             predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)

@@ -8,6 +8,8 @@ Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, 
 the volumes that they are trained on. Results are written after the training and after each evaluation; after an
 interruption the same command continues. The log has the seconds of each part.
 
+The networks are used as predict.py does by default: their densities are calibrated.
+
 A row counts as won if the network is better than each baseline in the mean over networks and boxes, and as lost if a
 baseline is better by two standard errors. Δχ² is that of P1D for the total errors of DESI's early data
 (benchmarks/desi_p1d.csv), without correlations; z = 3, other gas has the networks of z = 3 on a box with other physics.
@@ -305,7 +307,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         checkpoints = [run.checkpoint for run in training_runs if trained_on in run.condition.boxes]
         for checkpoint, file in itertools.product(checkpoints, files):
             own, fitted = (
-                boxes.evaluation(network, file, options.runs, pressure_smoothing=fit["fitted"], fitted_on=training_box)
+                boxes.evaluation(
+                    network, file, options.runs, True, pressure_smoothing=fit["fitted"], fitted_on=training_box
+                )
                 for network, fit in zip((checkpoint, checkpoints[0]), block.smoothing.values(), strict=True)
             )
             block.add(own, fitted)

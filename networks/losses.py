@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from networks.calibration import CalibrationFit
 from networks.ops import CUDNN, TORCH, operations
 from networks.ops.plan import LAST
 from networks.ops.precision import at_least_float32
@@ -24,9 +25,16 @@ Metric = Callable[[Tensor, Tensor], Tensor]
 class NetworkWithLoss(nn.Module):
     """Network and loss as one module, so that DDP and the compiler see the complete forward pass."""
 
-    def __init__(self, network: nn.Module, loss: nn.Module, metrics: Mapping[str, Metric] | None = None) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        loss: nn.Module,
+        metrics: Mapping[str, Metric] | None = None,
+        calibration: CalibrationFit | None = None,
+    ) -> None:
+        """`metrics` and `calibration` are those of the validation."""
         super().__init__()
-        self.network, self.loss, self.metrics = network, loss, dict(metrics or {})
+        self.network, self.loss, self.metrics, self.calibration = network, loss, dict(metrics or {}), calibration
 
     def forward(self, inputs: Tensor, targets: Tensor, conditions: Tensor | None = None) -> Tensor:
         if getattr(self.loss, "operation", TORCH) == LAST:
@@ -164,15 +172,3 @@ def top5_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The fraction of samples whose class is among the five largest outputs; 1 if there are at most five classes."""
     best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices  # [N, 5]
     return (best == targets[:, None]).any(1).float().mean()
-
-
-def mean_densities(channel: int, scale: float) -> tuple[Metric, Metric]:
-    """The mean density exp(scale · x) of a channel of the targets and of the outputs, without the cells at the faces.
-
-    There predictions are worst, because a network sees no neighbors; predictions of whole volumes barely use them.
-    """
-
-    def mean(fields: Tensor) -> Tensor:
-        return torch.exp(scale * at_least_float32(fields[:, channel, 1:-1, 1:-1, 1:-1])).mean()
-
-    return lambda outputs, targets: mean(targets), lambda outputs, targets: mean(outputs)

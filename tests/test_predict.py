@@ -132,15 +132,16 @@ def test_the_calibration_multiplies_the_density_once(command, trained_run: Path,
     """Fixed: the predicted gas lacked mass. --no_calibration gives the network's bits; evaluate.py reports the same."""
     content, volume = read_weights(trained_run), trained_run.parents[2] / "val.h5"
     assert content["density_factor"] > 0
+    assert len(content["density_filter"]) == 5
     for name, factor in (("plain", None), ("raised", 1.05)):
-        torch.save(content | {"density_factor": factor}, tmp_path / f"{name}.pt")
+        torch.save(content | {"density_filter": None, "density_factor": factor}, tmp_path / f"{name}.pt")
     plain, raised = (f"--checkpoint={tmp_path / name}.pt" for name in ("plain", "raised"))
     command(plain, f"--output={tmp_path / 'plain.h5'}", f"--input={volume}")
     log = command(raised, f"--output={tmp_path / 'own.h5'}", f"--input={volume}", "--no_calibration")
     assert "Gas density is multiplied" not in log
     expected = contents(tmp_path / "plain.h5")["Hydro"]
     np.testing.assert_array_equal(contents(tmp_path / "own.h5")["Hydro"], expected)
-    assert "Gas density is multiplied by 1.0500" in command(raised, f"--input={volume}", "--physical")
+    assert "Gas density is multiplied by 1.0500, as" in command(raised, f"--input={volume}", "--physical")
     hydro = contents(tmp_path / "hydro.h5")
     np.testing.assert_array_equal(hydro["Hydro"][1:], expected[1:])
     np.testing.assert_allclose(hydro["Hydro_physical"][0], 1.05 * np.exp(14 * expected[0]), rtol=1e-5)
@@ -151,6 +152,11 @@ def test_the_calibration_multiplies_the_density_once(command, trained_run: Path,
     for flags in ([raised], [f"--prediction={tmp_path / 'hydro.h5'}"], [raised, "--no_calibration"]):
         evaluate.main([*flags, f"--input={volume}", f"--output={tmp_path / 'report'}", "--device=cpu"])
     assert masses == pytest.approx([masses[0], masses[0], masses[0] / 1.05], rel=1e-5)
+    filtered = f"--checkpoint={tmp_path / 'filtered.pt'}"
+    torch.save(content | {"density_filter": [2.0, 0.0, 0.0, 0.0, 0.01], "density_factor": 1.05}, filtered[13:])
+    assert "multiplied by 1.0500 and filtered" in command(filtered, f"--input={volume}", "--overwrite")
+    density = contents(tmp_path / "hydro.h5")["Hydro"][0]
+    np.testing.assert_allclose(density, 2 * expected[0] + 0.01 + np.log(1.05) / 14, atol=1e-5)
 
 
 def test_other_windows_and_precision(command: Any, trained_run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from utils.volumes.hdf5 import ArrayReader, FieldReader
 def load(checkpoint: str | Path, device: str = "auto", calibrated: bool = True) -> TrainedNetwork:
     """The network of a run (its best checkpoint), of a checkpoint's directory or of a weights.pt.
 
-    `calibrated`: multiply the gas density by the factor that the checkpoint states, as predict.py does.
+    `calibrated`: filter and multiply the gas density as the checkpoint states, like predict.py.
     """
     return TrainedNetwork.load(checkpoint, choose_device(device, 0), calibrated=calibrated)
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from analysis.inference.sliding_window import SlidingWindowPredictor, forward_pass, symmetry_mean, with_conditions
 from analysis.inference.window_grid import build_window_grid
+from networks.calibration import Calibration
 from networks.norms import ghost_batch
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
-from utils.config.channels import GAS, SIDES, Channel, Side, density_place
+from utils.config.channels import GAS, SIDES, Channel, Channels, Side, density_place
 from utils.data import symmetry
 from utils.data.task import VOLUMES, task_of
 from utils.distributed.world import World
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
 PRECISIONS = ("float32", "tf32", "bfloat16")
-NO_CALIBRATION = "the network's own output, without the checkpoint's factor of the gas density"
+NO_CALIBRATION = "the network's own output, without the checkpoint's filter and factor of the gas density"
 SYMMETRIES = (1, symmetry.REFLECTIONS, symmetry.COUNT)  # each is a group
 
 
@@ -72,7 +73,7 @@ class TrainedNetwork:
 
     network: nn.Module
     config: Config
-    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint, and density_factor if it is applied
+    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint, and its calibration if it is applied
     known: Weights  # what the checkpoint states, without the weights
 
     @classmethod
@@ -81,8 +82,8 @@ class TrainedNetwork:
     ) -> "TrainedNetwork":
         """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others.
 
-        `content` is that of the file if it has been read. `calibrated`: the predicted gas density has the mean of the
-        target's on the validation data, if the checkpoint states the factor.
+        `content` is that of the file if it has been read. `calibrated`: the predicted gas density is filtered and has
+        the mean of the target's on the validation data, if the checkpoint states its Calibration.
         """
         content = read_weights(Path(path)) if content is None else content
         config = configs.validate_section(Config, content["config"], str(path))
@@ -100,13 +101,12 @@ class TrainedNetwork:
         except ValueError as error:
             raise UserError(f"{path} does not fit network {config.network.name}, whose code differs: {error}") from None
         record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
-        if calibrated and (factor := content.get("density_factor")):
-            record["density_factor"] = factor
-            targets = config.volume_channels[1]
-            place = density_place(targets, GAS)
-            assert place is not None  # it was measured
-            _shift_channel(network, place, math.log(factor) / targets[place].scale)
-            log.info("Gas density is multiplied by %.4f, measured on the validation data (--no_calibration: 1)", factor)
+        calibration = Calibration(*(content.get(key) for key in Calibration._fields))
+        if calibrated and calibration.density_factor:
+            record |= {key: value for key, value in calibration._asdict().items() if value is not None}
+            _calibrate(network, calibration, config.volume_channels[1])
+            text = "multiplied by %.4f%s, as measured on the validation data (--no_calibration: it is not)"
+            log.info(f"Gas density is {text}", calibration.density_factor, " and filtered" * bool(calibration[0]))
         return cls(network.to(device).eval(), config, record, Weights.of({**content, "network": {}}))
 
     def differences(self, volume: FieldReader) -> str:
@@ -133,12 +133,16 @@ class TrainedNetwork:
         return ""
 
 
-def _shift_channel(network: nn.Module, place: int, shift: float) -> None:
-    def shifted(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
-        before, channel, after = outputs.float().tensor_split([place, place + 1], dim=1)  # of [N, C, D, D, D]
-        return torch.cat([before, channel + shift, after], dim=1)
+def _calibrate(network: nn.Module, calibration: Calibration, targets: Channels) -> None:
+    place = density_place(targets, GAS)
+    assert place is not None  # it was measured
+    scale = targets[place].scale
 
-    network.register_forward_hook(shifted)
+    def calibrated(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+        before, density, after = outputs.float().tensor_split([place, place + 1], dim=1)  # of [N, C, D, D, D]
+        return torch.cat([before, calibration.apply(density, scale), after], dim=1)
+
+    network.register_forward_hook(calibrated)
 
 
 def build_predictor(

@@ -12,11 +12,9 @@ from small_steps import ALONE, make_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from networks.losses import mean_densities
 from utils.data.loaders import Batch
-from utils.data.task import MEAN_DENSITIES
 from utils.distributed.world import World
-from utils.training.metrics import LossRecorder, StepRecord, StepTimer, Validation, WeightedMean
+from utils.training.metrics import LossRecorder, StepRecord, StepTimer, WeightedMean
 from utils.training.noise_scale import SMOOTHING, NoiseScale
 
 NAN, INF = float("nan"), float("inf")
@@ -45,23 +43,6 @@ def test_losses_and_means_are_averaged_over_ranks() -> None:
         assert good == [StepRecord(1.5, 2.0), StepRecord(2.5, 4.0)]
         assert bad == [(1, False, False, "nan"), (0, False, False, "1.0"), (None, False, True, "inf")]
         assert mean == [2.0]
-
-
-def test_the_calibration_of_a_density_that_is_five_percent_low_is_its_inverse() -> None:
-    """Each volume counts equally, and cells at the faces not at all; without density or finite outputs it is None."""
-    targets = torch.rand(3, 5, 6, 6, 6)
-    outputs = targets.clone()
-    outputs[:, 2] += math.log(0.95) / 14
-    outputs[:, 2, 0] = INF
-    densities = mean_densities(2, 14.0)
-    values = {name: [0.1, 0.5, *(float(mean(outputs, targets)) for mean in densities)] for name in "ab"}
-    validation = Validation.of(values, ["accuracy", *MEAN_DENSITIES], 1.0)
-    assert validation.metrics == {"accuracy": 0.5}
-    assert validation.density_factor == pytest.approx(1 / 0.95, rel=1e-5)
-    # Fixed: of targets in other units it was infinite, and predictions were multiplied by it.
-    for unusable in ([1.0, INF], [1.0, NAN], [1.0, 0.0], [INF, 1.0], [5e7, 1.0], [INF, INF]):
-        assert Validation.of({"a": [0.1, *unusable]}, MEAN_DENSITIES, 1.0).density_factor is None
-    assert Validation.of({"a": [0.1]}, [], 1.0).density_factor is None
 
 
 def times_of_rank(world: World) -> tuple[float, int, str]:

@@ -9,7 +9,6 @@ from utils.config.channels import GAS, density_place
 from utils.data.datasets import get_dataset
 
 VOLUMES, CLASSES = "volumes", "classes"  # names of tasks, and of the targets of losses
-MEAN_DENSITIES = "mean density of the targets", "mean density of the outputs"  # metrics of volumes with a gas density
 
 
 class Task(NamedTuple):

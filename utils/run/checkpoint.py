@@ -47,7 +47,8 @@ class Weights:
     step: int = 0
     final_loss: float | None = None  # validation losses: of this checkpoint, and the step with the lowest so far
     best_step: int | None = None
-    density_factor: float | None = None  # mean gas density of the validation targets / of the outputs
+    density_filter: list[float] | None = None  # the Calibration of the gas density
+    density_factor: float | None = None
     simulation: Mapping[str, Any] = field(default_factory=dict)  # what all training files state alike
     input_statistics: Mapping[str, Any] | None = None  # of the training inputs
     data: Mapping[str, str] = field(default_factory=dict)  # digests of samples of the files, by config key

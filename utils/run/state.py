@@ -19,7 +19,8 @@ class TrainState:
     unlogged: list[tuple[float, float]] = field(default_factory=list)
     noise: dict[str, float] = field(default_factory=dict)  # sums of the gradient noise scale, if it is measured
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
-    density_factor: float | None = None  # mean gas density of its targets / of the network's outputs, if it is known
+    density_filter: list[float] | None = None  # its Calibration
+    density_factor: float | None = None
     skipped: int = 0  # steps whose update was skipped, in total
     skipped_in_a_row: int = 0
     checked: int = 0  # the last step whose integrity check found no difference

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from networks import LOSSES, METRICS, NETWORKS, build_loss, build_network, initialize
-from networks.losses import Metric, NetworkWithLoss, mean_densities
+from networks.calibration import CalibrationFit
+from networks.losses import Metric, NetworkWithLoss
 from networks.norms import ghost_batch
 from networks.ops import plan
 from utils.config import Config
 from utils.data.loaders import DataSplits, open_loaders
 from utils.data.loaders.base import meta_batch
-from utils.data.task import CLASSES, MEAN_DENSITIES, task_of
+from utils.data.task import CLASSES, task_of
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.lookup import build_user_class, find_function, lookup
@@ -115,7 +116,7 @@ def loss(config: Config) -> nn.Module:
 
 
 def metrics(config: Config) -> dict[str, Metric]:
-    """The metrics of a config by name, and, of volumes with a gas density, its means, which the calibration needs."""
+    """The metrics of a config by name."""
     task, found = task_of(config), dict[str, Metric]()
     for name in config.metrics:
         if "." in name:
@@ -124,16 +125,17 @@ def metrics(config: Config) -> dict[str, Metric]:
             found[name] = lookup(METRICS, "metrics", name, "; one of your own is named my_module.f")
         else:
             raise UserError(f"metrics: {name} is no metric of {task.name}; name one of your own, my_module.f")
-    densities = mean_densities(*task.density) if task.density else ()
-    return found | dict(zip(MEAN_DENSITIES, densities, strict=False))
+    return found
 
 
 def network_with_loss(config: Config) -> NetworkWithLoss:
-    """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
+    """What a step trains and measures. torch's default initial weights are drawn with the config's seed."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
         check_name(config.optimizer)
-        return NetworkWithLoss(network(config), loss(config), metrics(config))
+        density = task_of(config).density
+        calibration = CalibrationFit(*density) if density else None
+        return NetworkWithLoss(network(config), loss(config), metrics(config), calibration)
 
 
 def smallest_batch(config: Config) -> int:

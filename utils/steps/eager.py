@@ -56,6 +56,7 @@ class EagerStep:
 
     def __init__(self, model: NetworkWithLoss, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
         network, self.loss, self.metrics, self.optimizer = model.network, model.loss, model.metrics, optimizer
+        self.calibration = model.calibration  # gets the outputs of `evaluate`
         self._trained, self._config, self._ranks, self._device = model, config, world.size, world.device
         self.gradient_norm = torch.zeros((), device=world.device)
         self.trained = {name: tensor for name, tensor in network.named_parameters() if tensor.requires_grad}
@@ -207,6 +208,8 @@ class EagerStep:
             outputs = self.network(*batch.network_inputs)
             loss = self.loss(outputs, batch.targets)
             metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self.metrics.values())
+            if self.calibration:
+                self.calibration.add(outputs, batch.targets)
             return torch.stack([loss, *metrics])
 
     def broadcast_buffers(self) -> None:

@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from utils.data.task import MEAN_DENSITIES
 from utils.distributed.world import World
 from utils.run import tags
-
-LARGEST_FACTOR = 10.0  # of a density: beyond it, the data are in other units or the network has not learned it
 
 
 class StepRecord(NamedTuple):
@@ -179,18 +176,13 @@ class Validation(NamedTuple):
     metrics: dict[str, float]
     seconds: float
     volumes: dict[str, float]
-    density_factor: float | None  # mean gas density of the targets / of the outputs; None if implausible
 
     @classmethod
     def of(cls, results: Mapping[str, Sequence[float]], metrics: Sequence[str], seconds: float) -> "Validation":
         """From each volume's loss and the values of `metrics`, by its name; each volume counts equally."""
         loss, *means = (statistics.fmean(values) for values in zip(*results.values(), strict=True))
         volumes = {name: values[0] for name, values in results.items()} if len(results) > 1 else {}
-        named = dict(zip(metrics, means, strict=True))
-        target, predicted = (named.pop(name, math.nan) for name in MEAN_DENSITIES)
-        factor = target / predicted if predicted > 0 else math.nan
-        plausible = factor if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else None
-        return cls(loss, named, seconds, volumes, plausible)
+        return cls(loss, dict(zip(metrics, means, strict=True)), seconds, volumes)
 
     def scalars(self) -> dict[str, float]:
         volumes = {tags.VOLUME_LOSS + name: loss for name, loss in self.volumes.items()}

@@ -149,7 +149,9 @@ class Trainer:
         """
         clock = Stopwatch()
         self.step.broadcast_buffers()  # also for the evaluation after it, which does not do so
-        valid = self.loaders.valid
+        valid, calibration = self.loaders.valid, self.step.calibration
+        if calibration:
+            calibration.reset()
         means = [WeightedMean(self.world, 1 + len(self.step.metrics)) for _ in valid.volumes]
         self._pulse.enter("validation", self.state.step)
         count = max(self.world.gather_json(len(valid)))  # some ranks may have fewer batches
@@ -163,7 +165,10 @@ class Trainer:
                 progress.advance()
         results = {name: mean.results() for name, mean in zip(valid.volumes, means, strict=True)}
         validation = Validation.of(results, [*self.step.metrics], clock.seconds())
-        self.state.metrics, self.state.density_factor = validation.metrics, validation.density_factor
+        self.state.metrics = validation.metrics
+        if calibration:
+            fitted = calibration.result(self.world.sum, self.world.device)
+            self.state.density_filter, self.state.density_factor = fitted
         return validation
 
     def _stop_if_requested(self) -> None:

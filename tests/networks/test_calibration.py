@@ -1,0 +1,116 @@
+"""The calibration of a density: the filter finds what was done to a field, and the mean density is the target's."""
+
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from torch import Tensor
+from torch.nn import functional as F
+
+from networks.calibration import Calibration, CalibrationFit, filtered, shells
+from utils.distributed.world import World
+
+CPU, SCALE, CHANNEL = torch.device("cpu"), 14.0, 2
+WEIGHTS = [1.4, 0.02, -0.06, 0.03, 0.01]  # of the shells, and a constant
+
+
+def outputs(samples: int = 4) -> Tensor:
+    fields = torch.randn(samples, 5, 9, 9, 9, generator=torch.Generator().manual_seed(1))
+    return 0.1 * F.avg_pool3d(fields, 3, 1, 1) + 0.02 * fields  # waves of all lengths
+
+
+def pair(samples: int = 4, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Outputs, and targets that are their filtered and multiplied densities; at the faces both are unusable."""
+    given = outputs(samples)
+    targets = torch.full_like(given, torch.inf)
+    inner = filtered(given[:, CHANNEL], WEIGHTS) + torch.log(torch.tensor(factor)) / SCALE
+    targets[:, CHANNEL, 1:-1, 1:-1, 1:-1] = inner
+    return given, targets
+
+
+def fitted(*batches: tuple[Tensor, Tensor]) -> Calibration:
+    fit = CalibrationFit(CHANNEL, SCALE)
+    for batch in batches:
+        fit.add(*batch)
+    return fit.result(lambda value: value, CPU)
+
+
+def test_the_shells_are_a_cell_and_its_6_12_and_8_neighbors() -> None:
+    field = torch.randn(2, 5, 4, 6, dtype=torch.float64)
+    steps = torch.tensor([(x, y, z) for x in range(3) for y in range(3) for z in range(3)])
+    expected = torch.zeros(4, 2, 3, 2, 4, dtype=torch.float64)
+    for x, y, z in steps.tolist():
+        expected[sum(step != 1 for step in (x, y, z))] += field[:, x : x + 3, y : y + 2, z : z + 4]
+    torch.testing.assert_close(torch.stack(shells(field)), expected)
+
+
+def test_the_fit_finds_the_filter_and_the_mean_that_made_the_targets() -> None:
+    """Fixed: predictions lacked a third of the power of the shortest waves, and mass."""
+    calibration = fitted(*(pair(factor=1.2),) * 2)
+    assert calibration.density_filter is not None
+    # A factor of all cells is part of the constant.
+    constant = WEIGHTS[-1] + float(torch.log(torch.tensor(1.2))) / SCALE
+    assert calibration.density_filter == pytest.approx([*WEIGHTS[:-1], constant], abs=1e-4)
+    assert calibration.density_factor == pytest.approx(1.0, abs=1e-4)
+    given, targets = pair(factor=1.2)
+    applied = calibration.apply(given[:, CHANNEL : CHANNEL + 1], SCALE)
+    inner = (..., *(slice(1, -1),) * 3)
+    torch.testing.assert_close(applied[:, 0][inner], targets[:, CHANNEL][inner], atol=1e-4, rtol=0)
+    assert applied.isfinite().all()
+    assert applied.shape == (4, 1, 9, 9, 9)
+
+
+def test_the_filter_has_the_least_squares_and_the_factor_the_mean_of_noisy_targets() -> None:
+    given, targets = pair()
+    targets = targets + 0.05 * torch.randn(targets.shape, generator=torch.Generator().manual_seed(2))
+    weights, factor = fitted((given, targets))
+    assert weights is not None
+    assert factor is not None
+    true = targets[:, CHANNEL, 1:-1, 1:-1, 1:-1].double()
+
+    def squares(weights: list[float]) -> float:
+        return float((filtered(given[:, CHANNEL].double(), weights) - true).square().sum())
+
+    for place in range(5):
+        for step in (-0.01, 0.01):
+            assert squares(weights) < squares([w + step * (place == number) for number, w in enumerate(weights)])
+    predicted = torch.exp(SCALE * filtered(given[:, CHANNEL].double(), weights)).mean()
+    assert factor * float(predicted) == pytest.approx(float(torch.exp(SCALE * true).mean()), rel=1e-5)
+    assert factor > 1.05, "a mean logarithm is below the logarithm of the mean"
+
+
+def test_targets_that_are_not_plausible_have_no_calibration() -> None:
+    """Fixed: of targets in other units the factor was infinite, and predictions were multiplied by it."""
+    given, targets = pair()
+    for unusable in (torch.inf, -torch.inf, torch.nan):
+        broken = targets.clone()
+        broken[0, CHANNEL, 4, 4, 4] = unusable
+        assert fitted((given, broken)) == Calibration()
+    assert fitted((given, targets + 5.0)).density_factor == pytest.approx(1, abs=1e-3), "a constant is no reason"
+    spike = targets.clone()
+    spike[0, CHANNEL, 4, 4, 4] = 60.0  # exp(840) overflows
+    assert fitted((given, spike)) == Calibration()
+    assert fitted() == Calibration()
+    x = torch.rand(1, 1, 4, 4, 4)
+    torch.testing.assert_close(Calibration().apply(x, SCALE), x)
+    constant = fitted((torch.full_like(given, 0.5), targets))
+    assert constant.density_factor is not None, "an untrained network may predict the same everywhere"
+
+
+def on_rank(world: World) -> Any:
+    """The second of two ranks has one batch more than the first; both have the calibration of all four."""
+    fit = CalibrationFit(CHANNEL, SCALE)
+    fit.add(*pair(1))
+    fit.reset()
+    for part in (slice(0, 1),) if world.rank == 0 else (slice(1, 2), slice(2, 4)):
+        fit.add(*(fields[part] for fields in pair()))
+    return fit.result(world.sum, world.device)
+
+
+def test_ranks_fit_the_same_calibration_to_all_batches() -> None:
+    first, second = run_ranks(on_rank, 2)
+    assert first == second
+    expected = fitted(pair())
+    assert first.density_filter == pytest.approx(expected.density_filter, abs=1e-5)
+    assert first.density_factor == pytest.approx(expected.density_factor, abs=1e-6)
