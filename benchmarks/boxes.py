@@ -5,7 +5,8 @@ A study in benchmarks/studies.yaml may have
         `valid` and `held_out` have the cells per side and the seeds: of the training boxes, the validation box, and the
         boxes for the evaluation
     evaluate: volumes on which all networks are evaluated, by name: a file, or changes of `simulation`. Of one that is
-        `like` another, only the boxes for the evaluation are simulated, perhaps by another `module`
+        `like` another, only the boxes for the evaluation are simulated, perhaps by another `module`;
+        `calibrated: false`: predicted densities are not (benchmarks/forest.py)
 A condition with `boxes` trains on boxes of these names.
 """
 
@@ -67,7 +68,7 @@ class Boxes:
     def boxes(self, name: str, part: str) -> list[dict[str, Any]]:
         """The options of the simulator for the boxes of `files`; `module` is another program."""
         given = {**self.simulation, **self.volumes[name]}
-        shared = {key: value for key, value in given.items() if key not in ("cell", "like", *PARTS)}
+        shared = {key: value for key, value in given.items() if key not in ("cell", "like", "calibrated", *PARTS)}
         grid = given[part]["grid"]
         return [
             {**shared, "box_size": given["cell"] * grid, "grid": grid, "seed": seed} for seed in given[part]["seeds"]

@@ -8,7 +8,7 @@ Simulates the boxes of a study of benchmarks/studies.yaml, trains its networks, 
 the volumes that they are trained on. Results are written after the training and after each evaluation; after an
 interruption the same command continues. The log has the seconds of each part.
 
-The networks are used as predict.py does by default: their densities are calibrated.
+Densities are calibrated, as those of predict.py are by default, except for "z = 3, own output".
 
 A row counts as won if the network is better than each baseline in the mean over networks and boxes, and as lost if a
 baseline is better by two standard errors. Δχ² is that of P1D for the total errors of DESI's early data
@@ -303,12 +303,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(common.save)
     for volume in made.volumes:
         (training_box, *_), files = made.files(volume, "train"), made.files(volume, "held_out")
-        block, trained_on = Block(fitted_smoothing(training_box), len(files)), made.volumes[volume].get("like", volume)
+        options_of, block = made.volumes[volume], Block(fitted_smoothing(training_box), len(files))
+        trained_on, calibrated = options_of.get("like", volume), options_of.get("calibrated", True)
         checkpoints = [run.checkpoint for run in training_runs if trained_on in run.condition.boxes]
         for checkpoint, file in itertools.product(checkpoints, files):
             own, fitted = (
                 boxes.evaluation(
-                    network, file, options.runs, True, pressure_smoothing=fit["fitted"], fitted_on=training_box
+                    network, file, options.runs, calibrated, pressure_smoothing=fit["fitted"], fitted_on=training_box
                 )
                 for network, fit in zip((checkpoint, checkpoints[0]), block.smoothing.values(), strict=True)
             )
