@@ -13,7 +13,6 @@ from analysis.inference.layouts import Layout
 from analysis.inference.sliding_window import SlidingWindowPredictor
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
 from analysis.inference.window_grid import Box, window_count
-from networks.calibration import Calibration
 from utils.config import to_yaml
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
@@ -25,6 +24,7 @@ from utils.volumes.hdf5 import FieldReader
 from utils.volumes.values import check_sample
 from utils.volumes.writer import BlockWriter, ResumableHDF5File
 
+CALIBRATION = "density_filter", "density_factor"  # keys of a record
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "paired", "cosmology")
 
@@ -127,7 +127,7 @@ class PredictionFile:
             "windows": [grid.x.window, *origins],
             "precision": options.precision,
             "symmetries": options.symmetries,
-            "calibration": _list_if_several([[record.get(key) for key in Calibration._fields] for record in records]),
+            "calibration": _list_if_several([[record.get(key) for key in CALIBRATION] for record in records]),
             **layout.identity,
         }
         path, side = Path(options.output), options.block or BLOCK_WINDOWS * grid.x.window

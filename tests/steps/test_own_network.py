@@ -280,4 +280,4 @@ def test_functions_and_modules_of_a_user_are_metrics(data_flags: list[str], tmp_
         variance = np.square(file["Hydro"][:] - file["Hydro"][:][::-1]).mean()
     assert found["Own net.function/valid"] == pytest.approx(variance, rel=0.2), "of some crops, not of all cells"
     assert 0 < found["Loss/valid"] / 3.5 < found["Own net.largest/valid"]
-    assert last(run).state.density_factor > 0
+    assert last(run).state.calibration["density_factor"] > 0

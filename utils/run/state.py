@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from utils.progress import format_duration
 
@@ -19,8 +20,7 @@ class TrainState:
     unlogged: list[tuple[float, float]] = field(default_factory=list)
     noise: dict[str, float] = field(default_factory=dict)  # sums of the gradient noise scale, if it is measured
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
-    density_filter: list[float] | None = None  # its Calibration
-    density_factor: float | None = None
+    calibration: dict[str, Any] = field(default_factory=dict)  # its Calibration of the gas density, if there is one
     skipped: int = 0  # steps whose update was skipped, in total
     skipped_in_a_row: int = 0
     checked: int = 0  # the last step whose integrity check found no difference

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from networks.calibration import Calibration
 from utils.config import Config
 from utils.errors import UserError, os_reason
 from utils.files import remove
@@ -86,7 +85,7 @@ class BackgroundWriter(CheckpointWriter):
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         reached = {key: record[key] for key in ("epoch", "step", "final_loss", "best_step")}
         if not state.batch:  # in an epoch, the calibration is of earlier weights
-            reached |= {key: record[key] for key in Calibration._fields}
+            reached |= record["calibration"]
         weights = vars(Weights(content.pop("network"), **self._record, **reached))
         write_all = functools.partial(self._write, weights, content, copied)
         self._thread = threading.Thread(target=write_all, name="checkpoint", daemon=True)

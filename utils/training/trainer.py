@@ -167,8 +167,7 @@ class Trainer:
         validation = Validation.of(results, [*self.step.metrics], clock.seconds())
         self.state.metrics = validation.metrics
         if calibration:
-            fitted = calibration.result(self.world.sum, self.world.device)
-            self.state.density_filter, self.state.density_factor = fitted
+            self.state.calibration = calibration.result(self.world.sum, self.world.device)._asdict()
         return validation
 
     def _stop_if_requested(self) -> None:
