@@ -20,6 +20,7 @@ of the flux power in a band is the rms of P1D / that of the target - 1 over its 
 the simulation, compared with the same box in smaller cells (benchmarks/convergence.py).
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -122,6 +123,7 @@ def flux_of(file: str, fit: GasFit | None = None, **options: Any) -> Flux:
         return FluxStatistics(replace(setup, fit=fit), slabs).results(SlabFields(inputs, gas, gas))
 
 
+@functools.cache
 def fitted_smoothing(file: str) -> dict[str, dict[str, Any]]:
     """For FGPA with the published and with the fitted temperatures: the length in Mpc/h with the smallest error."""
     with common.logged(f"fitting FGPA to {file}"):
