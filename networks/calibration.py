@@ -61,7 +61,8 @@ class CalibrationFit:
 
     def reset(self) -> None:
         self._moments = torch.zeros(6, 6, dtype=torch.float64)  # of the shells, 1 and the target
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[Tensor] = []  # outputs
+        self._mean = torch.zeros((), dtype=torch.float64)  # sum of the mean densities of their targets
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         for output, target in zip(at_least_float32(outputs), targets, strict=True):
@@ -69,7 +70,8 @@ class CalibrationFit:
             rows = torch.stack([*shells(x), torch.ones_like(x[1:-1, 1:-1, 1:-1]), true.to(x)]).flatten(1).double()
             self._moments = self._moments.to(rows.device) + rows @ rows.T
             if len(self._kept) * x.numel() < KEPT_CELLS:
-                self._kept.append((x, true))
+                self._kept.append(x.clone())  # the memory of a batch is used again
+                self._mean = self._mean.to(x.device) + torch.exp(self.scale * true.double()).mean()
 
     def result(self, total: Callable[[Tensor], Tensor], device: torch.device) -> Calibration:
         """`total` sums over all ranks, which all call it; no calibration if the densities are not plausible."""
@@ -78,10 +80,10 @@ class CalibrationFit:
             return Calibration()
         # Least squares of smallest norm: the output of an untrained network may be the same everywhere.
         solution = torch.linalg.lstsq(moments[:5, :5], moments[:5, 5:], driver="gelsd").solution
-        weights, means = solution.flatten().tolist(), torch.zeros(2, dtype=torch.float64, device=device)
-        for x, true in self._kept:
-            pair = true, filtered(x, weights)
-            means += torch.stack([torch.exp(self.scale * part.double()).mean() for part in pair])
-        target, predicted = total(means).tolist()
+        weights, mean = solution.flatten().tolist(), torch.zeros((), dtype=torch.float64, device=device)
+        kept, self._kept = self._kept, []  # frees their memory
+        for x in kept:
+            mean += torch.exp(self.scale * filtered(x, weights).double()).mean()
+        target, predicted = total(torch.stack([self._mean.to(device), mean])).tolist()
         factor = target / predicted if predicted > 0 else math.nan
         return Calibration(weights, factor) if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else Calibration()

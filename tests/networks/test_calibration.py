@@ -32,7 +32,10 @@ def pair(samples: int = 4, factor: float = 1.0) -> tuple[Tensor, Tensor]:
 def fitted(*batches: tuple[Tensor, Tensor]) -> Calibration:
     fit = CalibrationFit(CHANNEL, SCALE)
     for batch in batches:
-        fit.add(*batch)
+        copies = [fields.clone() for fields in batch]
+        fit.add(*copies)
+        for memory in copies:  # loaders and graphs use it again
+            memory.fill_(torch.nan)
     return fit.result(lambda value: value, CPU)
 
 
