@@ -22,8 +22,7 @@ from analysis.inference.trained_network import TrainedNetwork
 from utils import config as configs
 from utils.config import retired
 from utils.config.channels import TRANSFORM, known_channels
-from utils.config.retired import RETIRED, RetiredKey
-from utils.errors import UserError
+from utils.config.retired import REPLACED
 from utils.run.checkpoint import WEIGHTS
 
 STORED = Path(__file__).with_name("checkpoints")
@@ -74,27 +73,15 @@ def test_earlier_checkpoints_are_exported_trained_further_and_resumed(commit: st
     assert end.state.final_loss == pytest.approx(LOSSES[1], rel=1e-4)
 
 
-def test_retired_keys_of_a_checkpoint_become_present_ones_or_are_refused(monkeypatch: Any) -> None:
-    def only_false(value: bool) -> dict[str, Any]:
-        if value:
-            raise ValueError("there are no such layers")
-        return {}
-
+def test_retired_keys_of_a_checkpoint_become_present_ones(monkeypatch: Any) -> None:
     for stored, schedule in (("step", "constant"), ("cosine", "cosine")):
         lr_schedule = {"shape": stored, "drop_epochs": [3], "start_lr": 0.1}
         expected = {"lr_schedule": {"shape": schedule, "start_lr": 0.1}}
         assert retired.update({"lr_schedule": lr_schedule}, "run") == expected
-    monkeypatch.setitem(RETIRED, "network.kind", RetiredKey("family", lambda value: {"network.name": value, "seed": 3}))
-    monkeypatch.setitem(RETIRED, "doubled", RetiredKey("twice the layers", only_false))
-    config = {"network": {"kind": "lenet", "options": {"kind": 1}, "space_to_depth": []}, "doubled": False}
+    monkeypatch.setitem(REPLACED, "network.kind", lambda value: {"network.name": value, "seed": 3})
+    config = {"network": {"kind": "lenet", "options": {"kind": 1}, "space_to_depth": []}}
     expected = {"network": {"name": "lenet", "options": {"kind": 1}}, "seed": 3}
     assert retired.update(config, "run") == expected
-    with pytest.raises(UserError) as refused:
-        retired.update({**config, "doubled": True}, "run")
-    assert str(refused.value) == (
-        "run was trained with doubled True (twice the layers): there are no such layers; "
-        "use the version that trained it"
-    )
 
 
 @pytest.mark.parametrize("commit", COMMITS)
