@@ -54,16 +54,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float
 
 def own_calls(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[Call]:  # noqa: E741
     """Triton kernels for convolution, transposed convolution and weight gradient."""
-    from networks.ops.hopper import convolution as coarse
-    from networks.ops.hopper import edges, transpose, weights
+    from networks.ops.hopper import edges, strided
 
     if has_few_channels(w):
         rows, b = padded.padded(s), space_to_depth(l)
         calls: list[Call] = [lambda: edges.blocks_to_rows(b, w), lambda: edges.rows_to_cells(rows, w, s.dtype)]
         return [*calls, lambda: edges.weight_gradient(rows, b)]
     large = padded.padded(l) if w.shape[1] == BLOCK else l  # as in a step
-    calls = [lambda: coarse.convolve(large, w), lambda: transpose.convolve_transposed(s, w)]
-    return [*calls, lambda: weights.weight_gradient(s, large)]
+    calls = [lambda: strided.convolve(large, w), lambda: strided.convolve_transposed(s, w)]
+    return [*calls, lambda: strided.weight_gradient(s, large)]
 
 
 def library_calls(s: torch.Tensor, l: torch.Tensor, w: torch.Tensor) -> list[tuple[Call, Call]]:  # noqa: E741

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-KERNELS = "pointwise", "l1", *(f"hopper.{name}" for name in ("common", "convolution", "transpose", "weights", "edges"))
+KERNELS = "pointwise", "l1", *(f"hopper.{name}" for name in ("common", "strided", "edges"))
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -67,7 +67,7 @@ def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside of `small_kernels`: Hopper's kernels compute convolutions of multiples of 16 channels, on every GPU."""
-    owners = ("hopper.common", "hopper.transpose", "hopper.weights", "hopper.layers", "hopper.edges")
+    owners = ("hopper.common", "hopper.strided", "hopper.layers", "hopper.edges")
     set_values(monkeypatch, {name: {"BLOCK": 16} for name in owners})
     # Last: a module that is imported afterward would keep it.
     set_values(monkeypatch, {"hopper.tiles": {"BLOCK": 16, "PROCESSORS": 6}, "plan": {"not_hopper": lambda device: ""}})

@@ -18,9 +18,7 @@ from triton_interpreter import replace_launch, use_small_blocks
 from networks.layers import Down, Last, Up
 from networks.ops import HOPPER, padded, plan
 from networks.ops.hopper import tiles
-from networks.ops.hopper.convolution import convolve
-from networks.ops.hopper.transpose import convolve_transposed
-from networks.ops.hopper.weights import weight_gradient
+from networks.ops.hopper.strided import convolve, convolve_transposed, weight_gradient
 from networks.ops.launch import WARPS, Launch, collected
 
 # Samples, channels of the small and of the large grid, and the side of the small one; blocks have 16 channels.

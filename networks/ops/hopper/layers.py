@@ -13,10 +13,8 @@ from networks.ops import pointwise
 from networks.ops.blocks import has_few_channels, space_to_depth
 from networks.ops.hopper import edges
 from networks.ops.hopper.common import in_half
-from networks.ops.hopper.convolution import convolve
+from networks.ops.hopper.strided import convolve, convolve_transposed, weight_gradient
 from networks.ops.hopper.tiles import BLOCK
-from networks.ops.hopper.transpose import convolve_transposed
-from networks.ops.hopper.weights import weight_gradient
 from networks.ops.l1 import LastL1, l1
 from networks.ops.precision import Pair, without_autocast
 from networks.ops.reference import NEGATIVE_SLOPE, Between, Half, Twice
