@@ -7,9 +7,12 @@ tests/test_documentation.py checks that the pages are up to date.
 """
 
 import argparse
+import ast
 import inspect
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,7 +21,6 @@ import yaml
 import evaluate
 import export
 import predict
-from docs import modules
 from networks import LOSSES, METRICS, NETWORKS, losses
 from utils import cli
 from utils.config import Config, flatten
@@ -29,6 +31,7 @@ from utils.optim.optimizers import OPTIMIZERS
 from utils.run.loggers import LOGGERS
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("networks", "utils", "analysis", "simulation", "benchmarks", "docs")
 MARKED = re.compile(r"(<!-- table: (\S+)(?: (\d+))?(?: columns ([\d ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 # A key of a section, with the comments above it and behind it.
 KEY = re.compile(r"((?:^    #.*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", re.MULTILINE)
@@ -113,6 +116,48 @@ def known_losses() -> str:
     return table(["loss", "of", "meaning"], rows)
 
 
+def tracked(pattern: str) -> list[Path]:
+    """The tracked files that match, without a user's own, such as a network in the root; all in a copy without git."""
+    files = sorted(ROOT.glob(pattern))
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    names = {*listed.stdout.split("\0")}
+    return files if listed.returncode else [path for path in files if str(path.relative_to(ROOT)) in names]
+
+
+def sources() -> dict[str, ast.Module]:
+    """The program's modules by their paths: entry scripts, then each folder."""
+    paths = [*tracked("*.py"), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def module_rows() -> list[list[str]]:
+    """Path and first line of the docstring of each module that has one or any code."""
+    captions = {path: (ast.get_docstring(tree) or "").split("\n")[0] for path, tree in sources().items() if tree.body}
+    return [[f"[{path}](../{path})", caption] for path, caption in captions.items()]
+
+
+def readers(key: str, texts: dict[str, str]) -> list[str]:
+    """The modules that read a key, by usual names of variables that hold the config or a section, or name it in quotes.
+
+    Those of utils/config, in which the config is also `self`, count if no other module does.
+    """
+    section, _, name = key.rpartition(".")
+    holders = f"{section.rpartition('_')[2]}|options|start" if section else "config"
+    ending = name[name.find("_npy") :] if "_npy" in name else name  # the beginning may be a variable
+    read = re.compile(rf"({holders})\.{name}\b|[\"'}}]({name}|{ending})[\"']")
+    mention = re.compile(rf"\b{section}\b|{section.title().replace('_', '')}Config")
+    paths = [path for path, text in texts.items() if read.search(text) and mention.search(text)]
+    outside = [path for path in paths if not path.startswith("utils/config/")]
+    return outside or paths or [path for path, text in texts.items() if f"self.{name}" in text]
+
+
+@cache
+def key_rows() -> list[list[str]]:
+    program = [path for path in sources() if not path.startswith(("benchmarks", "doc"))]
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in program}
+    return [[f"`{key}`", ", ".join(readers(key, texts))] for key in flatten(Config())]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "flags-train": lambda: flags(cli.build_parser()),
     "flags-predict": lambda: flags(predict.build_parser()),
@@ -120,8 +165,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "flags-export": lambda: flags(export.build_parser()),
     "config-keys": lambda: table(["key", "default", "meaning"], [*config_keys()]),
     "losses": known_losses,
-    "modules": lambda: table(["module", "contents"], modules.module_rows()),
-    "key-readers": lambda: table(["key", "read by"], modules.key_rows()),
+    "modules": lambda: table(["module", "contents"], module_rows()),
+    "key-readers": lambda: table(["key", "read by"], key_rows()),
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
 
-from docs.modules import ROOT, tracked
+from docs.generate import ROOT, tracked
 
 # From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
 UTILS = "constants launchers powers | errors | progress log | files | config | cli lookup | distributed | optim"

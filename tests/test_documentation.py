@@ -27,7 +27,7 @@ import pytest
 import yaml
 from processes import TOP
 
-from docs import generate, modules
+from docs import generate
 from utils import __version__, config
 
 RESULTS, README = TOP / "benchmarks/results", TOP / "README.md"
@@ -48,7 +48,7 @@ MODULES = {"train.py": "train", "train_graph.py": "train", "submit_pm.sh": "trai
 MODULES |= {"evaluate.py": "evaluate", "export.py": "export", "simulation": "simulation.simulate"}
 OPERATORS = {"*": operator.mul, "/": operator.truediv, "+": operator.add, "-": operator.sub}
 
-CONFIGS = {name for path in modules.tracked("config/*.yaml") for name in config.read_file(str(path))}
+CONFIGS = {name for path in generate.tracked("config/*.yaml") for name in config.read_file(str(path))}
 docs = pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 
 
@@ -101,7 +101,7 @@ def test_the_readme_links_to_every_page_but_that_of_developers_and_pages_named_i
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
     targets = {link.partition("#")[0] for link in links(README)}
     assert {str(page.relative_to(TOP)) for page in DOCS[1:]} - targets == {"docs/index.md"}
-    files = [file for pattern in SOURCES for file in modules.tracked(pattern) if file.suffix != ".png"]
+    files = [file for pattern in SOURCES for file in generate.tracked(pattern) if file.suffix != ".png"]
     named = {link for file in files for link in re.findall(r"docs/\w+\.md(?:#[\w-]+)?", file.read_text())}
     assert broken(sorted(named), README) == []
 
@@ -216,9 +216,9 @@ def test_tables_are_up_to_date_and_quoted_blocks_are_lines_of_their_files(page: 
 
 def test_every_module_has_a_caption_and_every_key_a_reader() -> None:
     """docs/index.md lists both."""
-    rows = modules.module_rows()
+    rows = generate.module_rows()
     assert [path for path, caption in rows if " " not in caption or not caption.endswith(".")] == []
-    assert [key for key, readers in modules.key_rows() if not readers] == []
+    assert [key for key, readers in generate.key_rows() if not readers] == []
 
 
 def test_the_table_of_neutral_keys_has_all_of_them() -> None:
