@@ -79,9 +79,6 @@ def _serve(connection: Connection) -> None:
             connection.send(answer)
 
 
-# --- what it draws ---------------------------------------------------------------------------------------------------
-
-
 def picture(name: str, *arguments: Any) -> bytes:
     """A picture of an evaluation by its name, or one of a training run: "crop" by draw_slices, or "loss_curves"."""
     from analysis.evaluation import figures

@@ -100,9 +100,6 @@ def _cells(blocks: Tensor) -> Tensor:
     return blocks.as_strided(sizes, strides, offset)
 
 
-# --- weights of the dense convolutions --------------------------------------------------------------------------------
-
-
 def blocks_weight(weight: Tensor) -> Tensor:
     """[O, I, 4, 4, 4] of a convolution -> [O, 8I, 2, 2, 2] of a convolution that reads blocks."""
     parts = weight.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2)  # [O, I, 2 (a), 2, 2, 2 (r), 2, 2]

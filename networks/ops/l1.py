@@ -107,9 +107,6 @@ def l1_of_blocks(blocks: Tensor, bias: Tensor, targets: Tensor, dtype: torch.dty
     return partial.sum(), gradient, bias_gradient.to(bias.dtype)
 
 
-# --- kernels -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def l1_forward(partial, outputs, targets, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes a partial sum of |outputs - targets| per program."""

@@ -61,9 +61,6 @@ def _repeats(x: Tensor) -> bool:
     return x.shape[1] > 1
 
 
-# --- autograd ------------------------------------------------------------------------------------------------------
-
-
 class _BiasActivation(torch.autograd.Function):
     """activation(x + bias), concatenated with `skip` if that is given; returned twice, for two uses.
 
@@ -125,9 +122,6 @@ def activation_gradient(
     return x_gradient, partial.sum(0)
 
 
-# --- launching -----------------------------------------------------------------------------------------------------
-
-
 class _Tile(NamedTuple):
     """`rows` of `lanes`. Each row holds `packed` cells; its other lanes are idle."""
 
@@ -164,9 +158,6 @@ def _by_cells(x: Tensor) -> tuple[Tensor, int, int]:
         return x, step, pitch
     x = x.contiguous(memory_format=CHANNELS_LAST)
     return x, x.shape[1], width
-
-
-# --- kernels -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

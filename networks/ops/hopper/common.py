@@ -65,9 +65,6 @@ def add_splits(parts: Tensor, out: Tensor, bias: Tensor, slope: float, biased: i
     launch(sum_splits, -(-size // block), *arguments, BLOCK=block)
 
 
-# --- kernels -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def activated(values, slope):  # type: ignore[no-untyped-def]
     """values where they are positive, otherwise slope × values. NaN passes through, also at slope 0."""

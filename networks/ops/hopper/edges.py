@@ -158,9 +158,6 @@ def _power_of_two(columns: int) -> int:
     return max(16, 1 << (columns - 1).bit_length())
 
 
-# --- kernels -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def shuffle_cells(  # type: ignore[no-untyped-def]
     blocks, cells, number, planes, rows, columns, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
