@@ -290,10 +290,7 @@ def interpolate(nodes: Tensor, heights: Tensor, values: Tensor) -> Tensor:
 
 
 def flow(nodes: Tensor, rates: Tensor, start: Tensor, duration: float) -> Tensor:
-    """y after `duration` for dy/ds = f(y), y(0) = `start`; f is linear between its values `rates` at `nodes`.
-
-    Rows are independent; the solution is exact.
-    """
+    """y after `duration` for dy/ds = f(y), y(0) = `start`, exactly; f is linear between `rates` at `nodes`, by row."""
     upward = _rise(nodes, rates, start, duration)
     downward = -_rise(-nodes.flip(1), -rates.flip(1), -start, duration)
     return upward + downward - start  # one of the two has not moved

@@ -126,10 +126,8 @@ def downhill(potential: Tensor, threads: int) -> Tensor:
 
 @one_thread()
 def evolve(particles: Particles, gas: Gas, physics: GasPhysics, clock: GrowthClock, progress: Progress) -> None:
-    """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place.
-
-    The half kicks at the end of one step and the start of the next have the same force and are combined.
-    """
+    """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place."""
+    # The half kicks at the end of one step and the start of the next have the same force and are combined.
     times, threads = clock.times, gas.threads
     for step, now in enumerate(times):
         start = now if step == 0 else 0.5 * (times[step - 1] + now)

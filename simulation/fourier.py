@@ -1,8 +1,4 @@
-"""Fourier transforms of fields on a periodic mesh, and work that is shared by the threads of one process.
-
-The same code runs on a CPU and on a GPU. It works slab by slab, so that the results do not depend on the number of
-threads.
-"""
+"""Fourier transforms on a periodic mesh, and work of threads, by slabs: their number does not change the results."""
 
 import contextlib
 import functools

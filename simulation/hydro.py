@@ -69,10 +69,7 @@ class Gas:
             self.steps, duration = self.steps + 1, duration - step if steps > 1 else 0.0
 
     def _for_tiles(self, work: Callable[[Tile], Result], axis: int) -> list[Result]:
-        """The results of `work` for tiles of complete lines along `axis`.
-
-        A tile is the five fields, [n, rows, n] each, with `axis` and the momentum along it first.
-        """
+        """Results of `work` for tiles: the five fields, [n, rows, n], with `axis` and the momentum along it first."""
         order = [0, 1 + axis, *(1 + across for across in range(3) if across != axis), 4]
         lines = [self.state[field].movedim(axis, 0) for field in order]
         rows = max(1, CELLS_AT_ONCE[self.state.device.type] // lines[0][:, 0].numel())

@@ -136,10 +136,7 @@ def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> 
 
 
 def simulate_fields(options: SimulationOptions, modes: Tensor | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Physical fields: dark matter [4, n, n, n] and gas [5, n, n, n]; density / mean, km/s, kelvin.
-
-    `modes` replace the initial modes of the seed.
-    """
+    """Dark matter [4, n, n, n], gas [5, n, n, n]: density / mean, km/s, kelvin. `modes` replace those of the seed."""
     cosmology, threads = make_cosmology(options.cosmology), options.threads if options.device == "cpu" else 1
     clock = GrowthClock(cosmology, START_REDSHIFT, options.redshift, options.n_steps)
     omega_m, fraction = float(cosmology.Om(START_REDSHIFT)), cosmology.Ob0 / cosmology.Om0
@@ -184,10 +181,8 @@ def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: i
 
 
 def to_channels(fields: np.ndarray) -> np.ndarray:
-    """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place.
-
-    Not `Channel.from_physical`, whose rounding differs: boxes of the same seed keep their bits.
-    """
+    """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place."""
+    # Not `Channel.from_physical`, whose rounding differs: boxes of the same seed keep their bits.
     density_scale, velocity_scale, center, temperature_scale = map(np.float32, TRANSFORM.values())
     fields[0] = np.log(np.maximum(fields[0], np.float32(DENSITY_FLOOR))) / density_scale
     fields[1:4] /= velocity_scale

@@ -136,11 +136,7 @@ def _find_start(
 
 
 def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize, start: Start | None) -> None:
-    """Opens the loaders and trains one step on the smallest batch that the network accepts, if memory allows.
-
-    An eager step without compilation, which runs on every device and takes seconds. On the CPU that the run uses, a
-    second one and an update are timed to estimate all steps.
-    """
+    """Opens the loaders and trains one eager step on the smallest batch that the network accepts, if memory allows."""
     run, samples = volumes.config, build.smallest_batch(volumes.config)
     volumes = volumes.changed(local_batch_size=samples, accumulation_steps=1, enable_jit=False, use_cache=None)
     config = volumes.config

@@ -73,10 +73,7 @@ class VolumeEvaluation(Evaluation):
 
 
 def evaluation_volume(volumes: Volumes, world: World) -> Volume | None:
-    """The first validation volume, if evaluation.every_epochs asks for it; UserError if it cannot be evaluated.
-
-    Called before anything is written: a run must not begin if its evaluations are bound to fail.
-    """
+    """The first validation volume, None if none is evaluated; UserError, before a run begins, if it cannot be."""
     config = volumes.config
     if not config.evaluation.every_epochs:
         return None

@@ -1,7 +1,4 @@
-"""Comparison of a predicted volume with the true one: errors, distributions, spectra, and all other statistics.
-
-Each rank counts its own planes. Sums are in float64 and are added over the ranks.
-"""
+"""Compares a predicted volume with the true one: errors, distributions, spectra; each rank counts its own planes."""
 
 import math
 from collections.abc import Mapping, Sequence

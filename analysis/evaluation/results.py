@@ -85,12 +85,9 @@ def spectrum_names(channels: Channels) -> list[str]:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Histograms of a physical value (or of the channel, if its transform is unknown) in bins of equal width.
+    """Histograms of a physical value, or of the channel if its transform is unknown, in bins of equal width."""
 
-    `edges` [n + 1] are decimal logarithms if `is_log`. Values outside the edges are in the first or last bin.
-    """
-
-    edges: np.ndarray
+    edges: np.ndarray  # [n + 1], decimal logarithms if is_log; the outer bins also hold the values outside
     predicted: np.ndarray  # counts [n]
     target: np.ndarray
     unit: str | None

@@ -83,11 +83,7 @@ class VolumeFields:
     """The open fields of one volume: inputs, true targets and, if it is stored in a file, the prediction."""
 
     def __init__(self, path: str, prediction: str | None, config: Config) -> None:
-        """Opens both files. UserError if their shapes or channels differ.
-
-        Samples of their values are checked as those of a training run. Nothing is known about the run that made a
-        stored prediction, so that physical values are allowed there.
-        """
+        """Opens both files; UserError if their shapes or channels differ, or if samples of their values have faults."""
         self.config, self._whose = config, prediction or "the network"
         self.inputs = self._open("inputs", path, config.dataset_names[0])
         self.target = self._open("targets", path, config.dataset_names[1])
@@ -112,6 +108,7 @@ class VolumeFields:
             source = Path(str(self.prediction.attributes.get("input", path)))
             if source.name != Path(path).name or (source.exists() and not source.samefile(path)):
                 log.warning("%s was predicted from %s, not from %s", prediction, source, path)
+        # Nothing is known about the run that made a stored prediction: it may have allowed physical values.
         for field in self._all:
             check_sample(field.path, field.name, field.values, config.allow_physical_values or prediction is not None)
 

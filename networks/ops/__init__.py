@@ -1,7 +1,4 @@
-"""The operations of the U-Net's layers: reference.py defines them, cudnn.py and hopper compute them by Triton kernels.
-
-plan.py decides which of them computes a layer. Modules with kernels need Triton. They are imported when they are used.
-"""
+"""Operations of the U-Net's layers: reference.py defines them, cudnn.py and hopper compute them, as plan.py decides."""
 
 from typing import Any
 

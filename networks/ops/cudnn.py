@@ -1,7 +1,4 @@
-"""The layers' operations by cuDNN, with Triton kernels for what follows its convolutions; see reference.py.
-
-A layer with few channels is computed as a dense convolution over blocks of 2³ cells; see blocks.py.
-"""
+"""Operations by cuDNN, with Triton kernels for what follows; see reference.py, and blocks.py for few channels."""
 
 from typing import Any
 

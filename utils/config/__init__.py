@@ -24,10 +24,7 @@ SPEED_KEYS = ("data_loader_config", "num_data_workers", "enable_manual_profiling
 
 
 def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The config `name` of the file, or of another file in its directory, with overrides applied.
-
-    Overrides use dotted keys: {'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}.
-    """
+    """The config `name` of a file or one next to it, with overrides by dotted keys: {'lr_schedule.start_lr': 1e-3}."""
     values, overrides = translate(find(path, name).values), translate(overrides or {})
     if "global_batch_size" in overrides:  # It replaces a local batch size in the file.
         values = {**values, "local_batch_size": None}
@@ -61,10 +58,7 @@ def validate(values: Mapping[str, Any], name: str) -> Config:
 def validate_section(
     section: type[AnySection], values: Any, name: str, context: Mapping[str, bool] | None = None
 ) -> AnySection:
-    """The typed and checked values; raises UserError with all faults in one line that begins with `name`.
-
-    Paths are expanded in the context EXPAND. Those of stored configs already are.
-    """
+    """The typed values; UserError with all faults in one line after `name`. The context EXPAND expands paths."""
     try:
         return section.model_validate(values, context=context)
     except ValidationError as error:
@@ -73,10 +67,7 @@ def validate_section(
 
 
 def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """A config, or its plain values, as a flat mapping from dotted keys, as --set takes them.
-
-    The options of a network, an optimizer or a loss are one value: the keys in them belong to the class.
-    """
+    """The values by dotted keys, as --set takes them; the options of a network, optimizer or loss are one value."""
     flat: dict[str, Any] = {}
     for key, value in (config.model_dump() if isinstance(config, Config) else config).items():
         if isinstance(value, dict) and not key.endswith("options"):

@@ -123,10 +123,7 @@ def read_file(path: str) -> dict[str, dict[str, Any]]:
 
 
 def default_name(path: str) -> str:
-    """The config used if none is named: the only one in the file, as in a run's config.yaml, otherwise base.
-
-    Raises UserError for a file with several configs, but no base: one of another file would be a surprise.
-    """
+    """The config used if none is named: the only one, else base; UserError for a file with several, but no base."""
     names = [*read_file(path)]
     if len(names) > 1 and "base" not in names:
         raise UserError(f"{path} has several configs; choose one with --config: {', '.join(names)}")

@@ -93,10 +93,7 @@ class ShufflePlan:
 
 
 def _random_words(*key: int) -> np.random.Philox:
-    """A stream of the counter-based generator Philox (Salmon et al. 2011).
-
-    Only raw words are taken from numpy: their stream never changes, while that of its distributions may.
-    """
+    """Raw words of Philox (Salmon et al. 2011), which never change in numpy, while the streams of distributions may."""
     return np.random.Philox(np.random.SeedSequence(key))
 
 

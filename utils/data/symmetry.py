@@ -32,10 +32,7 @@ def move_axes(field: Any, symmetry: int) -> Any:
 
 
 def channel_table(channels: int, vectors: Vectors, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """The source channel [48, C] and its sign [48, C] for each symmetry and output channel.
-
-    Channels that are not in `vectors` are scalars. In other modes than 'full' all are.
-    """
+    """Source channel and sign, both [48, C], by symmetry and output channel; in modes but full all are scalars."""
     sources = np.tile(np.arange(channels), (COUNT, 1))
     signs = np.ones((COUNT, channels), dtype=np.int64)
     if mode == "full":

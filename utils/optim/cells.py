@@ -1,7 +1,4 @@
-"""SOAP's update of a large convolution on a GPU, in one kernel: its only basis is that of the kernel's 4³ cells.
-
-`descend` computes what `Soap` computes with PyTorch's operations, but reads and writes each value once.
-"""
+"""SOAP's update of a large convolution, with no basis but that of its kernel's 4³ cells, in one kernel on a GPU."""
 
 from collections.abc import Mapping
 from typing import Any

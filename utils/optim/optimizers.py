@@ -1,8 +1,4 @@
-"""Optimizers by name.
-
-docs/architecture.md says how to add one. If the learning rate is a tensor, the optimizer must be capturable. If
-possible, it skips non-finite updates on the device; see `update`.
-"""
+"""Optimizers by name; docs/architecture.md says how to add one, which must be capturable for CUDA graphs."""
 
 import contextlib
 import functools
@@ -22,10 +18,7 @@ Builder = Callable[[OptimizerConfig, Parameters, LearningRate], torch.optim.Opti
 def build_optimizer(
     options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer `options.name`; UserError if it is unknown or cannot be built.
-
-    A `capturable` one, for CUDA graphs, keeps all that changes on the device: its learning rate is set with `fill_`.
-    """
+    """The optimizer `options.name`, else UserError; if `capturable`, for CUDA graphs, its learning rate is a tensor."""
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
     if "." in options.name:
@@ -79,20 +72,14 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state for `load_state`; it shares the optimizer's tensors.
-
-    Without the learning rate, a function of the step: the optimizer has that of its last step, and none before it.
-    """
+    """The state for `load_state`, sharing the tensors, without the learning rate, which the step determines."""
     state = optimizer.state_dict()
     groups = [{key: value for key, value in group.items() if key != "lr"} for group in state["param_groups"]]
     return {"kind": type(optimizer).__name__, **state, "param_groups": groups}
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Loads the state of another optimizer of the same kind; settings such as the learning rate stay this one's.
-
-    Raises ValueError if the kind or the parameters differ.
-    """
+    """Loads a saved state, but no settings such as the learning rate; ValueError if its kind or parameters differ."""
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
         raise ValueError(f"its optimizer is {saved['kind']}, this run's is {kind}")

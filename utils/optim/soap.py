@@ -1,7 +1,4 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, for each weight.
-
-Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3.
-"""
+"""SOAP (Vyas et al. 2024, arXiv:2409.11321, algorithm 3): Adam in the eigenbasis of Shampoo's preconditioner."""
 
 import contextlib
 import importlib.util

@@ -1,7 +1,4 @@
-"""Checkpoint files: everything that a run needs to resume exactly; written atomically, verified when read.
-
-docs/reliability.md lists the files. Both record their step, and the step with the lowest validation loss so far.
-"""
+"""Checkpoint files (docs/reliability.md): what an exact resumption needs; written atomically, verified when read."""
 
 import contextlib
 import hashlib

@@ -53,10 +53,7 @@ class Parts(NamedTuple):
 def assemble(
     volumes: Volumes, world: World, step_class: type[EagerStep], size: ModelSize | None = None
 ) -> Iterator[Parts]:
-    """Builds the parts of a run, and closes them at the end; every rank enters.
-
-    size: that of the run, if it trains larger batches than this config.
-    """
+    """Builds and closes the parts of a run, on every rank; `size`: that of a run with larger batches than `volumes`."""
     config = volumes.config
     with world.raise_together():
         model = network_with_loss(config)
@@ -144,10 +141,7 @@ def smallest_batch(config: Config) -> int:
 
 
 def check_output(config: Config) -> None:
-    """Compares the shapes of the network's output and the targets; ValueError if they differ.
-
-    Needs no memory for a network of this project, and that of one sample for others.
-    """
+    """ValueError unless output and targets have one shape; only networks of one's own need memory, for one sample."""
     own_network.check_measures(config, loss(config), metrics(config), torch.device("cpu"))
     if own_network.is_checked(config):
         own_network.check_output(config, network(config), torch.device("cpu"))
@@ -175,10 +169,7 @@ def kernel_plan(config: Config, device: torch.device) -> dict[str, str]:
 
 
 def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[EagerStep] = EagerStep) -> EagerStep:
-    """The step that trains `model`, with the same initial weights on every rank.
-
-    Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
-    """
+    """The step that trains `model`, with the same initial weights on every rank."""
     module = model.network
     _initialize(config, module)
     model.to(world.device)
@@ -194,7 +185,7 @@ def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[
         optimizer = build_optimizer(config.optimizer, dict(module.named_parameters()), lr, capturable)
     train_step = step_class(model, optimizer, config, world)
     log.info(describe_optimizer(config.optimizer.name, optimizer))
-    torch.manual_seed(config.seed + world.rank)
+    torch.manual_seed(config.seed + world.rank)  # dropout must not be the same on all ranks
     return train_step
 
 

@@ -103,10 +103,8 @@ def trial() -> tuple[NetworkWithLoss, list[torch.Tensor]]:
 
 
 def compare_with_pytorch(chosen: plan.Setting) -> None:
-    """ValueError if the gradients of `trial` are not those of PyTorch on a CPU.
-
-    Some descriptors have strides that CUDA's documentation excludes, and that a driver may refuse.
-    """
+    """ValueError if the gradients of `trial` are not those of PyTorch on a CPU."""
+    # Some descriptors have strides that CUDA's documentation excludes, and that a driver may refuse.
     (model, batch), gradients = trial(), list[tuple[torch.Tensor, ...]]()
     for setting in (chosen._replace(kernels=plan.TORCH, device=torch.device("cpu")), chosen):
         apply(model.to(setting.device), setting._replace(side=TRIAL_SIDE))

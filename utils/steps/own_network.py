@@ -38,10 +38,7 @@ def build(config: Config, offered: Mapping[str, Any], options: Mapping[str, Any]
 
 @torch.enable_grad()
 def check_output(config: Config, network: nn.Module, device: torch.device) -> None:
-    """Calls the network once, on a sample of zeros; UserError unless its output has the shape of the targets.
-
-    It must also have a gradient. May draw from torch's global generators.
-    """
+    """UserError unless the output for zeros has the targets' shape and a gradient; the call may draw random numbers."""
     name, batch = config.network.name, meta_batch(config, 1)
     given, target = list(batch.inputs.shape), [1, *task_of(config).output]
     was_training = network.training

@@ -29,10 +29,7 @@ UNLISTED = 7 * GIB // 4
 
 
 class ModelSize:
-    """Sizes of a training run, estimated from its network on torch's meta device; those of memory in bytes per rank.
-
-    The batch sizes of the config are resolved (`Config.for_world`).
-    """
+    """Sizes of a run, memory in bytes per rank, from its network on torch's meta device and a config for its world."""
 
     def __init__(self, config: Config, network: nn.Module) -> None:
         assert config.local_batch_size is not None

@@ -200,10 +200,7 @@ def channel_difference(found: Channels, expected: Channels) -> str:
 
 
 def simulation_of(attributes: Attributes, side: int, path: str) -> tuple[float | None, Simulation]:
-    """Size of a cell in comoving Mpc/h, and all of a Simulation, as far as the file states them.
-
-    It states the length of its longest side, which has `side` cells.
-    """
+    """Size of a cell (comoving Mpc/h) and the Simulation, if they are stated; the longest side has `side` cells."""
     length = attributes.get("box_size_mpc_h")
     if length is not None and not SMALLEST_BOX <= length <= LARGEST_BOX:  # spectra and flux would not be finite
         limits = f"from {SMALLEST_BOX:g} to {LARGEST_BOX:g}"

@@ -1,7 +1,4 @@
-"""Cross-check of a volume: its velocities, densities, gas and opposite faces are compared with each other.
-
-Right simulations are within BOUNDS, common mistakes are not; see docs/data.md and benchmarks/cross_check.py.
-"""
+"""Cross-check of a volume's velocities, densities, gas and faces; see docs/data.md and benchmarks/cross_check.py."""
 
 import itertools
 import math

@@ -98,10 +98,7 @@ class Snapshot:
 
 
 def open_snapshot(path: Path, shape: Shape | None, index: int | None, others: Sequence[str] = ()) -> Snapshot:
-    """The fields of a file or directory; raises UserError if they contradict each other, `shape` or `index`.
-
-    `others` are the names of scalar fields that are not in FIELDS; they come last.
-    """
+    """The fields of a file or directory, scalars `others` last; UserError if they, `shape` and `index` contradict."""
     if not path.is_dir():
         return _open_nyx(path, others)
     ending = "npy" if any(path.glob("*.npy")) else "f32"

@@ -296,10 +296,7 @@ def blocks_to_padded_rows(  # type: ignore[no-untyped-def]
 def block_weight_gradient(  # type: ignore[no-untyped-def]
     rows, b_first, b_second, out, chunks, per_split, Cs, PITCH: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """out = sum over cells of rows × blocks, float32 [splits, Cs, 4, 4, 4, CHANNELS].
-
-    A program adds `per_split` chunks of cells. It computes the products with all four runs.
-    """
+    """out = sum over cells of rows × blocks, float32 [splits, Cs, 4, 4, 4, CHANNELS]; `per_split` chunks a program."""
     DEPTH: tl.constexpr = rows.block_shape[0]
     ROWS: tl.constexpr = rows.block_shape[1]
     tiles = Cs // ROWS

@@ -36,10 +36,7 @@ class Batch:
 
 
 class Loader(Protocol):
-    """Loads this rank's batches of one split.
-
-    A batch is valid until the next one is requested, because its memory is reused.
-    """
+    """Loads this rank's batches of one split; a batch is valid until the next is requested, which reuses its memory."""
 
     volumes: Sequence[str] = ("",)  # names of the volumes that have a validation loss each
     batches: Sequence[slice] = ()  # the rows of an epoch's plan that this rank takes, one slice per batch

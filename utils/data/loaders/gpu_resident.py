@@ -93,10 +93,7 @@ def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
 
 
 def load_resident(volumes: Sequence[Volume], device: torch.device, dtype: torch.dtype) -> list[Volume]:
-    """The volumes as tensors [C, X, Y, Z] on the device; UserError for values that float16 cannot hold.
-
-    The inputs of all volumes share one storage, and so do the targets.
-    """
+    """The volumes on the device, [C, X, Y, Z]; inputs share one storage, so do targets; UserError beyond float16."""
     inputs = _allocate([volume.inputs.shape for volume in volumes], dtype, device)
     targets = _allocate([volume.targets.shape for volume in volumes], dtype, device)
     fields = list(zip(inputs, targets, strict=True))
@@ -123,10 +120,7 @@ def _allocate(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch
 
 
 def device_plan(plan: EpochPlan, boxes: Sequence[Sequence[int]]) -> np.ndarray:
-    """[N, 2] int64: the cell of a channel of its volume where each sample's crop starts, and its row of the tables.
-
-    The tables have 48 rows for each volume, one for each symmetry.
-    """
+    """[N, 2] int64: the cell of its volume where each crop starts, and its row of tables with 48 per volume."""
     strides = np.array([(y * z, z, 1) for _, y, z in boxes], dtype=np.int64)
     starts = (plan.origins * strides[plan.volumes]).sum(axis=1)
     return np.stack([starts, symmetry.COUNT * plan.volumes + plan.symmetries], axis=1, dtype=np.int64)
