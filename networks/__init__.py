@@ -110,5 +110,4 @@ def build_loss(name: str, samples: str = "volumes", **options: Any) -> nn.Module
 
 
 def _options(kind: type[nn.Module]) -> set[str]:
-    """Names of the constructor's options."""
     return kind.__init__.__annotations__.keys() - {"return"}

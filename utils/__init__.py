@@ -40,7 +40,6 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 def version_line() -> str:
-    """The versions of this program, PyTorch and Python in one line."""
     import torch  # takes a second; other users of this module may not need it
 
     commit, python = git_commit(), platform.python_version()

@@ -178,7 +178,6 @@ def save(results: Results, path: Path) -> None:
 
 
 def load(path: Path) -> Results:
-    """Reads a file that `save` wrote."""
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     values = json.loads(str(arrays["text"]), object_hook=lambda part: arrays[part[ARRAY]] if ARRAY in part else part)

@@ -119,7 +119,6 @@ class WindowGrid(NamedTuple):
 
     @property
     def windows(self) -> int:
-        """Number of windows."""
         return math.prod(len(axis.origins) for axis in self)
 
     def parts(self, box: Box) -> list[AxisPart]:

@@ -58,7 +58,6 @@ def make(network: nn.Module, setting: Setting, loss: Any = None) -> dict[str, Ch
 
 
 def layers_of(network: nn.Module) -> dict[str, Any]:
-    """The layers of a network by their names."""
     return {name: module for name, module in network.named_modules() if hasattr(module, "halvings")}
 
 

@@ -137,7 +137,6 @@ class _Tile(NamedTuple):
         return cls(lanes, max(tile // lanes, 1), lanes // channels)
 
     def sizes(self) -> dict[str, int]:
-        """The kernels' constants."""
         return {"LANES": self.lanes, "ROWS": self.rows}
 
     def count(self, cells: int) -> int:

@@ -46,5 +46,4 @@ def l1(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def last_l1(x: Tensor, layer: Any, targets: Tensor) -> Tensor:
-    """l1(last(x, layer), targets)."""
     return l1(last(x, layer), targets)

@@ -48,10 +48,7 @@ class SamplePlan:
         return len(self.boxes) if self.split == "valid" else 1
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch. No position occurs twice as long as there are enough of them.
-
-        Validation uses the same crops in every epoch and for every seed, without augmentation.
-        """
+        """The plan of one epoch: no position twice, if possible; in validation always the same, not augmented."""
         if self.parts > 1:  # the samples of each volume are those of a plan of this volume alone
             plans = [replace(self, samples=self.samples // self.parts, boxes=(box,)).epoch(0) for box in self.boxes]
             volumes = np.repeat(np.arange(self.parts), self.samples // self.parts)

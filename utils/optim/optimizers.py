@@ -45,10 +45,7 @@ def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
 
 
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """Calls the optimizer's step; if `finite`, a boolean on the device, is False, changes no weight and no state.
-
-    Those that support a gradient scaler's `found_inf`, as torch's fused ones, decide on the device, others on the host.
-    """
+    """Calls the optimizer's step, which changes nothing if `finite`, a boolean on the device, is False."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
         fused.grad_scale, fused.found_inf = None, (~finite).float()
@@ -67,7 +64,6 @@ def state_bytes(options: OptimizerConfig, parameters: Parameters) -> int:
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The tensors of the state."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
 

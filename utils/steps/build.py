@@ -113,7 +113,6 @@ def loss(config: Config) -> nn.Module:
 
 
 def metrics(config: Config) -> dict[str, Metric]:
-    """The metrics of a config by name."""
     task, found = task_of(config), dict[str, Metric]()
     for name in config.metrics:
         if "." in name:

@@ -149,7 +149,6 @@ def _parts(memory: Tensor, rows: int, columns: int, stride: int, tile: int) -> l
 
 
 def _processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
 

@@ -1,7 +1,4 @@
-"""The layers' operations in one kernel for convolution, bias, activation and concatenation; see reference.py.
-
-Their results are those of cudnn.py, except that the sum with the bias is not rounded first.
-"""
+"""Operations in one kernel each, see reference.py; unlike in cudnn.py, the sum with the bias is not rounded first."""
 
 from typing import Any
 
@@ -32,7 +29,6 @@ def down(x: Tensor, layer: Any, half: Half = None, between: Between = None) -> T
 
 
 def up(x: Tensor, skip: Tensor, layer: Any, half: Half = None, between: Between = None) -> Tensor:
-    """half: as in `down`."""
     half = in_half(layer.weight, layer.dtype) if half is None else half
     x, skip = x.to(layer.dtype), skip.to(layer.dtype)
     if between is not None:

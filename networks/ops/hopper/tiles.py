@@ -19,7 +19,6 @@ class Tile(NamedTuple):
     warps: int = 8
 
     def constants(self) -> dict[str, int]:
-        """The kernels' constants and options."""
         sizes = {"BM": self.rows, "BN": self.columns, "BK": self.depth}
         return {**sizes, "num_warps": self.warps, "num_stages": 4}
 

@@ -113,6 +113,5 @@ class RunRecords(Logger):
                     logger.close(error)
 
     def _warn(self, error: Exception) -> None:
-        """Logs the reason of a fault, once."""
         reason = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split()) or repr(error)
         warn_once(f"Cannot record scalars in {self._run.directory}: {reason}; the run continues")
