@@ -94,14 +94,11 @@ class Slabs:
         return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim=1)
 
     def neighbors(self, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The planes before and behind the own ones in a periodic field, from each rank's first and last plane.
-
-        A rank without planes gives and gets anything of this shape.
-        """
+        """The planes before and behind the own ones in a periodic field, from each rank's first and last plane."""
         owners = [rank for rank, part in enumerate(self.shares) if _length(part)]
         place = owners.index(self.world.rank) if self.count else 0
         before, behind = owners[place - 1], owners[(place + 1) % len(owners)]
-        size = first.numel() if self.count else 0
+        size = first.numel() if self.count else 0  # a rank without planes gives and gets anything of this shape
 
         def pass_on(plane: Tensor, receiver: int, sender: int) -> Tensor:
             sent, received = ([size * (rank == peer) for rank in range(self.world.size)] for peer in (receiver, sender))

@@ -137,16 +137,14 @@ def module_rows() -> list[list[str]]:
 
 
 def readers(key: str, texts: dict[str, str]) -> list[str]:
-    """The modules that read a key, by usual names of variables that hold the config or a section, or name it in quotes.
-
-    Those of utils/config, in which the config is also `self`, count if no other module does.
-    """
+    """The modules that read a key, by usual names of variables that hold the config or a section, or that quote it."""
     section, _, name = key.rpartition(".")
     holders = f"{section.rpartition('_')[2]}|options|start" if section else "config"
     ending = name[name.find("_npy") :] if "_npy" in name else name  # the beginning may be a variable
     read = re.compile(rf"({holders})\.{name}\b|[\"'}}]({name}|{ending})[\"']")
     mention = re.compile(rf"\b{section}\b|{section.title().replace('_', '')}Config")
     paths = [path for path, text in texts.items() if read.search(text) and mention.search(text)]
+    # Those of utils/config, in which the config is also `self`, count if no other module does.
     outside = [path for path in paths if not path.startswith("utils/config/")]
     return outside or paths or [path for path, text in texts.items() if f"self.{name}" in text]
 

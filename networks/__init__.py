@@ -39,11 +39,8 @@ __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_network", "init
 
 
 def build_network(name: str, /, **options: Any) -> nn.Module:
-    """The network `name` of NETWORKS; ValueError for options that it does not have or that contradict each other.
-
-    `conditions` are the ranges of the conditions that the network also takes, as in `UNet.condition_on`.
-    """
-    conditions = options.pop("conditions", ())
+    """The network `name` of NETWORKS; ValueError for options that it does not have or that contradict each other."""
+    conditions = options.pop("conditions", ())  # the ranges of those that the network also takes
     samples = [option for option in SAMPLES if option in options]
     suitable = [known for known in NETWORKS if _options(NETWORKS[known]).issuperset(samples)]
     if name not in suitable:

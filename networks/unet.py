@@ -53,10 +53,8 @@ class UNet(nn.Module):
             self.add_module(f"{name}_norm", build_norm(norm, layer.out_channels))
 
     def condition_on(self, ranges: Sequence[Sequence[float]]) -> None:
-        """Adds conditions [N, K], with these ranges in training, that scale and shift all layers except the last.
-
-        The last layer's input is modulated already, and the kernels after that layer add one bias to all samples.
-        """
+        """Adds conditions [N, K], with these ranges in training, that scale and shift all layers except the last."""
+        # The last layer's input is modulated already, and the kernels after that layer add one bias to all samples.
         self.film = Film(ranges, {name: layer.out_channels for name, layer in self._layers().items()})
 
     def forward(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:

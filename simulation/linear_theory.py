@@ -49,10 +49,8 @@ class GrowthClock:
         return float(np.interp(time, self._growth, self._redshifts))
 
     def rate(self, time: float) -> float:
-        """dD/dtau, with dtau = H0 dt / a^2: super-comoving velocity per dx/dD, both with x in the same unit.
-
-        A force-free particle keeps the former velocity, so this follows from the friction of the latter.
-        """
+        """dD/dtau, with dtau = H0 dt / a^2: super-comoving velocity per dx/dD, both with x in the same unit."""
+        # A force-free particle keeps the former velocity, so this follows from the friction of the latter.
         return self._start_rate * math.exp(float(np.interp(time, self._growth, self._friction)))
 
     def velocity_kept(self, start: float, end: float) -> float:

@@ -27,13 +27,9 @@ ARRAY = "stored array"  # key of a JSON object that refers to an array
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Isotropic power of prediction and target, and their cross power, in shells of wavenumber; arrays [shells].
+    """Isotropic power of prediction and target, and cross power, [shells], in the field's unit² times length³."""
 
-    k is the mean over a shell's modes, in radians per unit of length. Powers are in the square of the field's unit,
-    times the unit of length cubed.
-    """
-
-    k: np.ndarray
+    k: np.ndarray  # mean wavenumber of a shell's modes, in radians per unit of length
     modes: np.ndarray  # number of modes per shell, both halves of the transform counted
     predicted: np.ndarray
     target: np.ndarray

@@ -164,11 +164,9 @@ def spreads(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def spread(values: Sequence[float], boxes: int) -> dict[str, Any]:
-    """Mean, standard deviations and values [networks, boxes] of a measure, given box by box of each network.
-
-    The deviation over boxes is that of the means over the networks, and vice versa; over a single one there is none.
-    """
+    """Mean, standard deviations and values [networks, boxes] of a measure, given box by box of each network."""
     table = np.reshape(values, (-1, boxes))
+    # The deviation over boxes is that of the means over the networks, and vice versa.
     means = {"boxes": table.mean(0), "networks": table.mean(1)}
     deviations = {f"stdev over {over}": float(mean.std(ddof=1)) for over, mean in means.items() if mean.size > 1}
     return {"mean": float(table.mean()), **deviations, "values": table.tolist()}
