@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import common, floor, layers, loaders, peer, step_profile
+from benchmarks import common, layers, loaders, peer, step_profile
 from utils import config as configs
 from utils.config import Config
 from utils.data.loaders import Batch, get_loader, open_volumes
@@ -180,7 +180,7 @@ class Training:
 def measure(options: argparse.Namespace) -> None:
     """Measures the sets in alternating trials; writes step.json before the profiler runs, and after it."""
     world = common.this_machine()
-    cold, copies = layers.matmul_rate(world.device), floor.copy_rate(world.device)
+    cold, copies = layers.matmul_rate(world.device), step_profile.copy_rate(world.device)
     with ExitStack() as stack:
         built = {name: Training(options, name, world, stack) for name in options.sets}
         measures: dict[str, Callable[[], float]] = {}
@@ -190,7 +190,7 @@ def measure(options: argparse.Namespace) -> None:
         rates = common.interleaved(measures, options.trials, warmup=0)
         entries = [entry_of(name, training, rates, options.sets[0]) for name, training in built.items()]
         for entry, training in zip(entries, built.values(), strict=True):
-            entry["floor ms"] = floor.milliseconds(training.config, cold, copies)
+            entry["floor ms"] = step_profile.floor_milliseconds(training.config, cold, copies)
         result = {"unit": "samples/s", layers.COLD: cold, "copies TB/s at the start": copies, "ladder": entries}
         common.save("step", options, result, markdown(entries, cold))
         for entry, training in zip(entries, built.values(), strict=True):

@@ -1,16 +1,26 @@
-"""Breakdown of a training step's time: kernels by category, and the gaps between them."""
+"""A training step's time on a GPU: kernels by category, the gaps between them, and the least time that kernels need.
+
+For the least time, or floor, a kernel needs the longer of FLOP / rate of matrix products and bytes / rate of copies.
+Kernels are then the passes of the convolutions, with activation and concatenation, the loss and the optimizer; each
+reads and writes its values once.
+"""
 
 import functools
 import re
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import seconds_of, table
+from benchmarks.common import repeat, seconds_of, table
+from networks.ops.plan import layers_of
+from utils.config import Config
+from utils.data.loaders.base import meta_batch
+from utils.steps import build
 
 # The first pattern found in a name decides.
 PATTERNS: tuple[tuple[str, str], ...] = (
@@ -36,14 +46,10 @@ PATTERNS: tuple[tuple[str, str], ...] = (
 )
 # Where kernels overlap, the time counts for the earlier category: the later one was hidden behind it.
 CATEGORIES = ("convolutions", "pointwise", "layout and casts", "optimizer", "copies", "other", "communication")
-
-
-class Kernel(NamedTuple):
-    """One run of a kernel; times in µs."""
-
-    name: str
-    start: float
-    end: float
+HALF, FLOAT = 2, 4  # bytes
+# Of the gradient's norm, and of Adam's update: gradient, weight and two moments, and again without the gradient.
+ADAM = FLOAT * (1 + 4 + 3)
+AVERAGE = FLOAT * 2  # read and written
 
 
 @functools.cache
@@ -62,24 +68,24 @@ def measure(run_step: Callable[[], object], device: torch.device, steps: int = 1
     return breakdown(kernels_of(profiled.events() or []), steps, milliseconds)
 
 
-def breakdown(kernels: Sequence[Kernel], steps: int, step_ms: float) -> dict[str, Any]:
+def breakdown(kernels: Sequence[Any], steps: int, step_ms: float) -> dict[str, Any]:
     """Time by category in ms per step that is not hidden behind an earlier category, and the kernels that take longest.
 
-    `step_ms` is that of steps without the profiler. The times and the gaps add up to it; negative gaps mean that the
-    profiler slowed the kernels.
+    `kernels` are those of `kernels_of`, with times in µs; `step_ms` is that of steps without the profiler. The times
+    and the gaps add up to it; negative gaps mean that the profiler slowed the kernels.
     """
     categories = {}
-    seen: list[tuple[float, float]] = []
+    seen: list[Any] = []
     busy = 0.0
     for category in CATEGORIES:
-        seen += [(kernel.start, kernel.end) for kernel in kernels if classify(kernel.name) == category]
+        seen += [kernel.time_range for kernel in kernels if classify(kernel.name) == category]
         covered = union(seen)
         categories[category] = (covered - busy) / 1e3 / steps
         busy = covered
     categories["gaps"] = step_ms - busy / 1e3 / steps
     runs: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
-        runs[kernel.name].append((kernel.end - kernel.start) / 1e3)
+        runs[kernel.name].append((kernel.time_range.end - kernel.time_range.start) / 1e3)
     listed = [
         {"name": name, "category": classify(name), "ms": sum(times) / steps, "runs": len(times) / steps}
         for name, times in sorted(runs.items(), key=lambda item: -sum(item[1]))
@@ -89,12 +95,12 @@ def breakdown(kernels: Sequence[Kernel], steps: int, step_ms: float) -> dict[str
     return {**counts, "categories": categories, "top": listed[:15], "other": others}
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Total length that the intervals cover; overlaps count once."""
+def union(spans: Iterable[Any]) -> float:
+    """Total length that the spans cover; overlaps count once."""
     total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(end - max(start, reached), 0)
-        reached = max(end, reached)
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(span.end - max(span.start, reached), 0)
+        reached = max(span.end, reached)
     return total
 
 
@@ -113,13 +119,44 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def kernels_of(events: Iterable[Any]) -> list[Kernel]:
+def kernels_of(events: Iterable[Any]) -> list[Any]:
     """Everything the device ran, including the kernels of a replayed graph, which no operator launches."""
     return [
-        Kernel(event.name, event.time_range.start, event.time_range.end)
+        event
         for event in events
         if event.device_type == DeviceType.CUDA
         # Annotated ranges and waits are not work.
         and not getattr(event, "is_user_annotation", False)
         and not re.match(r"(Context|Stream|Event) (Sync|Wait)", event.name)
     ]
+
+
+def copy_rate(device: torch.device) -> float:
+    """Median TB/s of repeated copies of a large tensor, read and written."""
+    source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
+    target = torch.empty_like(source)
+    return 2e-12 * source.nbytes / statistics.median(repeat(lambda: target.copy_(source), device, 0.2))
+
+
+def work(config: Config) -> Iterator[tuple[str, float, float]]:
+    """Name, FLOP and bytes of each kernel of a step with the config's U-Net and local batch."""
+    network, batch = build.network_without_values(config), meta_batch(config, config.local_batch_size or 1)
+    value = HALF if config.enable_amp else FLOAT
+    samples = len(batch.inputs)
+    for name, layer in layers_of(network).items():
+        coarse, fine = layer.weight.shape[:2]
+        side = config.data_size >> (layer.halvings + 1)
+        flops = 2.0 * layer.weight.numel() * samples * side**3
+        grids = value * samples * side**3 * (coarse + 8 * fine)
+        yield f"{name}, forward", flops, grids + value * layer.weight.numel()
+        if name != "down1":  # nobody needs the gradient of the fields
+            yield f"{name}, input gradient", flops, grids + value * layer.weight.numel()
+        yield f"{name}, weight gradient", flops, grids + FLOAT * layer.weight.numel()
+    yield "loss", 0.0, (FLOAT + value) * batch.targets.numel()
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    yield "optimizer", 0.0, parameters * (ADAM + (AVERAGE if config.ema_decay else 0) + (HALF if value == HALF else 0))
+
+
+def floor_milliseconds(config: Config, matmul: float, copies: float) -> float:
+    """matmul: in TFLOP/s; copies: in TB/s."""
+    return sum(1e-9 * max(flops / matmul, size / copies) for _, flops, size in work(config))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import common, floor, layers, step, step_profile
+from benchmarks import common, layers, step, step_profile
 from benchmarks.step import FASTEST, PEER, SETS, Part
-from benchmarks.step_profile import breakdown, classify, kernels_of
+from benchmarks.step_profile import breakdown, classify, floor_milliseconds, kernels_of, work
 from networks.unet import UNet
 from utils import config as configs
 from utils.errors import UserError
@@ -134,12 +134,12 @@ def test_each_convolution_is_measured_alone(cpu: None, tmp_path: Path) -> None:
 def test_the_floor_counts_the_products_of_a_step_and_each_value_once() -> None:
     """A layer of 64 and 128 channels: its grids have 2·64·32³ and 2·128·16³ values, its kernel 64·64·128."""
     config = configs.load(common.YAML, "bs64_opt", {"local_batch_size": 2, "num_data_workers": 0}).for_world(1)
-    works = {name: (flops, size) for name, flops, size in floor.work(config)}
+    works = {name: (flops, size) for name, flops, size in work(config)}
     assert sum(flops for flops, _ in works.values()) == 2 * build.model_size(config).flops
     values, weights = 2 * 64 * 32**3 + 2 * 128 * 16**3, 64 * 64 * 128
     assert works["down2, forward"][1] == works["down2, input gradient"][1] == 2 * (values + weights)
     assert works["down2, weight gradient"] == (2.0 * weights * 2 * 16**3, 2 * values + 4 * weights)
-    slow_products, slow_copies = floor.milliseconds(config, 1e-3, 1e6), floor.milliseconds(config, 1e6, 1e-3)
+    slow_products, slow_copies = floor_milliseconds(config, 1e-3, 1e6), floor_milliseconds(config, 1e6, 1e-3)
     assert slow_products == pytest.approx(sum(flops for flops, _ in works.values()) / 1e6, rel=1e-3)
     assert slow_copies == pytest.approx(sum(size for _, size in works.values()) / 1e6, rel=1e-3)
 
