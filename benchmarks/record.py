@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import l1_loss
 
 from benchmarks import common, peer
-from benchmarks.common import over_seeds
+from benchmarks.common import over_seeds, plus_minus
 from benchmarks.study import LOSS, STUDIES, Training, run_missing, training_runs_of
 from utils.data.loaders import open_loaders, open_volumes
 from utils.errors import UserError
@@ -97,13 +97,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     for number, row in enumerate(rows):
         seconds, p = row.get("seconds"), f"{row['p']:.1g}" if "p" in row else ""
         share = f"{100 * seconds['mean'] / rows[0]['seconds']['mean']:.1f}" if number and seconds else ""
-        cells = [
-            number,
-            row["name"],
-            f"{row['reached']} of {row['seeds']}",
-            common.plus_minus(row.get("samples"), ",.0f"),
-        ]
-        lines.append([*cells, common.plus_minus(seconds, ".1f"), share, p, (row["commit"] or "")[:8]])
+        cells = [number, row["name"], f"{row['reached']} of {row['seeds']}", plus_minus(row.get("samples"), ",.0f")]
+        lines.append([*cells, plus_minus(seconds, ".1f"), share, p, (row["commit"] or "")[:8]])
     return common.table(heads, lines, left=2)
 
 
