@@ -23,6 +23,7 @@ from networks.unet import UNet
 from utils.errors import UserError
 
 COLD, WARM, CUDNN, OWN = "matmul TFLOP/s at the start", "matmul TFLOP/s at the end", "cuDNN", "own"
+MATMUL_SIDES = {"cuda": 8192, "cpu": 1024}  # of matrices whose product fills the device and takes milliseconds
 DOWN = [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1  # as in networks/ops/precision.py
 Call = Callable[[], torch.Tensor]
 convolution, backward = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
@@ -32,17 +33,12 @@ def half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32  # CPUs may emulate bfloat16
 
 
-def matmul_size(device: torch.device) -> int:
-    """The side of a square matrix whose product fills the device and takes milliseconds."""
-    return 8192 if device.type == "cuda" else 1024
-
-
 def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float:
     """Median TFLOP/s of repeated products of two square matrices of normally distributed numbers.
 
     Zeros would be faster than real data, because they need less power.
     """
-    size, generator = matmul_size(device), torch.Generator(device).manual_seed(0)
+    size, generator = MATMUL_SIDES[device.type], torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
     left, right = left.to(dtype or half(device)), right.to(dtype or half(device))
     product = torch.empty_like(left)

@@ -25,7 +25,7 @@ from utils.steps.size import training_flops
 def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides GPUs, and has files made in `tmp_path` and small matrices multiplied."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(layers, "matmul_size", lambda device: 64)
+    monkeypatch.setitem(layers.MATMUL_SIDES, "cpu", 64)
     monkeypatch.chdir(tmp_path)
 
 
