@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -230,10 +231,8 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 def endless(loader: Loader) -> Generator[Batch, None, None]:
     """Batches of epoch after epoch."""
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         yield from loader.epoch(epoch)
-        epoch += 1
 
 
 def save(name: str, options: argparse.Namespace, result: Mapping[str, Any], text: str) -> Path:
