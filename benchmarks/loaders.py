@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -68,32 +68,26 @@ def make_volume(path: Path, box: int) -> None:
 
 def available(device: torch.device) -> list[str]:
     """The crop loaders that this machine has the packages for; without a GPU, `resident` is `inmem`."""
-    names = []
-    for name, spec in LOADERS.items():
-        if spec.reads not in ("hdf5", "npy") or name == "auto" or (name == "resident" and device.type != "cuda"):
-            continue
-        try:
-            if spec.reads == "npy":
-                dali.import_dali()
-            names.append(name)
-        except UserError as error:
-            sys.stderr.write(f"{name} is skipped: {error}\n")
-    return names
+    others = ["auto"] if device.type == "cuda" else ["auto", "resident"]
+    try:
+        dali.import_dali()
+    except UserError as error:
+        others.append("dali-lowmem")
+        sys.stderr.write(f"dali-lowmem is skipped: {error}\n")
+    return [name for name, spec in LOADERS.items() if spec.reads in ("hdf5", "npy") and name not in others]
+
+
+def config_of(options: argparse.Namespace, changes: Mapping[str, Any], npy: bool = False) -> Config:
+    """The config 'base' with these changes, and with volumes, crop and batch of a benchmark's options."""
+    sizes = {"data_size": options.crop, "local_batch_size": options.batch, "Nsamples_val": options.batch}
+    keys = {**volume_keys(options.box, options.crop, npy), **sizes, **changes}
+    return configs.load(common.YAML, "base", keys).for_world(1)
 
 
 def loader_config(options: argparse.Namespace, name: str) -> Config:
-    """The config of one loader."""
-    keys = {
-        **volume_keys(options.box, options.crop, npy=get_loader(name).reads == "npy"),
-        "data_loader_config": name,
-        "data_size": options.crop,
-        "local_batch_size": options.batch,
-        "Nsamples": options.batch * options.epoch_batches,
-        "Nsamples_val": options.batch,
-        "num_data_workers": options.workers,
-        "symmetries": "full",
-    }
-    return configs.load(common.YAML, "base", keys).for_world(1)
+    changes = {"data_loader_config": name, "num_data_workers": options.workers, "symmetries": "full"}
+    changes |= {"Nsamples": options.batch * options.epoch_batches}
+    return config_of(options, changes, npy=get_loader(name).reads == "npy")
 
 
 def build_loader(options: argparse.Namespace, name: str) -> DataSplits:

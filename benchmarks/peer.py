@@ -21,6 +21,8 @@ from utils.config import Config
 from utils.data.loaders import Batch
 from utils.errors import UserError
 
+NETWORK = "networks/UNet.py", "UNet", "loss_func_opt_final"  # its file and names
+
 
 def load(directory: Path, file: str, *names: str) -> ModuleType:
     """A module of the tutorial with these names; UserError if the directory is not a clone of the tutorial."""
@@ -32,10 +34,6 @@ def load(directory: Path, file: str, *names: str) -> ModuleType:
     except (OSError, SyntaxError, ImportError, AttributeError) as error:
         raise UserError(f"--peer {directory} is not a clone of the SC21 tutorial: {error}") from None
     return module
-
-
-def network_module(directory: Path) -> ModuleType:
-    return load(directory, "networks/UNet.py", "UNet", "loss_func_opt_final")
 
 
 def batches(directory: Path, config: Config) -> Iterator[Batch]:
@@ -57,7 +55,7 @@ class Step:
 
     def __init__(self, directory: Path, network: nn.Module, device: torch.device, plain: bool = False) -> None:
         """plain: without options, in float32."""
-        module, channels = network_module(directory), network.get_parameter("last.bias").numel()
+        module, channels = load(directory, *NETWORK), network.get_parameter("last.bias").numel()
         settings = SimpleNamespace(full_scale=hasattr(network, "down6"), N_out_channels=channels)
         self.network, self._device, self._plain = module.UNet(settings).to(device), device, plain
         for theirs, ours in zip(self.network.parameters(), network.parameters(), strict=True):

@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import common, layers, loaders, peer, step_profile
-from utils import config as configs
 from utils.config import Config
 from utils.data.loaders import Batch, get_loader, open_volumes
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
@@ -109,16 +108,9 @@ OTHERS: Sets = [("own", "EMA"), ("own", "G"), ("cudnn 128",), ("cudnn 16",), ("T
 
 def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
     """The config of a set of options at these sizes."""
-    base = {
-        **loaders.volume_keys(options.box, options.crop),
-        "data_size": options.crop,
-        "local_batch_size": options.batch,
-        "network.width": options.width,
-        "network.scales": min(6, (options.crop & -options.crop).bit_length() - 1),
-        "Nsamples_val": options.batch,
-        "device": device.type,
-    }
-    return configs.load(common.YAML, "base", {**base, **changes}).for_world(1)
+    scales = min(6, (options.crop & -options.crop).bit_length() - 1)
+    base = {"network.width": options.width, "network.scales": scales, "device": device.type}
+    return loaders.config_of(options, {**base, **changes})
 
 
 class Training:
@@ -193,9 +185,8 @@ def measure(options: argparse.Namespace) -> None:
             entry["floor ms"] = step_profile.floor_milliseconds(training.config, cold, copies)
         result = {"unit": "samples/s", layers.COLD: cold, "copies TB/s at the start": copies, "ladder": entries}
         common.save("step", options, result, markdown(entries, cold))
-        for entry, training in zip(entries, built.values(), strict=True):
-            if options.profile:
-                entry["profile"] = step_profile.measure(training.synthetic, world.device)
+        for entry, training in zip(entries, built.values(), strict=True) if options.profile else ():
+            entry["profile"] = step_profile.measure(training.synthetic, world.device)
     common.publish("step", options, result, markdown(entries, cold))
 
 
@@ -351,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.sets and (options.call or options.dry_run):
         raise UserError("--sets measures these sets alone; remove --call and --dry_run, or --sets")
     if options.peer is not None:
-        peer.network_module(options.peer)  # refuses another directory before anything is measured
+        peer.load(options.peer, *peer.NETWORK)  # refuses another directory before anything is measured
         options.peer = options.peer.absolute()
         options.sets = options.sets and [*dict.fromkeys([*options.sets, PEER])]
     elif PEER in (options.sets or ()):
