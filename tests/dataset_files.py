@@ -18,7 +18,6 @@ Arrays = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def drawn(name: str, seed: int = 0) -> Arrays:
-    """Random images and labels of both splits."""
     generator = np.random.default_rng(seed)
     shape = DATASETS[name].shape
     return {

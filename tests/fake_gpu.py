@@ -89,8 +89,6 @@ class Trace(TorchDispatchMode):
 
 
 class FakeTensors(FakeTensorMode):
-    """Tensors without data."""
-
     avoid_device_init = True  # torch.tensor() makes its values on the host
 
     def __deepcopy__(self, memo: object) -> "FakeTensors":
@@ -131,7 +129,6 @@ def fake_gpu(device: torch.device = CPU) -> Iterator[list[Launch]]:
 
 
 def batch_of(config: Config) -> Batch:
-    """Inputs and targets, as a loader makes them."""
     form, crop, samples = memory_format(config.channels_last), config.data_size, config.local_batch_size or 0
     targets = torch.empty(samples, config.N_out_channels, *[crop] * 3, memory_format=form)
     return Batch(torch.empty(samples, config.N_in_channels, *[crop] * 3, memory_format=form), targets)

@@ -30,7 +30,6 @@ def loader_of(
 
 
 def cubes(*sides: int) -> tuple[Shape, ...]:
-    """The shapes of cubes."""
     return tuple((side, side, side) for side in sides)
 
 

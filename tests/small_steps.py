@@ -78,7 +78,6 @@ def weights(step: EagerStep) -> dict[str, torch.Tensor]:
 
 
 def snapshot(step: EagerStep) -> dict[str, torch.Tensor]:
-    """Copies of the weights and of the optimizer's state."""
     copies = {name: value.clone() for name, value in weights(step).items()}
     for number, parameter in enumerate(step._parameters):
         state = step.optimizer.state.get(parameter, {})

@@ -87,8 +87,6 @@ class PlannedStop(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """An executed stop."""
-
     victims: set[int]
     phase: str
     codes: list[int]  # of the ranks or the launcher

@@ -49,7 +49,6 @@ class Import(NamedTuple):
 
 
 def imports(node: ast.AST, at_import: bool = True) -> Iterator[Import]:
-    """All imports in a syntax tree."""
     for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     at_import = at_import and not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -21,7 +21,6 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def logged(caplog: Any, config: Config, device: torch.device = CUDA) -> list[str]:
-    """The lines about these settings."""
     caplog.clear()
     with caplog.at_level("INFO"):
         log_backends(config, world_on(device.type))

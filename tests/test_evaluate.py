@@ -127,7 +127,6 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture(scope="module")
 def seen(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Copies of the training box and of the validation box of the run."""
     config, folder = read_weights(trained_run)["config"], tmp_path_factory.mktemp("seen")
     return [Path(shutil.copy(config[f"{name}_path"], folder / f"{name}.h5")) for name in ("train", "val")]
 
@@ -136,7 +135,6 @@ OTHER_REDSHIFT = "the box differs from the training data: redshift 4.0 instead o
 
 
 def other_redshift(box: Path, folder: Path) -> Path:
-    """A copy of a box, with another redshift than the training box."""
     with h5py.File(shutil.copy(box, folder / "redshift.h5"), "a") as file:
         file.attrs["redshift"] = 4.0
         return Path(file.filename)

@@ -60,7 +60,6 @@ def network_of(config: Config) -> nn.Module:
 
 
 def save(folder: Path, config: Config, network: nn.Module | None = None, **record: Any) -> Path:
-    """A checkpoint as training writes it."""
     state = (network or network_of(config)).state_dict()
     checkpoint.write(folder, {"network": state, "config": checkpoint.stored_config(config.model_dump()), **record}, {})
     return folder

@@ -73,7 +73,6 @@ KERNELS = ["--enable_amp", "--set=channels_last=true", "--set=kernels=auto"]
     ids=["resident", "lowmem", "kernels, mse", "kernels"],
 )
 def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, loader, switches) -> None:
-    """Over three epochs of eight steps."""
     flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
     for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
         train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=step)

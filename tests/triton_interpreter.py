@@ -13,7 +13,6 @@ KERNELS = "pointwise", "l1", *(f"hopper.{name}" for name in ("common", "strided"
 
 
 def kernel_modules() -> list[ModuleType]:
-    """The modules with kernels."""
     pytest.importorskip("triton")
     return [importlib.import_module(f"networks.ops.{name}") for name in KERNELS]
 

@@ -42,6 +42,5 @@ def write_volume(
 
 
 def contents(path: Path) -> dict[str, np.ndarray]:
-    """The datasets of a file by name."""
     with h5py.File(path) as file:
         return {name: file[name][...] for name in file}

@@ -99,7 +99,6 @@ def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatc
 
 
 def test_a_call_measures_sets_in_alternating_trials(cpu: None, tmp_path: Path, monkeypatch: Any) -> None:
-    """The command of its part, in this process."""
     monkeypatch.setattr(step, "CPU_SETS", [("float32", "channels last")])
     (part,) = step.parts_of(SimpleNamespace(call=None, size="tiny", peer=None, output=tmp_path))  # type: ignore[arg-type]
     step.main(part.words[2:])
@@ -183,7 +182,6 @@ NAMES = {
 
 
 def test_kernels_are_classified_by_name() -> None:
-    """Those of PyTorch and its libraries, and of this project."""
     assert {name: classify(name) for name in NAMES} == NAMES
     known = {"pointwise": ("pointwise.py", "l1.py"), "convolutions": ("hopper/*.py",)}
     assert classify("shuffle_cells") == "layout and casts"

@@ -26,7 +26,6 @@ def read(name: str, directory: Path, verify: bool = False) -> dict[str, Classifi
 
 
 def refused(name: str, directory: Path, verify: bool = False) -> str:
-    """The message with which the data set is refused."""
     with pytest.raises(UserError) as caught:
         read(name, directory, verify)
     return str(caught.value)
@@ -121,8 +120,6 @@ def test_pickles_of_all_protocols_and_of_python_2_are_read(tmp_path: Path) -> No
 
 
 class Call:
-    """Its pickle calls os.mkdir."""
-
     def __reduce__(self) -> Any:
         return os.mkdir, ("created",)
 

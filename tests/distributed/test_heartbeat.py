@@ -163,7 +163,6 @@ def fail(error: Exception) -> None:
 
 
 def hang(phase: Phase, step: int, world: World) -> None:
-    """Rank 0 hangs in this phase, and the others wait for it."""
     world.pulse.enter(phase, step)
     if world.rank == 0:
         time.sleep(GENEROUS)

@@ -83,7 +83,6 @@ SLOW = (pytest.param(*case, marks=pytest.mark.slow) for case in ((64, 4), (128, 
 
 @pytest.mark.parametrize(("small", "few"), [(128, 5), *SLOW])
 def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch: Any, small: int, few: int, tmp_path: Path) -> None:
-    """rows_to_blocks twice."""
     compiled = compile_launches(monkeypatch, tmp_path)
     rows, cells, weight = operands(1, small, few, 32)
     rows, cells_of_blocks = padded.padded(rows.bfloat16()), space_to_depth(cells, torch.bfloat16)

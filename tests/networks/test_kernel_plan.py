@@ -94,7 +94,6 @@ def test_triton_3_4_whose_cache_key_recurses_gets_cudnn(monkeypatch: pytest.Monk
 
 
 def test_a_run_logs_its_plan_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A classifier has none."""
     monkeypatch.setattr(build, "log_backends", lambda *_: None)
     caplog.set_level("INFO")
     classifier = configs.load(YAML.replace("UNet", "classification"), "mnist_cnn").for_world(1)
@@ -129,7 +128,6 @@ def text_of(launch: Launch) -> str:
 
 @pytest.mark.parametrize("capability", LAUNCHES["steps"])
 def test_the_launches_of_a_step_are_those_of_the_code_before(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels and options, launch by launch."""
     monkeypatch.setattr(plan, "not_hopper", lambda device: "" if capability == "9.0" else OLD)
     monkeypatch.setattr(Launch, "signature", lambda launch: id(launch))  # equal launches are kept
     for name, index in LAUNCHES["steps"][capability].items():

@@ -151,7 +151,6 @@ def test_a_network_trains_as_with_torch(small_blocks: list[str], monkeypatch: An
 
 @pytest.mark.parametrize(("name", "small", "large", "side"), LAYERS)
 def test_compiled_kernels_fit_into_a_multiprocessor(monkeypatch, tmp_path, name, small, large, side: int) -> None:
-    """At most 227 KB."""
     compiled = compile_launches(monkeypatch, tmp_path)
     meta = {"device": "meta", "dtype": torch.bfloat16}
     shapes = (64, small, *[side] * 3), (64, large, *[2 * side] * 3), (small, large, 4, 4, 4)

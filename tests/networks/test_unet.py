@@ -34,7 +34,6 @@ def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_the_full_network_has_the_published_size_and_cost() -> None:
-    """116,977,029 parameters, 80 GFLOP per sample forward and backward."""
     with torch.device("meta"):
         network, shallow, loss = UNet(), UNet(scales=5), build_loss("l1")
         inputs, targets = torch.empty(1, 4, 64, 64, 64), torch.empty(1, 5, 64, 64, 64)

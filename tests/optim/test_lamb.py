@@ -32,7 +32,6 @@ def start(device: str = "cpu") -> dict[str, nn.Parameter]:
 
 
 def gradients(number: int) -> dict[str, torch.Tensor]:
-    """Gradients of very different sizes."""
     sizes = {"conv.weight": 1e3, "dense.weight": 1e-3, "idle.weight": 0.0}
     return {name: value * sizes.get(name, 1.0) for name, value in drawn(100 + number).items()}
 

@@ -25,8 +25,6 @@ from utils.steps.eager import EagerStep
 
 
 class CountingStep(EagerStep):
-    """Counts its calls with (True) and without (False) gradient exchange."""
-
     def __call__(self, *arguments: Any) -> torch.Tensor:
         self.calls[self.sync] += 1
         return super().__call__(*arguments)

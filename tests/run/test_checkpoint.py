@@ -72,7 +72,6 @@ def newest(folder: Path) -> checkpoints.Checkpoint:
 
 
 def assert_newest(folder: Path, step: int) -> None:
-    """Asserts that the newest checkpoint is the one of `step`, with its tensors."""
     saved = newest(folder)
     assert (saved.path, saved.state.step) == (step_directory(folder, step), step)
     assert set(saved.weights["network"]["weight"].tolist()) == {step}
@@ -289,7 +288,6 @@ def test_a_copy_without_links_has_the_same_best_checkpoint(tmp_path: Path) -> No
     assert not (directory / "checkpoints" / BEST).is_symlink()
 
     def best_steps(run: Path) -> list[int]:
-        """By all that read it."""
         new, best = RunDirectory(tmp_path / "new"), f"{run}/checkpoints/best"
         start = find_start(Choice(new, best), None, Config().model_dump(), ALONE)
         return [read_weights(run)["step"], read_weights(run / "checkpoints" / BEST)["step"], start.state.step]

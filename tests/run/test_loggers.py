@@ -134,7 +134,6 @@ def test_training_records_the_curves_of_the_tutorial(tmp_path: Path, data_flags:
 
 
 def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/logging.md adds it."""
     section = (TOP / "docs/logging.md").read_text(encoding="utf-8").partition("\n## How to add a logger\n")[2]
     source, line = re.findall(r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
     module = ModuleType("utils.run.loggers.csv")
@@ -163,7 +162,6 @@ def rows(wandb: mock.Mock) -> list[int]:
 
 
 def points(records: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-    """All points as (name, step, value)."""
     items = ((name, record["step"], value) for record in records for name, value in record.items())
     return sorted(item for item in items if item[0] not in ("step", "seconds"))
 

@@ -245,7 +245,6 @@ def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
 
 
 def contents(run: Path) -> dict[str, Any]:
-    """Every file's bytes, and every link's target, by name."""
     paths = (path for path in run.rglob("*") if not path.is_dir() or path.is_symlink())
     return {str(path): path.readlink() if path.is_symlink() else path.read_bytes() for path in paths}
 
@@ -423,7 +422,6 @@ def test_a_full_disk_ends_no_training(disk: Path, command: Any, whole: Path) -> 
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's curves, except those that measure time."""
     return {tag: points for tag, points in curves(run).items() if tag not in CLOCKS}
 
 

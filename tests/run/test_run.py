@@ -50,12 +50,10 @@ SIZE = build.model_size(TEST)
 
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
-    """The first directory of run number 00."""
     return tmp_path / "test" / "1ranks" / "00"
 
 
 def save(path: Path, config: Config, step: int = 16, **more: float) -> None:
-    """Writes a checkpoint of the end of an epoch."""
     weights = {"network": {}, "config": config.model_dump(), "step": step}
     state = {"step": step, "epoch": step // 8, "best_step": step, **more}
     training = {"optimizer": {}, "scaler": {}, "random": [], "state": state}
@@ -84,7 +82,6 @@ def request(first: Path, config: Config = TEST, **options: Any) -> RunRequest:
 
 
 def chosen(first: Path, **options: Any) -> tuple[str, str]:
-    """Name and reason of the choice."""
     choice = choose(request(first, **options))
     return choice.directory.path.name, choice.reason
 

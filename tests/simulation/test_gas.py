@@ -26,8 +26,6 @@ COSMOLOGY = linear_theory.make_cosmology("planck18")
 
 
 class AdiabaticGas(GasPhysics):
-    """Gas that neither heats nor cools."""
-
     def exchange_heat(self, *_: object) -> None:
         pass
 

@@ -22,8 +22,6 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 class Job:
-    """A submitted job."""
-
     def __init__(self, cluster: "Cluster", number: str, output: Path) -> None:
         self.cluster, self.number, self._output = cluster, number, output
 
@@ -44,7 +42,6 @@ class Job:
         wait_until(condition, what=lambda: f"{what}; {self.state}; output:\n{self.output[-4000:]}")
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        """Returns when the output contains the text at least `times` times."""
         self.wait_until(lambda: self.output.count(text) >= times, f"{times} × {text!r}")
 
     def ends(self, state: str) -> None:

@@ -55,13 +55,11 @@ class Submission:
         return given[4:]
 
     def options(self, *arguments: str, **variables: str) -> cli.Options:
-        """What train.py reads in its arguments."""
         command = self.command(*arguments, **variables)
         return cli.parse(command[command.index("train.py") + 1 :])
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of the ranks."""
         return dict(entry.split("=", 1) for entry in (self.folder / "srun.env").read_text().split("\0")[:-1])
 
 

@@ -91,7 +91,6 @@ def together(request: pytest.FixtureRequest, device: str) -> list[dict[str, list
 
 
 def distance(first: np.ndarray, second: np.ndarray) -> float:
-    """‖Δ‖ / ‖θ‖"""
     return float(np.linalg.norm(first - second) / np.linalg.norm(second))
 
 

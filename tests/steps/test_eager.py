@@ -221,6 +221,5 @@ def a_bad_loss_on_one_rank_skips_the_update_on_all(world: World) -> Any:
     ],
 )
 def test_on_two_ranks(check: Callable[[World], Any]) -> None:
-    """What `check` returns is equal on both."""
     first, second = run_ranks(check, 2)
     assert first == second

@@ -115,7 +115,6 @@ def function(outputs, targets):
 
 @pytest.fixture(autouse=True)
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules in the working directory."""
     (tmp_path / "own_net.py").write_text(SOURCE)
     (tmp_path / "broken_net.py").write_text("import torch\n\nclass Net(:\n")
     (tmp_path / "exits_net.py").write_text("raise SystemExit(3)\n")

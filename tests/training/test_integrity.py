@@ -118,7 +118,6 @@ def flags_of(expdir: Path, data_flags: list[str], *more: str) -> list[str]:
 
 
 def errors_of(world: World, flags: list[str], step_classes: tuple[type[EagerStep], ...]) -> tuple[str, ...]:
-    """The errors with which runs of these steps end."""
     lines = []
     for kind in step_classes:
         with pytest.raises(CorruptionError) as error:

@@ -36,7 +36,6 @@ COSMOLOGY = {"cosmology_H0": 67.5, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69
 
 
 def contents(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Datasets and attributes."""
     with h5py.File(path) as file:
         return {name: file[name][...] for name in file}, dict(file.attrs)
 

@@ -46,7 +46,6 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def images_of(page: str) -> list[bytes]:
-    """The embedded pictures."""
     return [base64.b64decode(image) for image in re.findall(r'src="data:image/png;base64,(.*?)"', page)]
 
 

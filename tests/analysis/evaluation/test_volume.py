@@ -37,7 +37,6 @@ def file_of(path: Path, targets: Channels, deviation: Channels | None = None, **
 
 
 def channels_of(box: str, prediction: str) -> tuple[Channels, Channels]:
-    """The channels of the evaluation of a predicted file."""
     with closing(VolumeFields(box, prediction, config_of_files(box, prediction))) as fields:
         return fields.config.volume_channels
 
