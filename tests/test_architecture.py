@@ -1,7 +1,4 @@
-"""Tests of the import rules, of the place of some code, and of forbidden calls, on the sources without importing them.
-
-Import direction: see LAYERS. networks imports nothing else of the project, utils neither simulation nor analysis.
-"""
+"""Import rules (see LAYERS), the place of some code, and forbidden calls, by the sources without importing them."""
 
 import ast
 import graphlib

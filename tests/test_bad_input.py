@@ -153,10 +153,7 @@ def test_invalid_input_changes_no_file_of_an_earlier_run(trained_run: Path, tmp_
 def test_training_skips_updates_with_nan_unless_all_are(
     data_flags: list[str], tmp_path: Path, capsys: Any, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run continues to its end, or stops if all updates were skipped.
-
-    With few steps it once ended with the result of a "trained network".
-    """
+    """Then the run stops. With few steps it once ended with the result of a "trained network"."""
     monkeypatch.setattr(Volumes, "check", lambda *_: None)  # its sample of a large file may miss a NaN
     path, cell, config = tmp_path / "nan.h5", (0, 10, 2), load(str(TOP / "config" / "UNet.yaml"), "test")
     volume_with_nan(path, *cell, seed=1)

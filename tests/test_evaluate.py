@@ -50,10 +50,7 @@ def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_agree_with_the_predicted_file(trained_run, box, written: Path, tmp_path: Path, monkeypatch) -> None:
-    """The results are equal whether the network predicts or its prediction is read from a file.
-
-    Without a checkpoint, the predicted file states its channels.
-    """
+    """Also results that are computed from the file, which states its channels."""
     without_page(monkeypatch)
     gas = tmp_path / "gas.h5"
     predict.main([f"--checkpoint={trained_run}", f"--input={box}", f"--output={gas}", "--device=cpu"])

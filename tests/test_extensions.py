@@ -1,7 +1,4 @@
-"""docs/architecture.md says how to add a loader, a network and an optimizer; these tests follow it and train.
-
-It also says that a step releases its graphs before the process group ends.
-"""
+"""docs/architecture.md: parts that it says how to add, and the release of graphs before the process group ends."""
 
 import contextlib
 import hashlib

@@ -136,10 +136,7 @@ EVALUATED = [*DETERMINISTIC, "--set=report_baselines=true", "--set=evaluation.ev
 def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
     tmp_path, flags, monkeypatch, kind, switches, loader
 ) -> None:
-    """Bit for bit with eager steps, and with graphs if `deterministic` is set; otherwise approximately with graphs.
-
-    A resumed run with graphs starts with eager steps.
-    """
+    """Bit for bit with eager steps, and with graphs if `deterministic` is set; a resumed run starts eagerly."""
     deterministic = "--set=deterministic=true" in switches
     if deterministic:
         monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # the key alone is to suffice
@@ -192,11 +189,7 @@ def test_two_ranks_share_a_gpu(tmp_path, ddp) -> None:
 
 
 def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -> None:
-    """Asserts that the batches of two epochs are bit for bit those of a loader on the host; closes both loaders.
-
-    Each batch is copied after kernels that still run while the next ones are filled. `unfinished`: starts after part of
-    an epoch.
-    """
+    """Asserts that two epochs are the host's, bit for bit, while kernels run; `unfinished`: after part of another."""
     if unfinished:
         begun = device.epoch(5)
         next(begun)

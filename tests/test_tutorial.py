@@ -1,7 +1,4 @@
-"""The commands of the SC21 tutorial, unchanged, one after the other with the same run number.
-
-Each trains, measures or leaves a trace. From the second on they once printed that the run is complete.
-"""
+"""The SC21 tutorial's commands in turn, with one run number; once all but the first found the run complete."""
 
 import os
 import re

@@ -28,10 +28,7 @@ def replace_launch(monkeypatch: pytest.MonkeyPatch, new: Callable[..., None]) ->
 
 @contextlib.contextmanager
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Kernels run in the interpreter; yields triton.language.
-
-    The interpreter replaces parts of triton.language. Triton 3.4, that of PyTorch 2.8, does not restore them.
-    """
+    """Kernels run in the interpreter; yields triton.language, whose replaced parts Triton 3.4 does not restore."""
     language = pytest.importorskip("triton.language")  # imported first, without the interpreter
     owners = [language, language.core, language.math, language.tensor, language.dtype]
     before = [dict(vars(owner)) for owner in owners]

@@ -124,10 +124,7 @@ def trained(module: nn.Module, batch: Sequence[Tensor], dtype: torch.dtype | Non
 
 
 def exact(plain: nn.Module, batch: Sequence[Tensor], like: Trained) -> list[Tensor]:
-    """The values of `trained` in float64, with the same activations positive: rounding may move one across zero.
-
-    Changes the module to float64.
-    """
+    """The values of `trained` in float64, with the positive activations of `like`; changes the module to that."""
     masks = iter(like.positive)
 
     def leaky_relu(x: Tensor, slope: float = 0.0) -> Tensor:

@@ -1,7 +1,4 @@
-"""Triton kernels of layers with few channels, compared with torch's convolutions in float64.
-
-They run in Triton's interpreter in float32, with small tiles, and on a GPU if there is one; compiled for an H100.
-"""
+"""Triton kernels of layers with few channels against torch's float64: interpreted with small tiles, and compiled."""
 
 import math
 from pathlib import Path

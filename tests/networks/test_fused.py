@@ -1,7 +1,4 @@
-"""Fused kernels compared with torch's float64 operations: no more error than the same operations in the same dtype.
-
-The kernels run in Triton's interpreter, and on a GPU if there is one; they are compiled in the last test.
-"""
+"""Fused kernels have no more error than torch's operations in the same dtype: interpreted, on a GPU, and compiled."""
 
 import functools
 import re
@@ -245,10 +242,7 @@ def empty(channels: int, dtype: torch.dtype = torch.bfloat16, side: int = 64) ->
 
 @ARCHITECTURES
 def test_registers(architecture: int, monkeypatch: Any, tmp_path: Path) -> None:
-    """At most 64 per thread, for 32 warps per multiprocessor; more would leave too few loads in flight.
-
-    Triton 3.6 needed 230 for the tanh of 5 channels with tiles as large as those of the other layers.
-    """
+    """At most 64 per thread, for 32 warps per multiprocessor. Triton 3.6 needed 230 for tanh with usual tiles."""
     compiled = compile_launches(monkeypatch, tmp_path, architecture, products=False)
     few, some, many = (torch.empty(channels, device="meta") for channels in (5, 64, 512))
     pointwise.bias_relu_cat(empty(64), some, empty(64))

@@ -1,7 +1,4 @@
-"""Hopper's kernels of strided convolutions, compared with torch in float64.
-
-They run in Triton's interpreter, with small tiles, and on a GPU if there is one; compiled for an H100.
-"""
+"""Hopper's kernels of strided convolutions against torch's float64: interpreted, on a GPU, and compiled."""
 
 from typing import Any
 

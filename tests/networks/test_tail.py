@@ -1,7 +1,4 @@
-"""The last layer, alone and with tanh and L1 loss, and shuffles of its blocks, compared with float64.
-
-Kernels run in Triton's interpreter.
-"""
+"""The last layer, alone and with tanh and L1 loss, and shuffles of its blocks, interpreted and against float64."""
 
 import functools
 from types import SimpleNamespace
@@ -119,10 +116,7 @@ def test_a_network_on_a_gpu(on_device: list[str], device: str, width: int) -> No
 @DEVICES
 @pytest.mark.parametrize("operation", [TORCH, CUDNN])
 def test_a_last_layer_is_more_precise_than_bfloat16_without_underflow(request, operation: str, device: str) -> None:
-    """Compared with float64 for inputs that bfloat16 represents exactly; weights are rounded to float16 at most.
-
-    Gradients of a mean over millions of cells are below 6e-8, the smallest positive float16.
-    """
+    """Of inputs that are exact in bfloat16. Gradients of means over millions of cells would underflow in float16."""
     if operation == CUDNN and device == "cpu":
         request.getfixturevalue("interpreter")
     torch.manual_seed(1)

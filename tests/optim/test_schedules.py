@@ -97,10 +97,7 @@ def test_a_warmup_longer_than_the_run_is_a_warning(command: str, ranks: int, war
 def test_the_preflight_plots_the_learning_rate(
     tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if a login node does not see the data; the run directory stays free for the run.
-
-    Fixed: without a name it was written to the current directory.
-    """
+    """Also without the data. Fixed: without a name it was in the current directory; the run directory stays free."""
     monkeypatch.chdir(tmp_path)
     flags = [f"--yaml_config={YAML}", "--config=test", *data_flags, "--set=expdir=runs", "--set=train_path=/nowhere.h5"]
     run = Path("runs/test/1ranks/00")

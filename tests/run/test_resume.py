@@ -207,11 +207,7 @@ def parameters(path: Path) -> torch.Tensor:
 
 
 def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flags: list[str]) -> None:
-    """Stopped in the second epoch: the parameters are equal within rounding; with other samples they would not be.
-
-    SGD, because Adam may make a large difference of a small one: of a residual or an activation that rounding makes
-    positive with one batch size and negative with another one.
-    """
+    """SGD, because Adam makes a large difference of a residual or an activation whose sign is changed by rounding."""
     flags = [*data_flags, *CASES["sgd"], f"--set=expdir={tmp_path}"]
     whole, stopped, resumable = (directory(tmp_path, *name) for name in ((1, "whole"), (1, "one"), (2, "two")))
     assert run(ALONE, [*flags, "--run_num=whole"])

@@ -99,10 +99,7 @@ def test_zeldovichs_pancake(axis: int) -> None:
 
 @pytest.mark.parametrize("shape", [(48, 4, 4), (32, 32, 32)])
 def test_a_sound_wave_travels_around_the_box(shape: tuple[int, int, int]) -> None:
-    """Second-order accuracy in a smooth flow: the wave is back, at a few percent of its amplitude.
-
-    An oblique wave keeps equal velocities along all axes: the order of the axes alternates.
-    """
+    """Second-order accuracy in a smooth flow. An oblique wave keeps equal velocities: the order of axes alternates."""
     n, moving = shape[0], [side > 4 for side in shape]
     place = sum(torch.arange(n).view([n if side == axis else 1 for side in range(3)]) for axis in range(sum(moving)))
     wave = (1e-3 * torch.sin(2 * torch.pi * place / n)).expand(shape)

@@ -85,10 +85,7 @@ def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
 
 
 def test_plane_waves_from_rest_grow_and_decay_as_in_einstein_de_sitter() -> None:
-    """Waves displaced at rest are 3/5 growing and 2/5 decaying mode, which depends on force and friction.
-
-    One wave along each axis: such small ones do not interact.
-    """
+    """Waves at rest are 3/5 growing and 2/5 decaying mode, by force and friction; such small ones do not interact."""
     clock = linear_theory.GrowthClock(linear_theory.make_cosmology("EdS"), 9.0, 1.0, 20)
     k = 2 * np.pi * 2 / 32
     displaced = (-0.01 / k * np.sin(k * np.indices((32, 32, 32)))).astype(np.float32)

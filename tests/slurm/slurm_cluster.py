@@ -49,10 +49,7 @@ class Job:
         assert self.state == state, f"{self.state}, not {state}; output:\n{self.output[-4000:]}"
 
     def is_requeued(self) -> None:
-        """Waits for the requeue, and shortens the two minutes until Slurm restarts the job.
-
-        Not to zero: a node rejects a job that it ended within the same second, and the job fails.
-        """
+        """Waits for the requeue, and shortens the two minutes until the restart; not to zero, which nodes reject."""
         self.wait_until(lambda: self.field("Restarts") != "0" and self.state != "COMPLETING", "requeue")
         if self.state == "PENDING":
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
@@ -112,10 +109,7 @@ class Cluster:
         self.run("sbatch", *wanted, "--output=/dev/null", "--wrap=true")
 
     def freeze(self, node: str, job: Job) -> Callable[[], None]:
-        """Simulates the sudden failure of a node: its processes do not answer, and no connection closes.
-
-        Returns a function that starts an empty node of that name.
-        """
+        """Simulates the failure of a node, which closes no connection; returns a function that starts an empty one."""
         ranks = job.processes(SLURMD_NODENAME=node)
         launchers = {int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]) for rank in ranks}
         daemon = int((self.directory / f"slurmd-{node}.pid").read_text())

@@ -268,10 +268,7 @@ def test_invalid_settings_are_rejected(submission: Submission, tmp_path: Path, v
 
 @pytest.mark.parametrize("published", [True, False])
 def test_both_names_of_the_data_work_without_a_job(monkeypatch: pytest.MonkeyPatch, published: bool) -> None:
-    """Fixed: in the tutorial's container, whose /data has the published names, commands without a job failed.
-
-    A YAML file of the tutorial also finds files with this project's names.
-    """
+    """Fixed: in the tutorial's container, commands without a job failed. YAML files find either name of the data."""
     pairs = [("train", "downsamp_2048crop_train"), ("val", "downsamp_1024crop_valid")]
     ends = [".h5", "_data.npy", "_label.npy"]
     short, long = ([f"/data/{pair[n]}{end}" for pair in pairs for end in ends] for n in (0, 1))

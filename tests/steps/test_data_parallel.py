@@ -1,7 +1,4 @@
-"""N ranks compute what one rank computes at the same global batch size: the same parameters.
-
-`pytest -m gpu` runs the same tests with all ranks on one GPU.
-"""
+"""N ranks end with the parameters of one rank at the same global batch size; `pytest -m gpu`: on one GPU."""
 
 import functools
 from unittest import mock

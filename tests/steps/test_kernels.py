@@ -1,7 +1,4 @@
-"""Kernels are compiled before the first step, into a cache that can be written; steps with them equal plain ones.
-
-Without a GPU, Triton's interpreter computes them.
-"""
+"""Kernels are compiled before the first step, into a writable cache; interpreted steps with them equal plain ones."""
 
 import functools
 import logging

@@ -191,10 +191,7 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
 def test_a_network_with_another_output_than_the_targets_is_refused(
     flags: list[str], line: str | None, how: str, data_flags: list[str], tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """Fixed: one output channel for five targets was broadcast; constructors that read values failed.
-
-    Without memory for a step, only the shapes are computed.
-    """
+    """Fixed: one output for five was broadcast; constructors that read values failed. Also without memory for it."""
 
     class Registered(nn.Identity):
         def __init__(self, crop: int, in_channels: int, out_channels: int, width: int, scales: int) -> None:

@@ -77,14 +77,11 @@ def write_layout(folder: Path, name: str) -> tuple[Path, list[str]]:
 def test_every_layout_gives_the_published_channels_and_attributes_that_state_everything(
     run: Any, box: Path, tmp_path: Path, monkeypatch: Any, name: str
 ) -> None:
-    """In one slab or in several, whose sums round differently if densities are divided by their mean.
-
-    Fixed: of attributes that are arrays, a velocity was refused, a density divided by its mean, a part was periodic.
-    """
+    """Fixed: of attributes in arrays, a velocity was refused, a density divided by its mean, a part was periodic."""
     (tmp_path / "in").mkdir()
     source, flags = write_layout(tmp_path / "in", name)
     if name != "nyx":
-        monkeypatch.setattr(hdf5, "SLAB_VALUES", 5 * 6 * 8)
+        monkeypatch.setattr(hdf5, "SLAB_VALUES", 5 * 6 * 8)  # sums over several slabs round differently
     run(source, *flags)
     volume = open_volume(box)
     assert (volume.mapped, volume.shape, volume.cell) == (True, SHAPE, 0.5)
@@ -381,10 +378,7 @@ def test_a_file_of_yt_is_imported_as_its_refusal_says(
 def test_a_cut_out_of_an_overdense_part_has_the_channels_that_it_has_in_the_box(
     run: Any, box: Path, tmp_path: Path
 ) -> None:
-    """Fixed: a density was divided by the mean of its own region, 31 % wrong, and the region was said to be periodic.
-
-    Fixed: one in units of the mean was refused. The units of dark matter and gas differ here.
-    """
+    """Fixed: the region was periodic, its density divided by its own mean; one in units of the mean was refused."""
     fields, zoom = physical_fields((12, 6, 40)), np.s_[:, :, 32:]
     for name in (DARK, GAS[0]):
         fields[name][zoom] *= 4

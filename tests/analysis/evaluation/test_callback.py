@@ -56,10 +56,7 @@ KNOWN: list[list[str]] = []  # the fields whose flux each evaluation of `trained
 
 @pytest.fixture(scope="module")
 def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs with an evaluation after each, whose validation file states its simulation.
-
-    Its pictures are empty; tests/analysis/evaluation/test_report.py draws real ones.
-    """
+    """A run with an evaluation after each epoch, of a file that states its simulation; its pictures are empty."""
     begin, folder = FluxStatistics.__init__, tmp_path_factory.mktemp("runs")
 
     def record(self: FluxStatistics, setup: Any, slabs: Any, known: KnownFlux) -> None:

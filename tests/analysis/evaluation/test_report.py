@@ -347,10 +347,7 @@ def test_loss_curves_show_losses_and_metrics() -> None:
 
 
 def test_slices_show_the_planes_with_the_most_structure_and_the_largest_error() -> None:
-    """Of the first crops only: the last one, which exceeds both, is not examined.
-
-    The loader reuses its buffers; input and target were once those of a later crop than the prediction.
-    """
+    """Of the first crops only. Fixed: input and target were of a later crop, since the loader reuses its buffers."""
     targets = torch.zeros(report.EXAMINED + 1, 5, 4, 4, 4)
     targets[3, 0, 1, 2, 2], targets[6, 0, 2, 1, 1], targets[6, 1, 3, 1, 1], targets[-1] = 5, 4, 9, 99
     targets[-1, 0, 0, 0, 0] = 1000
@@ -404,10 +401,7 @@ def test_every_figure_becomes_a_png_even_of_a_diverged_prediction(with_flux: Res
 
 
 def test_a_process_of_its_own_draws_and_a_rank_never_holds_its_lock() -> None:
-    """Fixed: a rank that drew missed heartbeats on a busy machine, and was taken for gone.
-
-    Neither signals to the job nor errors of a picture end the process; if it is killed, another draws the next one.
-    """
+    """Fixed: a rank that drew missed heartbeats. Signals and errors do not end the process; a kill starts another."""
     results = sample_results(8, channels=(1, 2))
     pictures = {name: future.result() for name, future in drawing.draw(results).items()}
     assert list(pictures) == ["slices", "spectra", "distributions"]

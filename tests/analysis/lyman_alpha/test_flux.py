@@ -1,7 +1,4 @@
-"""Lyman-alpha flux against closed forms, and against plain float64 sums over all cells and pixels.
-
-Reference formulas use CGS units and constants of their own.
-"""
+"""Lyman-alpha flux against closed forms and plain float64 sums, in CGS units with constants of their own."""
 
 import math
 

@@ -66,10 +66,7 @@ def test_the_rows_of_an_epoch_are_distinct_and_a_function_of_seed_and_epoch_alon
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_together_get_the_plans_rows_bit_for_bit(kind: str, split: str, ranks: int) -> None:
-    """For any number of samples, from any batch on; some ranks have no part of the last batch, or of any.
-
-    An epoch that ends early does not affect the next one.
-    """
+    """From any batch on, after an epoch that ended early; some ranks have no part of the last batch, or of any."""
     for samples, rank in itertools.product((2, 7, 8, 17, 23), range(ranks)):
         plan = ShufflePlan(samples, AVAILABLE, seed=3, split=split)
         loader = loader_of(kind, plan, rank, ranks, batch_size=8 // ranks)

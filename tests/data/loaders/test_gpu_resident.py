@@ -1,7 +1,4 @@
-"""The loader of volumes in device memory and its gather kernel, which runs in Triton's interpreter.
-
-Batches are compared with the definition, bit for bit: a slice of the volume, then symmetry.apply.
-"""
+"""The loader of volumes in device memory, and its gather kernel in Triton's interpreter, bit for bit by definition."""
 
 import itertools
 from collections.abc import Iterator
@@ -98,10 +95,7 @@ def test_all_48_symmetries_and_crops_of_any_size_match_the_definition(monkeypatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
 def test_fields_and_batches_of_each_type(stored: torch.dtype, dtype: torch.dtype) -> None:
-    """NaN and subnormals are kept. The values need no rounding: Triton's interpreter truncates to bfloat16.
-
-    On a GPU, tests/test_gpu.py rounds.
-    """
+    """NaN and subnormals are kept. Values need no rounding, which the interpreter does not do; test_gpu.py rounds."""
     field = random_field(5, dtype=stored)
     field[:, 3] = torch.nan
     if stored == dtype:
@@ -152,10 +146,7 @@ def test_the_kernel_compiles_for_a_gpu(channels: int, channels_last: bool, archi
 def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
     tmp_path: Path, monkeypatch: Any, mode: str, split: str, size: int, stored: torch.dtype
 ) -> None:
-    """Bit for bit for each rank, over two epochs, one that ends early and one that resumes in the middle.
-
-    Batches of volumes that are stored as float16 are those of the rounded volumes. Slabs do not divide the boxes.
-    """
+    """For each rank, over epochs that end early or resume in the middle; those of float16 are rounded first."""
     monkeypatch.setattr(gpu_resident, "CudaPrefetcher", HostPrefetcher)  # no streams
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(hdf5, "SLAB_VALUES", 2 * 8 * 4)

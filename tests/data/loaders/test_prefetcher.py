@@ -142,10 +142,7 @@ SCHEDULES += [(*chances, seed) for chances in ((0, 0.6), (0.6, 0), (0.6, 0.6), (
 
 
 def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader, end_after: int) -> None:
-    """Reads three epochs, the first only up to `end_after`; a kernel queued with each batch checks it.
-
-    Lazy kernels run only if the host waits for them: it gets the first four batches before.
-    """
+    """Reads three epochs, the first up to `end_after`; queues a kernel with each batch, which checks it."""
     lazy = device.probabilities[0] == (device.consumer, 0)
     read: list[tuple[int, tuple[int, ...], bool]] = []
 
