@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ON_GPU = pytest.mark.gpu  # conftest.py skips tests with it where there is none
 GPU_TYPES = [pytest.param("on_device", dtype, marks=ON_GPU) for dtype in (torch.float16, torch.bfloat16)]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 

@@ -112,7 +112,6 @@ def test_options_without_effect_are_logged() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_convolutions_use_tf32_only_if_it_is_enabled() -> None:
     """Measured by rounding errors: some versions of PyTorch and cuDNN used float32 although TF32 was enabled."""
     generator = torch.Generator().manual_seed(0)

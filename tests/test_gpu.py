@@ -30,7 +30,7 @@ from utils.steps.graph import WARMUP_STEPS, GraphStep
 from utils.volumes.convert_to_npy import convert, open_npy_volume
 from utils.volumes.hdf5 import DATASETS, Volume, open_volume
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 RUN = "test/1GPU/00"
 both_layouts = pytest.mark.parametrize("channels_last", [False, True])

@@ -224,7 +224,6 @@ def test_overlaps_of_kernels_count_once_and_all_adds_up_to_the_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_of_a_cuda_graph_are_seen() -> None:
     device = torch.device("cuda")
     left = torch.randn(256, 256, device=device)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from log_lines import refusal
-from processes import run
 from reference_samples import ALONE
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
@@ -195,7 +194,6 @@ def test_gas_follows_dark_matter_has_the_measured_temperatures_and_is_hot_in_sho
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_box_on_a_gpu_is_that_of_the_cpu_and_repeats_bit_for_bit() -> None:
     options = SimulationOptions(grid=24, seed=3, n_steps=20, threads=1)
     boxes = [simulate.simulate_fields(replace(options, device=device)) for device in ("cpu", "cuda", "cuda")]
@@ -278,8 +276,3 @@ def test_bad_options_are_reported_in_one_line_with_exit_code_2(tmp_path: Path, c
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "free some space" in refusal(simulate.main, command(tmp_path / "box.h5"), capsys)
     assert (os.listdir(tmp_path), (tmp_path / "file").read_text()) == (["file"], "precious")
-
-
-def test_the_module_can_be_run(tmp_path: Path) -> None:
-    done = run(["-m", "simulation", f"--output={tmp_path}"], tmp_path / "log")
-    assert (done.returncode, done.stderr.splitlines()[-1][:13]) == (2, "error: output")

@@ -175,7 +175,6 @@ def test_results_do_not_depend_on_ranks_and_pieces(results: Results, monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gets_the_results_of_the_cpu() -> None:
     predicted, target = volumes((24, 20, 16))
     alone = evaluated(predicted, target)

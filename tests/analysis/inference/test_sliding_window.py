@@ -174,7 +174,6 @@ def test_three_ranks_predict_what_one_does_and_fail_together() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_predicts_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     field, network = random_field((24, 16, 16)), small_unet()

@@ -219,7 +219,6 @@ def test_the_flux_of_channels_at_other_places_has_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gets_the_results_of_the_cpu(base: Flux) -> None:
     for name, field in measured(fields(), world=World(Launch("test"), torch.device("cuda"))).fields.items():
         for part in ("scale", "mean", "power", "axis_power", "sightline"):
