@@ -263,10 +263,6 @@ def test_a_restart_after_wrong_replays_resumes_before_them(tmp_path: Path, data_
     assert f"Resuming from {run}/checkpoints/step_00000004, after step 4\n" in (run / "out.log").read_text()
 
 
-def repeats(step: EagerStep) -> bool:
-    return Integrity(Config(), step, ALONE)._repeats(batch(), 0)
-
-
 @pytest.mark.parametrize(("ranks", "parts"), [(256, 1), (2, 256)])
 def test_the_limit_covers_sums_of_many_equal_gradients(ranks: int, parts: int) -> None:
     """Of ranks or of micro-batches: their rounding errors do not cancel each other."""

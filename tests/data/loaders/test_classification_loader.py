@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import ON_GPU
 from reference_samples import digest, rank_batches
+from small_steps import refusing_to_wait
 
 from utils.data.datasets import ClassificationData
 from utils.data.loaders.classification import ClassificationLoader
@@ -100,13 +101,10 @@ def test_on_a_gpu_the_host_never_waits_and_batches_are_bit_equal(kind: str, devi
     plan = ShufflePlan(20, AVAILABLE, seed=3)
     loader, busy, batches = loader_of(kind, plan, device=device), torch.randn(2048, 2048, device=device), []
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_to_wait(device):
         for inputs, targets in itertools.chain(loader.epoch(0), loader.epoch(1)):
             for _ in range(20):
                 busy = busy @ busy / 2048
             batches.append((inputs.clone(), targets.clone()))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     digests = [digest(Batch(inputs.cpu(), targets.cpu())) for inputs, targets in batches]
     assert digests == [digest(batch) for epoch in (0, 1) for batch in loader_of(kind, plan).epoch(epoch)]
