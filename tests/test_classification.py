@@ -117,11 +117,9 @@ def test_two_ranks_learn_digits(epochs: int, samples: int, validated: int, accur
     ("flags", "says"),
     [
         (["--config=digits_bn", "--set=dataset.name=digit"], "unknown .*digit.*digits"),
-        (["--config=digits_bn", "--set=network.name=unet"], "network unet cannot be used with labeled samples"),
         (["--config=digits_bn", "--set=network.norm=ghost(32)", "--set=accumulation_steps=2"], "micro-batch of 16 "),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
         (["--config=digits_bn", "--set=metrics=[recal]"], "name recal; known: accuracy, top5_accuracy; .* my_module.f"),
-        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use l"),
     ],
 )
 def test_invalid_input_is_reported_in_one_line(flags: list[str], says: str, tmp_path: Path, capsys: Any) -> None:

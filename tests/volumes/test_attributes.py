@@ -293,7 +293,6 @@ def test_channels_without_a_known_transform_have_names_only() -> None:
 @pytest.mark.parametrize(
     ("inputs", "targets", "copied"),
     [
-        (DARK, PUBLISHED, {0: 0, 1: 1, 2: 2, 3: 3}),
         (DARK[:1], PUBLISHED, {0: 0}),
         (DARK, [PUBLISHED[0], PUBLISHED[4]], {0: 0}),
         (known_channels("inputs", 3), PUBLISHED, {0: 0, 1: 1, 2: 2}),
