@@ -60,10 +60,7 @@ def reference(
 def rank_batches(
     samples: list[Any], global_batch: int, rank: int, size: int, drop_last: bool, volumes: int = 1
 ) -> list[list[Any]]:
-    """Rank `rank`'s part of each global batch: samples rank, rank + size, …; empty batches are omitted.
-
-    The samples are those of several volumes, of each equally many, and no batch has samples of two.
-    """
+    """Samples rank, rank + size, … of each global batch, which is of one volume; empty batches are omitted."""
     per_volume = len(samples) // volumes
     of_volumes = [samples[start : start + per_volume] for start in range(0, len(samples), per_volume)]
     batches = [part[i : i + global_batch] for part in of_volumes for i in range(0, per_volume, global_batch)]

@@ -120,11 +120,7 @@ class StopTest:
         return {**durations, **dict.fromkeys((BETWEEN, SAVE), moments[END] - moments[BETWEEN])}
 
     def run(self, name: str, plan: Sequence[PlannedStop]) -> list[Stop]:
-        """Trains with one planned stop of each start; returns the executed ones.
-
-        AssertionError unless it ends with the same bits, records, best checkpoint, summary and files as the
-        undisturbed run, and nothing partial.
-        """
+        """Trains with a planned stop of each start; asserts that it ends as undisturbed, and returns the stops."""
         run, done = self._start(self._folder / name), list[Stop]()
         for planned in (*plan, None):
             if run.has_summary() and run.has_ended():

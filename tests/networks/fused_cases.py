@@ -136,10 +136,7 @@ def exact(plain: nn.Module, batch: Sequence[Tensor], like: Trained) -> list[Tens
 
 
 def assert_trains_like(got: Trained, plain: nn.Module, batch: list[Tensor], dtype: torch.dtype | None) -> None:
-    """No result of `trained` has a larger error than the plain module's plus a rounding step; changes that to float64.
-
-    Modulated layers round more often: their sums over cells are rounded twice.
-    """
+    """No result of `trained` has a larger error than the plain module's plus rounding; changes that to float64."""
     usual = trained(plain, batch, dtype)
     references = [exact(plain, batch, result) for result in (got, usual)]
     for ours, theirs, *expected in zip(got.values, usual.values, *references, strict=True):

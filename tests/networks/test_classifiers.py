@@ -71,11 +71,7 @@ def test_images_below_the_minimum_size_are_refused(name: str, least: int) -> Non
         ("unet", MNIST, "network unet cannot be used with labeled samples; use mnist_cnn or lenet"),
         ("reuters_cnn", MNIST, "reuters_cnn takes texts, .*use mnist_cnn"),
         ("lenet", {**MNIST, "norm": "group"}, "network lenet has no option norm; remove it"),
-        (
-            "lenet",
-            {**MNIST, "conditions": [[0.0, 1.0]]},
-            r"lenet takes no conditions; remove network\.conditions",
-        ),
+        ("lenet", {**MNIST, "conditions": [[0.0, 1.0]]}, r"lenet takes no conditions; remove network\.conditions"),
     ],
 )
 def test_a_network_refuses_samples_and_options_of_others(name: str, options: dict[str, Any], message: str) -> None:

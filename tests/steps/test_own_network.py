@@ -140,10 +140,7 @@ def network(name: str, keys: dict[str, Any] | None = None, **options: Any) -> nn
         ({"network.name": "broken_net.Net"}, "cannot import broken_net: SyntaxError: "),
         ({"network.name": "exits_net.Net"}, "cannot import exits_net: SystemExit: 3 (TMP/exits_net.py, line 1)"),
         ({"network.name": "../own_net.Net"}, "'../own_net.Net' is not the name of a class; write it as my_module.name"),
-        (
-            {"network.name": "own_net.Layers", "network.options.kind": "frozen"},
-            "no parameter to train; make layers at",
-        ),
+        ({"network.name": "own_net.Layers", "network.options.kind": "frozen"}, "no parameter to train; make layers at"),
         ({"network.name": "own_net.Layers", "network.options.kind": "complex"}, "parameter phase is complex, which op"),
         ({"network.name": "unet", "network.options.dept": 2}, "network unet has no option dept; remove it"),
         ({"loss": "own_net.CellLoss"}, "loss own_net.CellLoss returns no scalar that depends on the network's outputs"),
@@ -191,7 +188,7 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
 def test_a_network_with_another_output_than_the_targets_is_refused(
     flags: list[str], line: str | None, how: str, data_flags: list[str], tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    """Fixed: one output for five was broadcast; constructors that read values failed. Also without memory for it."""
+    """Fixed: one output for five was broadcast; constructors that read values failed. Also if a step does not fit."""
 
     class Registered(nn.Identity):
         def __init__(self, crop: int, in_channels: int, out_channels: int, width: int, scales: int) -> None:

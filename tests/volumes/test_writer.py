@@ -177,10 +177,7 @@ def test_a_suspended_process_of_an_earlier_start_cannot_write_into_the_next_file
 
 
 class NfsClient:
-    """The page cache of an NFS client: it sends whole pages if it has read them, others' changes or not.
-
-    It is used in place of `os` by utils.volumes.writer; a descriptor that can read has its pages read first.
-    """
+    """The page cache of an NFS client, in place of `os` in writer.py: it sends whole pages if it has read them."""
 
     O_WRONLY, O_DSYNC, open = os.O_WRONLY, os.O_DSYNC, staticmethod(os.open)
 
