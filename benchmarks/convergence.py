@@ -30,6 +30,7 @@ from benchmarks.forest import FIT, HOT, RATIO, comparison, flux_of, relation
 
 WAVENUMBERS = (0.005, 0.01, 0.02, 0.04)  # s/km
 LABELS = {"mean density": "mean gas density", "T0 (K)": "T0", "gamma": "gamma"}  # of the gas' values, in forest.py
+CELL = "cell (Mpc/h)"
 PAIRED = "residual", "correlation", "optical depth"  # measures of pairs of pixels, which two meshes do not have
 BINS = np.linspace(*FIT, 11), np.linspace(2, 8, 601)  # of log10 of density / mean and of K
 
@@ -120,16 +121,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             for kind in ("gas", "measures")
         )
         ratio = np.mean([box[number]["P1D ratio"] for pair in pairs for box in pair], axis=0).tolist()
-        size = {"grid": grid, "cell (Mpc/h)": options.box_size / grid}
-        rows.append({**size, **gas, "measures": measures, "P1D ratio": ratio})
-    shown = [name for name in rows[0] if name not in ("grid", "cell (Mpc/h)", "mean density", "measures", "P1D ratio")]
-    cells = [
-        [row["grid"], f"{row['cell (Mpc/h)']:.3g}", *(plus_minus(row[name], ".3g") for name in shown)] for row in rows
-    ]
+        rows.append({"grid": grid, CELL: options.box_size / grid, **gas, "measures": measures, "P1D ratio": ratio})
+    shown = [name for name in rows[0] if name not in ("grid", CELL, "mean density", "measures", "P1D ratio")]
+    cells = [[row["grid"], f"{row[CELL]:.3g}", *(plus_minus(row[name], ".3g") for name in shown)] for row in rows]
     coarse = {f"{row['grid']}³": row["measures"] for row in rows[:-1]}
     labels = dict.fromkeys(label for measures in coarse.values() for label in measures)  # those of P3D differ
     compared = [[label, *(plus_minus(row.get(label), ".2f", 100) for row in coarse.values())] for label in labels]
-    text = f"{common.table(['grid', 'cell (Mpc/h)', *shown], cells)}\n\n{common.table(['%', *coarse], compared)}"
+    text = f"{common.table(['grid', CELL, *shown], cells)}\n\n{common.table(['%', *coarse], compared)}"
     common.publish("convergence", options, {"results": rows}, text)
 
 
