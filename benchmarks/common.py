@@ -218,7 +218,6 @@ def repeat(call: Callable[[], object], device: torch.device, seconds: float) -> 
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Median, range and all values."""
     spread = {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
     return {**spread, "trials": list(values)}
 
@@ -230,7 +229,6 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def endless(loader: Loader) -> Generator[Batch, None, None]:
-    """Batches of epoch after epoch."""
     for epoch in itertools.count():
         yield from loader.epoch(epoch)
 
@@ -282,10 +280,7 @@ def plus_minus(values: Mapping[str, Any] | None, form: str, factor: float = 1) -
 
 @contextlib.contextmanager
 def plot(path: Path, size: tuple[float, float], columns: int = 1, **options: Any) -> Iterator[Any]:
-    """The panels of a figure that is written to `path` at the end of the block.
-
-    Names that the curves or bars have in common are listed below the panels.
-    """
+    """The panels of a figure, written to `path` at the end of the block; names of curves or bars are below them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

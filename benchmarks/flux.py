@@ -43,7 +43,6 @@ def make_lines(lines: int, side: int, cell: float, generator: torch.Generator) -
 
 
 def seconds_of_box(side: int, axes: int, cell: float, device: torch.device) -> float:
-    """Seconds for all lines of a box along some axes."""
     generator, seconds = torch.Generator().manual_seed(0), 0.0
     for start in range(0, axes * side**2, GROUP):
         fields = make_lines(min(GROUP, axes * side**2 - start), side, cell, generator)

@@ -34,10 +34,7 @@ def half(device: torch.device) -> torch.dtype:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float:
-    """Median TFLOP/s of repeated products of two square matrices of normally distributed numbers.
-
-    Zeros would be faster than real data, because they need less power.
-    """
+    """Median TFLOP/s of repeated products of two square matrices of normal numbers; zeros would need less power."""
     size, generator = MATMUL_SIDES[device.type], torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
     left, right = left.to(dtype or half(device)), right.to(dtype or half(device))

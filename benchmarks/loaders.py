@@ -116,7 +116,6 @@ class PlainDataset(Dataset):
 
 
 def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
-    """Batches of a PyTorch DataLoader."""
     loader = DataLoader(PlainDataset(options), options.batch, num_workers=options.workers, persistent_workers=True)
     while True:
         yield from loader

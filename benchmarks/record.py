@@ -91,7 +91,6 @@ def rows_of(peer_runs: Sequence[Mapping[str, Any]], training_runs: Sequence[Trai
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the page."""
     heads = ["row", "recipe", "reach the goal", "samples", "seconds", "% of row 0", "p", "commit"]
     lines = []
     for number, row in enumerate(rows):

@@ -45,8 +45,6 @@ RANKS_PER_NODE = 4  # that submit_pm.sh asks for
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """A number of ranks, and the samples of each."""
-
     ranks: int
     local_batch: int
 

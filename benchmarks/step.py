@@ -64,10 +64,8 @@ WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is st
 
 
 class Options(NamedTuple):
-    """A set of options: keys of the config 'base'."""
-
     text: str
-    changes: Mapping[str, Any] = {}
+    changes: Mapping[str, Any] = {}  # of the config 'base'
     graph: bool = False
 
 
@@ -107,7 +105,6 @@ OTHERS: Sets = [("own", "EMA"), ("own", "G"), ("cudnn 128",), ("cudnn 16",), ("T
 
 
 def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
-    """The config of a set of options at these sizes."""
     scales = min(6, (options.crop & -options.crop).bit_length() - 1)
     base = {"network.width": options.width, "network.scales": scales, "device": device.type}
     return loaders.config_of(options, {**base, **changes})
@@ -244,7 +241,6 @@ class Part(NamedTuple):
 
 
 def parts_of(options: argparse.Namespace) -> list[Part]:
-    """The parts of a call, in order."""
     if options.call == 2:
         pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
         files, marks = (common.REPOSITORY / "tests").rglob("test_*.py"), re.compile(r"mark\.gpu|from devices import")
@@ -322,7 +318,6 @@ class Call:
             common.save(self.name, self._options, self.results, self.page())
 
     def page(self) -> str:
-        """All results."""
         made = [markdown(self.results["ladder"], self.results[layers.COLD])] if self.results["ladder"] else []
         made += [layers.markdown(self.results)] if "layers" in self.results else []
         made += [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]

@@ -1,9 +1,4 @@
-"""A training step's time on a GPU: kernels by category, the gaps between them, and the least time that kernels need.
-
-For the least time, or floor, a kernel needs the longer of FLOP / rate of matrix products and bytes / rate of copies.
-Kernels are then the passes of the convolutions, with activation and concatenation, the loss and the optimizer; each
-reads and writes its values once.
-"""
+"""A training step's time on a GPU: kernels by category, the gaps between them, and the least time that kernels need."""
 
 import functools
 import re
@@ -54,7 +49,6 @@ AVERAGE = FLOAT * 2  # read and written
 
 @functools.cache
 def classify(name: str) -> str:
-    """The category of a kernel by its name."""
     return next((category for category, pattern in PATTERNS if re.search(pattern, name)), "other")
 
 
@@ -139,7 +133,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def work(config: Config) -> Iterator[tuple[str, float, float]]:
-    """Name, FLOP and bytes of each kernel of a step with the config's U-Net and local batch."""
+    """Name, FLOP and bytes, each read or written once, of the kernels of a step with the config's U-Net and batch."""
     network, batch = build.network_without_values(config), meta_batch(config, config.local_batch_size or 1)
     value = HALF if config.enable_amp else FLOAT
     samples = len(batch.inputs)
@@ -158,5 +152,5 @@ def work(config: Config) -> Iterator[tuple[str, float, float]]:
 
 
 def floor_milliseconds(config: Config, matmul: float, copies: float) -> float:
-    """matmul: in TFLOP/s; copies: in TB/s."""
+    """The least time of a step: kernels need the longer of FLOP / matmul (TFLOP/s) and bytes / copies (TB/s)."""
     return sum(1e-9 * max(flops / matmul, size / copies) for _, flops, size in work(config))
