@@ -59,10 +59,7 @@ def free_port() -> int:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
-    """[function(world, *arguments) of rank 0, of rank 1, …]; `function` belongs to a module and is no lambda.
-
-    Ranks exchange tensors through gloo on GPUs, too, of which they may share one.
-    """
+    """[function(world, *arguments) of rank 0, of rank 1, …]; `function` belongs to a module and is no lambda."""
     server = context()
     results: Any = server.Queue()
     port = free_port()

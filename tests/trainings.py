@@ -1,6 +1,7 @@
 """Training runs of config 'test', their run directories, and the comparison of two of them bit for bit."""
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,10 @@ def killed(function: Callable[..., None], *arguments: Any) -> None:
 
 def directory(expdir: Path | str, ranks: int = 1, run_num: str = "00") -> Path:
     return Path(expdir) / "test" / f"{ranks}ranks" / run_num
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
 
 
 def last(run: Path) -> checkpoint.Checkpoint:

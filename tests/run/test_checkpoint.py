@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from processes import GENEROUS, run_ranks
-from trainings import ALONE, assert_equal, killed
+from trainings import ALONE, assert_equal, killed, names
 
 from utils.config import Config
 from utils.distributed import world as worlds
@@ -76,10 +76,6 @@ def assert_newest(folder: Path, step: int) -> None:
     assert (saved.path, saved.state.step) == (step_directory(folder, step), step)
     assert set(saved.weights["network"]["weight"].tolist()) == {step}
     assert saved.training["optimizer"]["state"][0]["step"] == step
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
 
 
 def directories(*steps: int) -> list[str]:

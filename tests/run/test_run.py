@@ -17,7 +17,7 @@ from unittest import mock
 import h5py
 import pytest
 from processes import run_ranks
-from trainings import ALONE, YAML, killed
+from trainings import ALONE, YAML, killed, names
 from volume_files import write_volume
 
 from utils import cli
@@ -88,10 +88,6 @@ def chosen(first: Path, **options: Any) -> tuple[str, str]:
 
 def name_of(first: Path, **options: Any) -> str:
     return chosen(first, **options)[0]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
 
 
 @pytest.mark.parametrize("resume", [None, "auto", "no", "/other/00"])
