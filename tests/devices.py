@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-ON_GPU = pytest.mark.gpu  # conftest.py skips tests with it where there is none
+ON_GPU = pytest.mark.gpu  # without a GPU, conftest.py skips tests with this mark
 GPU_TYPES = [pytest.param("on_device", dtype, marks=ON_GPU) for dtype in (torch.float16, torch.bfloat16)]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 

@@ -124,7 +124,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Path) -> None:
-    """Also of one block. Fixed: predict.py's results differed in empty cells, which have the floor of the training."""
+    """Also for one block. Fixed: predict.py's results differed in empty cells, which have the training's floor."""
     predict, network = torch.export.load(files / "gas.pt2").module(), network_of(config_of())
     for size in SIZES:
         fields = dark_matter(*size)

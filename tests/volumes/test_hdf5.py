@@ -54,7 +54,7 @@ def test_contiguous_datasets_are_mapped_read_only_and_others_converted(
 
 
 def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapped(tmp_path: Path) -> None:
-    """At no multiple of 4. A fixed bug: a linked dataset was mapped from the linking file, which gave wrong bytes."""
+    """At addresses that are no multiples of 4. Fixed: a linked dataset was mapped from the linking file."""
     for name, dataset, values in (("hydro.h5", "Hydro", FIELDS[1]), ("a.h5", "Nbody", FIELDS[0])):
         with h5py.File(tmp_path / name, "w", libver="latest", userblock_size=512) as file:
             file["odd"] = np.zeros(3, np.int8)

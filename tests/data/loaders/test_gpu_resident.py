@@ -1,4 +1,4 @@
-"""The loader of volumes in device memory, and its gather kernel in Triton's interpreter, bit for bit by definition."""
+"""The loader of volumes in device memory and its gather kernel, interpreted, against their definition, bit for bit."""
 
 import itertools
 from collections.abc import Iterator
