@@ -233,11 +233,9 @@ def markdown(entries: Sequence[Mapping[str, Any]], cold: float) -> str:
 
 
 class Part(NamedTuple):
-    """A child process: its words after the interpreter's name, and the seconds that it should need."""
-
     name: str
-    words: Sequence[str]
-    seconds: float
+    words: Sequence[str]  # of a child process, after the interpreter's name
+    seconds: float  # that it should need
 
 
 def parts_of(options: argparse.Namespace) -> list[Part]:
@@ -281,8 +279,6 @@ def timeline(parts: Sequence[Part], minutes: float) -> str:
 
 
 class Call:
-    """One call: its results so far, which are written after each part."""
-
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._directory, self._lock = options, options.output, threading.Lock()
         self._deadline = STARTED - START + 60 * options.minutes - WRITING - GRACE

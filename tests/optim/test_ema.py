@@ -68,7 +68,6 @@ def test_an_average_starts_at_the_loaded_weights() -> None:
 
 
 def test_channel_weights_affect_the_training_loss_only() -> None:
-    """The validation loss has no channel weights, before and after a training step."""
     several = [5.0, 1.0, 1.0, 1.0, 1.0]
     step, plain = (make_step("adam", loss=build_loss("l1", weights=values)) for values in (several, None))
     for _ in range(2):

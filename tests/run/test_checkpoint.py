@@ -38,7 +38,6 @@ from utils.volumes.opened import Volumes
 
 
 def tensors(value: float) -> dict[str, Any]:
-    """The tensors of a training run, all filled with `value`."""
     moments = {0: {"step": torch.tensor(value), "exp_avg": torch.full((40,), value)}}
     return {
         "network": {"weight": torch.full((40,), value), "count": torch.tensor(3)},
@@ -58,7 +57,6 @@ def save(saves: BackgroundWriter, step: int, best_step: int = 0) -> None:
 
 
 def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
-    """The folder of checkpoints of a run in `tmp_path`."""
     saves = writer(tmp_path / "checkpoints", len(steps))
     for step in steps:
         save(saves, step)

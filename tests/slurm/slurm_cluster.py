@@ -71,8 +71,6 @@ class Job:
 
 
 class Cluster:
-    """Slurm's commands, and jobs of submit_pm.sh."""
-
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
         self._script = {**os.environ, "SLURM_CLUSTER_DIR": str(directory), "SLURM_CLUSTER_PORT": str(port)}

@@ -107,8 +107,6 @@ def test_of_a_large_volume_some_planes_are_read_unless_it_is_stored_in_chunks(bo
 
 
 class Counted:
-    """A field that counts the bytes that are read."""
-
     def __init__(self, values: np.ndarray, chunks: tuple[int, ...] | None) -> None:
         self.values, self.shape, self.chunks, self.bytes = values, values.shape, chunks, 0
 
