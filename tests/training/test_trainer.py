@@ -39,7 +39,7 @@ NAN, INF = float("nan"), float("inf")
 class ScriptedStep(EagerStep):
     """Loss 1/n and gradient norm 2 at step n, unless `bad` has both; `after` is called with each event's number."""
 
-    probe, metrics = None, ()
+    probe, metrics, calibration = None, (), None
 
     def __init__(
         self, bad: Mapping[int, tuple] | None = None, done: int = 0, after: Callable[[int], None] = lambda event: None
