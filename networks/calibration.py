@@ -13,17 +13,17 @@ from torch.nn import functional as F
 
 from networks.ops.precision import at_least_float32
 
-KEPT_CELLS = 2**25  # of the outputs of a rank, for the mean density after the filter
+KEPT_CELLS = 2**25  # of the outputs per rank, for the mean density after the filter
 LARGEST_FACTOR = 10.0  # beyond it, the data are in other units or the network has not learned the density
 
 
 def shells(fields: Tensor) -> list[Tensor]:
     """Each inner cell of [..., D, D, D], and the sums of its 6, 12 and 8 neighbors at faces, edges and corners."""
     sums = [fields]  # by the number of axes along which the cells are neighbors
-    for axis in (-3, -2, -1):
-        count = fields.shape[axis] - 2
-        inner = [part.narrow(axis, 1, count) for part in sums]
-        pairs = [part.narrow(axis, 0, count) + part.narrow(axis, 2, count) for part in sums]
+    for _ in range(3):
+        moved = [part.movedim(-3, -1) for part in sums]  # the next axis is the last one; after three, the order is back
+        # Without their sizes, which would leave arithmetic of Python in exported networks.
+        inner, pairs = [part[..., 1:-1] for part in moved], [part[..., :-2] + part[..., 2:] for part in moved]
         sums = [inner[0], *map(torch.add, inner[1:], pairs), pairs[-1]]
     return sums
 
@@ -60,30 +60,31 @@ class CalibrationFit:
         self.reset()
 
     def reset(self) -> None:
-        self._moments = torch.zeros(6, 6, dtype=torch.float64)  # of the shells, 1 and the target
+        self._moments: Tensor | float = 0.0  # sums of products of the shells, 1 and the target, [6, 6]
         self._kept: list[Tensor] = []  # outputs
-        self._mean = torch.zeros((), dtype=torch.float64)  # sum of the mean densities of their targets
+        self._mean: Tensor | float = 0.0  # sum of the mean densities of their targets
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         for output, target in zip(at_least_float32(outputs), targets, strict=True):
             x, true = output[self.channel], target[self.channel, 1:-1, 1:-1, 1:-1]
             rows = torch.stack([*shells(x), torch.ones_like(x[1:-1, 1:-1, 1:-1]), true.to(x)]).flatten(1).double()
-            self._moments = self._moments.to(rows.device) + rows @ rows.T
+            self._moments = self._moments + rows @ rows.T
             if len(self._kept) * x.numel() < KEPT_CELLS:
                 self._kept.append(x.clone())  # the memory of a batch is used again
-                self._mean = self._mean.to(x.device) + torch.exp(self.scale * true.double()).mean()
+                self._mean = self._mean + torch.exp(self.scale * true.double()).mean()
 
     def result(self, total: Callable[[Tensor], Tensor], device: torch.device) -> Calibration:
         """`total` sums over all ranks, which all call it; no calibration if the densities are not plausible."""
-        moments = total(self._moments.to(device)).cpu()
+        moments = total(torch.zeros(6, 6, dtype=torch.float64, device=device) + self._moments).cpu()
         if not moments.isfinite().all():
             return Calibration()
         # Least squares of smallest norm: the output of an untrained network may be the same everywhere.
         solution = torch.linalg.lstsq(moments[:5, :5], moments[:5, 5:], driver="gelsd").solution
-        weights, mean = solution.flatten().tolist(), torch.zeros((), dtype=torch.float64, device=device)
+        weights, means = solution.flatten().tolist(), torch.zeros(2, dtype=torch.float64, device=device)
+        means[0] += self._mean
         kept, self._kept = self._kept, []  # frees their memory
         for x in kept:
-            mean += torch.exp(self.scale * filtered(x, weights).double()).mean()
-        target, predicted = total(torch.stack([self._mean.to(device), mean])).tolist()
+            means[1] += torch.exp(self.scale * filtered(x, weights).double()).mean()
+        target, predicted = total(means).tolist()
         factor = target / predicted if predicted > 0 else math.nan
         return Calibration(weights, factor) if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else Calibration()

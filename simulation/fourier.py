@@ -1,4 +1,4 @@
-"""Fourier transforms on a periodic mesh, and work of threads, by slabs: their number does not change the results."""
+"""Fourier transforms on a periodic mesh, and work by slabs in threads, whose number does not change the results."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""The SC21 tutorial's commands in turn, with one run number; once all but the first found the run complete."""
+"""The SC21 tutorial's commands in turn, with one run number. Fixed: all but the first found the run complete."""
 
 import os
 import re

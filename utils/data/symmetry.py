@@ -32,7 +32,7 @@ def move_axes(field: Any, symmetry: int) -> Any:
 
 
 def channel_table(channels: int, vectors: Vectors, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """Source channel and sign, both [48, C], by symmetry and output channel; in modes but full all are scalars."""
+    """Source channel and sign, [48, C], by symmetry and output channel; unless the mode is full, all are scalars."""
     sources = np.tile(np.arange(channels), (COUNT, 1))
     signs = np.ones((COUNT, channels), dtype=np.int64)
     if mode == "full":
