@@ -20,7 +20,9 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print((ON_TERMINAL if sys.stderr.isatty() else self).format(record), file=sys.stderr, flush=True)
+            line = (ON_TERMINAL if sys.stderr.isatty() else self).format(record)
+            sys.stderr.write(f"{line}\n")  # at once: an interrupt, or another rank's line, may come between two parts
+            sys.stderr.flush()
         except Exception:
             self.handleError(record)
 

@@ -71,6 +71,15 @@ def test_rank_0_logs_everything_and_the_others_their_own_warnings(rank: int, tmp
         assert printed == ["first slow disk", "second slow disk"]
 
 
+def test_a_line_of_the_log_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed: an interrupt between a line and its end put the program's last line behind it."""
+    configure_logging(0)
+    monkeypatch.setattr(sys, "stderr", stream := mock.Mock(**{"isatty.return_value": False}))
+    logging.getLogger("project").warning("one line")
+    (text,) = (call.args[0] for call in stream.write.mock_calls)
+    assert text.endswith("one line\n")
+
+
 def test_the_log_file_ends_with_what_ended_the_run(tmp_path: Path) -> None:
     """Fixed: the run directory did not say why the run had ended."""
     for error in (UserError("stopped: \n the disk is full"), KeyboardInterrupt("the checkpoint is kept"), Stopped()):
