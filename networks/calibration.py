@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from networks.ops.precision import at_least_float32
 
-KEPT_CELLS = 2**25  # of the outputs per rank, for the mean density after the filter
+KEPT_CELLS = 2**24  # of the outputs per rank, for the densities after the filter
+NEWTON_STEPS = 6
 LARGEST_FACTOR = 10.0  # beyond it, the data are in other units or the network has not learned the density
 
 
@@ -31,7 +32,7 @@ def shells(fields: Tensor) -> list[Tensor]:
 class Calibration(NamedTuple):
     """What corrects the logarithm x = ln(density) / scale of an output; None: nothing."""
 
-    density_filter: list[float] | None = None  # weights of the `shells`, and a constant; the least squares of x
+    density_filter: list[float] | None = None  # weights of the `shells`, and a constant
     density_factor: float | None = None  # mean density of the targets / of the outputs after the filter
 
     def apply(self, x: Tensor, scale: float) -> Tensor:
@@ -51,8 +52,9 @@ def filtered(fields: Tensor, weights: list[float]) -> Tensor:
 class CalibrationFit:
     """Fits a Calibration to one channel of outputs and targets [N, C, D, D, D] of a validation.
 
-    It leaves out the cells at the faces: there predictions are worst, because a network sees no neighbors; predictions
-    of whole volumes barely use them.
+    The filter has the least squares of x, times the power of the density for which the predicted and the true density
+    have equal sums, and equal sums relative to the filtered density. The fit leaves out the cells at the faces: there
+    predictions are worst, because a network sees no neighbors; predictions of whole volumes barely use them.
     """
 
     def __init__(self, channel: int, scale: float) -> None:
@@ -61,30 +63,41 @@ class CalibrationFit:
 
     def reset(self) -> None:
         self._moments: Tensor | float = 0.0  # sums of products of the shells, 1 and the target, [6, 6]
-        self._kept: list[Tensor] = []  # outputs
-        self._mean: Tensor | float = 0.0  # sum of the mean densities of their targets
+        self._kept: list[tuple[Tensor, Tensor]] = []  # outputs, and inner cells of their targets
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         for output, target in zip(at_least_float32(outputs), targets, strict=True):
-            x, true = output[self.channel], target[self.channel, 1:-1, 1:-1, 1:-1]
-            rows = torch.stack([*shells(x), torch.ones_like(x[1:-1, 1:-1, 1:-1]), true.to(x)]).flatten(1).double()
+            x, true = output[self.channel], target[self.channel, 1:-1, 1:-1, 1:-1].to(output)
+            rows = torch.stack([*shells(x), torch.ones_like(true), true]).flatten(1).double()
             self._moments = self._moments + rows @ rows.T
             if len(self._kept) * x.numel() < KEPT_CELLS:
-                self._kept.append(x.clone())  # the memory of a batch is used again
-                self._mean = self._mean + torch.exp(self.scale * true.double()).mean()
+                self._kept.append((x.clone(), true.clone()))  # the memory of a batch is used again
 
     def result(self, total: Callable[[Tensor], Tensor], device: torch.device) -> Calibration:
         """`total` sums over all ranks, which all call it; no calibration if the densities are not plausible."""
         moments = total(torch.zeros(6, 6, dtype=torch.float64, device=device) + self._moments).cpu()
-        if not moments.isfinite().all():
+        if not (moments.isfinite().all() and moments[4, 4]):  # the number of cells
             return Calibration()
-        # Least squares of smallest norm: the output of an untrained network may be the same everywhere.
-        solution = torch.linalg.lstsq(moments[:5, :5], moments[:5, 5:], driver="gelsd").solution
-        weights, means = solution.flatten().tolist(), torch.zeros(2, dtype=torch.float64, device=device)
-        means[0] += self._mean
-        kept, self._kept = self._kept, []  # frees their memory
-        for x in kept:
-            means[1] += torch.exp(self.scale * filtered(x, weights).double()).mean()
-        target, predicted = total(means).tolist()
-        factor = target / predicted if predicted > 0 else math.nan
-        return Calibration(weights, factor) if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else Calibration()
+        weights = _least_squares(moments[:5, :5], moments[:5, 5]).tolist()
+        logarithms = [(self.scale * filtered(x, weights), self.scale * true) for x, true in self._kept]
+        self._kept = []  # frees their memory
+        shift, power, step = 0.0, 1.0, torch.ones(2)
+        for _ in range(NEWTON_STEPS):
+            sums = torch.zeros(2, 3, dtype=torch.float64, device=device)
+            for pair in logarithms:
+                x, true = (field.flatten().double() for field in pair)
+                predicted, ways = torch.exp(shift + power * x), torch.stack([torch.ones_like(x), torch.exp(-x)])
+                sums += ways @ torch.stack([predicted, predicted * x, true.exp()]).T / len(x)
+            sums = total(sums).cpu()
+            if not sums.isfinite().all():
+                return Calibration()
+            step = _least_squares(sums[:, :2], sums[:, 2] - sums[:, 0])
+            shift, power = shift + float(step[0]), power + float(step[1])
+        if step.abs().max() > 1e-6 or abs(shift) > math.log(LARGEST_FACTOR) or not 0.5 < power < 2:
+            return Calibration()
+        return Calibration([power * weight for weight in weights], math.exp(shift))
+
+
+def _least_squares(matrix: Tensor, values: Tensor) -> Tensor:
+    """The solution of smallest norm, since the output of an untrained network may be the same everywhere."""
+    return torch.linalg.lstsq(matrix, values[:, None], driver="gelsd").solution.flatten()
