@@ -271,11 +271,8 @@ def costs(made: boxes.Boxes, checkpoint: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         box, gas, log = (Path(folder) / name for name in ("box.h5", "gas.h5", "log"))
         predict = [sys.executable, "predict.py", f"--checkpoint={checkpoint}", f"--input={box}", f"--output={gas}"]
-        commands = {
-            "simulation": boxes.simulation_command(made.boxes(volume, "held_out")[0], box),
-            "prediction": predict,
-        }
-        for name, command in commands.items():
+        simulate = boxes.simulation_command(made.boxes(volume, "held_out")[0], box)
+        for name, command in {"simulation": simulate, "prediction": predict}.items():
             start = time.perf_counter()
             common.call(f"the {name}", command, log)
             seconds[name] = time.perf_counter() - start
@@ -308,14 +305,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         options_of, block = made.volumes[volume], Block(fitted_smoothing(training_box), len(files))
         trained_on, calibrated = options_of.get("like", volume), options_of.get("calibrated", True)
         checkpoints = [run.checkpoint for run in training_runs if trained_on in run.condition.boxes]
+        settings = {"runs": options.runs, "calibrated": calibrated, "fitted_on": training_box}
         for checkpoint, file in itertools.product(checkpoints, files):
-            own, fitted = (
-                boxes.evaluation(
-                    network, file, options.runs, calibrated, pressure_smoothing=fit["fitted"], fitted_on=training_box
-                )
-                for network, fit in zip((checkpoint, checkpoints[0]), block.smoothing.values(), strict=True)
-            )
-            block.add(own, fitted)
+            pairs = zip((checkpoint, checkpoints[0]), (fit["fitted"] for fit in block.smoothing.values()), strict=True)
+            block.add(*(boxes.evaluation(net, file, pressure_smoothing=length, **settings) for net, length in pairs))
             blocks[volume] = block
             write(common.save)
     write(common.publish, lambda path: draw(blocks, path), **costs(made, checkpoints[0]))

@@ -8,6 +8,7 @@ Throughput is measured in interleaved trials in one process; each start in a new
 
 import argparse
 import functools
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -33,7 +34,7 @@ from utils.data.loaders import LOADERS, DataSplits, dali, get_loader, open_volum
 from utils.data.loaders.base import sample_plan
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.volumes.convert_to_npy import convert
+from utils.volumes.convert_to_npy import ENDINGS, convert
 
 FIELDS = {"Nbody": 4, "Hydro": 5}  # channels
 # Batches that may be ready when a measurement begins: our loaders keep three, the DataLoader two per worker and more.
@@ -121,6 +122,23 @@ def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
         yield from loader
 
 
+def reading(options: argparse.Namespace) -> dict[str, Generator[Any, None, None]]:
+    """Endless batches of crops as they lie in .npy files, read by the threads of `dali-lowmem` and by DALI's reader."""
+    loader: Any = build_loader(options, "dali-lowmem").train
+    fn, types, pipeline_def = dali.import_dali()
+    origins = np.resize(loader.plan.epoch(0).origins.astype(np.int32), (options.epoch_batches, options.batch, 3))
+
+    @pipeline_def(batch_size=options.batch, num_threads=options.workers, device_id=None)
+    def read() -> tuple[Any, ...]:
+        place = fn.external_source(origins, cycle=True, dtype=types.INT32)
+        region = {"roi_start": place, "roi_shape": [options.crop] * 3, "roi_axes": [0, 1, 2]}
+        paths = (getattr(loader.config, f"train_path_npy_{ending}") for ending in ENDINGS)
+        return tuple(fn.readers.numpy(files=[path], **region) for path in paths)
+
+    own = (batch for epoch in itertools.count() for batch in loader._read(epoch, 0))
+    return {"reading: own threads": own, "reading: DALI": (pipe.run() for pipe in itertools.repeat(read()))}
+
+
 def delivered(batches: Iterator[Any], options: argparse.Namespace, device: torch.device) -> float:
     """Samples/s, after batches that may have been ready."""
     # After its turn the DataLoader's processes fill their queues again: nothing is timed meanwhile.
@@ -132,10 +150,9 @@ def delivered(batches: Iterator[Any], options: argparse.Namespace, device: torch
 
 def copied(options: argparse.Namespace, source: torch.device, target: torch.device) -> float:
     """Samples/s of copying ready batches: an upper bound."""
-    batch = torch.rand(options.batch, sum(FIELDS.values()), *(options.crop,) * 3, device=source)
-    batch = batch.pin_memory() if source.type != target.type else batch
-    copy = torch.empty(batch.shape, device=target)
-    copy.copy_(batch)
+    shape = options.batch, sum(FIELDS.values()), *(options.crop,) * 3
+    batch = torch.rand(shape, device=source, pin_memory=source.type != target.type)
+    copy = batch.to(target, copy=True)
     return 10 * options.batch / common.seconds_of(lambda: copy.copy_(batch, non_blocking=True), target, 10)
 
 
@@ -146,6 +163,8 @@ def throughput(options: argparse.Namespace, names: Sequence[str], device: torch.
         ways: dict[str, Generator[Any, None, None]] = {}
         if device.type != "cuda":  # its many processes would still work while others are timed
             ways[f"plain DataLoader, {options.workers} processes"] = endless_plain(options)
+        if device.type != "cuda" and "dali-lowmem" in names:
+            ways |= reading(options)
         for name in names:
             ways[name] = common.endless(stack.enter_context(build_loader(options, name)).train)
         opened = {name: stack.enter_context(closing(way)) for name, way in ways.items()}
@@ -177,12 +196,6 @@ def start(name: str, options: argparse.Namespace) -> dict[str, float]:
     return dict(zip(STARTS, (opening, first, later, first / later), strict=True))
 
 
-def start_in_process(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Runs `start` in a new process, because pages that this one has mapped would stay in the page cache."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(start, name, options).result()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     sizes = {"box": 512, "crop": 64, "batch": 16, "trials": 5, "workers": 2, "batches": 30, "epoch_batches": 64}
     parser = common.Parser(__doc__, **sizes, settle=2.0)
@@ -190,7 +203,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     device = common.this_machine().device
     names = available(device)
-    rounds = [{name: start_in_process(name, options) for name in names} for _ in range(options.starts)]
+
+    def started(name: str) -> dict[str, float]:  # in a new process: pages that this one maps stay in the page cache
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(start, name, options).result()
+
+    rounds = [{name: started(name) for name in names} for _ in range(options.starts)]
     starts = {}
     for name in names if rounds else []:
         trials = [by_name[name] for by_name in rounds]

@@ -26,7 +26,6 @@ def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypat
 
         monkeypatch.setattr(simulate, "SimulationOptions", partial(simulate.SimulationOptions, n_steps=4))
     name = benchmark.__name__.split(".")[1]
-    monkeypatch.setattr(loaders, "available", lambda device: ["lowmem", "inmem"])
     monkeypatch.chdir(tmp_path)
     benchmark.main([*COMMANDS[benchmark], f"--output={tmp_path}"])
     result, stored = (json.loads((folder / f"{name}.json").read_text()) for folder in (tmp_path, common.RESULTS))
@@ -38,6 +37,7 @@ def test_a_small_run_writes_its_result(benchmark: Any, tmp_path: Path, monkeypat
         assert text.splitlines()[0] == (common.RESULTS / "convergence.md").read_text().splitlines()[0]
     if benchmark is loaders:
         assert {"lowmem", "inmem", "memory copy (bound)", "plain DataLoader, 1 processes"} <= set(result["results"])
+        assert ("dali-lowmem" in result["results"]) == ("reading: DALI" in result["results"])
 
 
 @pytest.mark.slow
