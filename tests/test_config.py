@@ -147,7 +147,7 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path) -> None:
     for text, says in {
         "": f"{path} is empty; write named configs",
         "a:": f"{path} must hold named configs, such as base: {{seed: 1}}, but a is None",
-        "a:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.": f"{path}: line 3: duplicate key end_lr",
+        "a:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.": f"{path}: line 4: duplicate key end_lr",
         "a: {seed: !!python/object/apply:os.getcwd []}": "could not determine a constructor for the tag",
         "a: {seed: 1}\nother: a: b": f"{path}: line 2, column 9: mapping values are not allowed here",
         "extends: none.yaml\na: {}": f"cannot read {tmp_path}/none.yaml: No such file or directory; correct extends",

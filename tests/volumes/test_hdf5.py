@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from reference_samples import ALONE, read_fields
 from volume_files import write_volume
 
 from utils import config as configs
+from utils.config.channels import known_channels
 from utils.data.loaders import get_loader, open_volumes
 from utils.errors import UserError
 from utils.log import warn_once
@@ -236,6 +238,16 @@ def test_values_that_cannot_be_are_a_warning_that_names_them(tmp_path: Path, cap
     assert cell == "cell size (Mpc/h) is 1250, expected 1e-05 to 4; correct its attributes"
     assert [line[:8] for line in channels] == [f"Nbody[{n}]" for n in range(4)] + [f"Hydro[{n}]" for n in range(5)]
     assert re.search(r"temperature, would be [\d.]+e\+1[12] K in half of the cells; correct", channels[-1])
+
+
+def test_a_run_from_gas_to_dark_matter_is_a_warning(tmp_path: Path, caplog: Any) -> None:
+    """Fixed: a run on files with exchanged datasets, whose channels they name, started without a word."""
+    path = write_volume(tmp_path / "a.h5", channels=(5, 4))
+    sides = {"inputs": known_channels("targets", 5), "targets": known_channels("inputs", 4)}
+    named = {side: [asdict(channel) for channel in channels] for side, channels in sides.items()}
+    keys = {"train_path": str(path), "val_path": str(path), "channels": named}
+    open_volumes(configs.load("config/UNet.yaml", "test", keys)).check(ALONE)
+    assert "the network learns dark matter from gas; otherwise, exchange the two dataset_names" in caplog.messages
 
 
 SHAPES = {"Nbody": (4, 16, 16, 16), "Hydro": (5, 16, 16, 16)}

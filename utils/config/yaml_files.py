@@ -37,10 +37,11 @@ class _StrictSafeLoader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: duplicate key {name}; remove one")
+        names = []
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; remove one")
+            names.append(key.value)
         return node
 
 

@@ -28,6 +28,7 @@ LIMITS |= {"cosmology_Om0": (0.0, 2.0), "cosmology_Ode0": (-2.0, 2.0), "cosmolog
 LIKELY = LIMITS | {CELL: (1e-5, 4.0)}  # Mpc/h; larger numbers are more often in kpc/h
 CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
 FLOOR = "density_floor_of_mean"  # smaller densities were raised to it: the logarithm of an empty cell is infinite
+SAME_CHANNELS = "give files with the same, for example imported with the same --velocity_scale_km_s"  # a remedy
 DENSITY_FLOOR = 1e-3  # in units of the mean; of the simulation, and of files that do not state it
 # Attributes of the group `universe` of Nyx's files: the attribute of this project's files, and its factor.
 UNIVERSE = {
@@ -165,8 +166,7 @@ def resolve_channels(side: Side, count: int, given: Channels, files: Mapping[str
     source, known = next(iter(stated.items()), ("", given or known_channels(side, count)))
     for path, channels in stated.items():
         if difference := channel_difference(channels, known):
-            remedy = "give files with the same, for example imported with the same --velocity_scale_km_s"
-            raise UserError(f"{path} and {source} have different channels: {difference}; {remedy}")
+            raise UserError(f"{path} and {source} have different channels: {difference}; {SAME_CHANNELS}")
     if stated and given and (difference := channel_difference(known, given)):
         warn_once(f"{source} has other channels than the config, and overrides it: {difference}")
     warn_of_assumed(side, files, known)

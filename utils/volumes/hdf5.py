@@ -206,7 +206,8 @@ def open_field(path: str, name: str, side: Side, expected: Channels, whose: str)
     """Opens a dataset; UserError if the channels that its file states are not those that are expected."""
     channels = FieldReader(path, name, None).channels(side)
     if channels and (difference := stated.channel_difference(channels, expected)):
-        raise UserError(f"{path}: {name} has other channels than {whose}: {difference}; give files with the same")
+        fault = f"{path}: {name} has other channels than {whose}: {difference}"
+        raise UserError(f"{fault}; {stated.SAME_CHANNELS}")
     stated.warn_of_assumed(side, {path: channels}, expected)
     return FieldReader(path, name, len(expected))
 

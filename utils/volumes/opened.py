@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config import Config, validate_section
+from utils.config.channels import DARK_MATTER, GAS
 from utils.config.schema import CHANNELS_KEYS
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
@@ -267,6 +268,9 @@ class Volumes:
         config, network = self.config, self.config.network
         for line in check_distinct(splits):
             log.warning(line)
+        (source, *_), (target, *_) = config.volume_channels
+        if source.name.startswith(GAS) and target.name.startswith(DARK_MATTER):
+            log.warning("the network learns dark matter from gas; otherwise, exchange the two dataset_names")
         for volume in all_volumes(splits):
             for fault in attributes.implausible(volume.simulation):
                 warn_once(f"{volume.path}: {fault}; correct its attributes")
