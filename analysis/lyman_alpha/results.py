@@ -150,10 +150,6 @@ class Flux:
         difference, size = (np.linalg.norm(values[:, shells], axis=1) for values in (ours - target, target))
         return dict(zip(SHAPES, quotient(difference, size).tolist(), strict=True)) if shells.any() else {}
 
-    def pdf_distance(self, name: str) -> float:
-        """Half the integral of |PDF − that of the target|: the share of pixels in the wrong bin, from 0 to 1."""
-        return float(np.abs(self.fields[name].pdf - self.fields[TARGET].pdf) @ np.diff(self.edges)) / 2
-
     def measures(self, name: str) -> dict[str, float]:
         """All comparisons of a field with the target, by name; ideal are ratios and a correlation of 1, errors of 0."""
         ratio = self.ratios[name]
@@ -162,7 +158,9 @@ class Flux:
         measures |= {f"P1D error, {band}": error for band, error in self.band_errors(name).items()}
         measures |= self.structure(name)
         measures |= {f"bispectrum error, {shape}": error for shape, error in self.bispectrum_errors(name).items()}
-        measures |= {"correlation": self.fields[name].correlation, "PDF distance": self.pdf_distance(name)}
+        # The share of pixels in the wrong bin, from 0 to 1.
+        distance = float(np.abs(self.fields[name].pdf - self.fields[TARGET].pdf) @ np.diff(self.edges)) / 2
+        measures |= {"correlation": self.fields[name].correlation, "PDF distance": distance}
         return measures | {"optical depth error": self.fields[name].depth_error}
 
     def scalars(self) -> dict[str, float]:
