@@ -29,7 +29,6 @@ LOSSES: dict[str, type[losses.Loss]] = {
     "l1": losses.L1Loss,
     "mse": losses.MSELoss,
     "huber": losses.HuberLoss,
-    "spectral_l1": losses.SpectralL1Loss,
     "cross_entropy": losses.CrossEntropyLoss,
 }
 INITIALIZED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)

@@ -5,7 +5,7 @@ For fields [N, C, D, D, D], or for logits [N, classes] and classes [N].
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from networks.ops.plan import LAST
 from networks.ops.precision import at_least_float32
 
 HUBER_DELTA = 0.1  # about the mean error of the best constant
-SPECTRUM_WEIGHT = 0.5  # also the norm of the gradient of its term, divided by that of L1
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,8 +37,7 @@ class NetworkWithLoss(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor, conditions: Tensor | None = None) -> Tensor:
         if getattr(self.loss, "operation", TORCH) == LAST:
-            network: Any = self.network
-            return network.last.l1(network.before_last(inputs, conditions), targets)
+            return self.network.l1(inputs, targets, conditions)  # type: ignore[operator]
         outputs = self.network(inputs) if conditions is None else self.network(inputs, conditions)
         return self.loss(outputs, targets)
 
@@ -119,22 +117,6 @@ class L1Loss(FieldLoss):
         if self.operation != TORCH and outputs.shape == targets.shape:
             return operations(CUDNN).l1(outputs, targets)
         return super().forward(outputs, targets)
-
-
-class SpectralL1Loss(L1Loss):
-    """L1, plus in training SPECTRUM_WEIGHT × mean ||F(outputs)| - |F(targets)||, F being the crops' Fourier transform.
-
-    The mean is over channels and modes; F is orthonormal. The term penalizes missing and excess power regardless of
-    phase: L1 alone smooths what the network cannot predict. It ignores `weights`.
-    """
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = super().forward(outputs, targets)
-        if not self.training:
-            return loss
-        fields = map(at_least_float32, (outputs, targets))
-        amplitudes = (torch.fft.rfftn(field, dim=(2, 3, 4), norm="ortho").abs() for field in fields)  # slope 0 at 0
-        return loss + SPECTRUM_WEIGHT * F.l1_loss(*amplitudes)
 
 
 class MSELoss(FieldLoss):

@@ -1,7 +1,8 @@
 """The 3D U-Net of strided convolutions that maps dark matter to gas (Harrington et al. 2021, arXiv:2106.12662)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from networks.film import Film, Modulation, modulate
@@ -14,7 +15,9 @@ MAX_WIDENING = 8  # channels double with each scale, up to this multiple of the 
 
 
 class UNet(nn.Module):
-    """[N, in_channels, D, D, D] -> [N, out_channels, D, D, D] in (-1, 1); D is a multiple of 2**scales.
+    """[N, in_channels, D, D, D] -> [N, out_channels, D, D, D]; D is a multiple of 2**scales.
+
+    The outputs are in (-1, 1), unless inputs are added to them: `added` has the input's number by the output's.
 
     The encoder halves the grid at each scale (`down1`, `down2`, …), the decoder doubles it (…, `up2`, `last`). Each
     decoder layer reads the previous one's output concatenated with the encoder's output of the same size.
@@ -31,11 +34,13 @@ class UNet(nn.Module):
         scales: int = 6,
         norm: str = "none",
         crop: int | None = None,
+        added: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__()
         if crop is not None and crop % 2**scales:
             raise ValueError(f"data_size {crop} is not a multiple of {2**scales} (2**scales of the network)")
         self.scales, self.has_norm = scales, norm != "none"
+        self.added = [added.get(number) for number in range(out_channels)] if added else []
         self.film: Film | None = None
         # Channels of the grid at each scale: of the input, then of down1, down2, …
         channels = [in_channels, *(width * min(2**scale, MAX_WIDENING) for scale in range(scales))]
@@ -58,7 +63,18 @@ class UNet(nn.Module):
         self.film = Film(ranges, {name: layer.out_channels for name, layer in self._layers().items()})
 
     def forward(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
-        return self.last(self.before_last(fields, conditions))
+        outputs = self.last(self.before_last(fields, conditions))
+        return outputs + self._inputs(fields) if self.added else outputs
+
+    def l1(self, fields: Tensor, targets: Tensor, conditions: Tensor | None = None) -> Tensor:
+        """The mean of |outputs - targets|, by the kernel of the last layer."""
+        targets = targets - self._inputs(fields) if self.added else targets
+        return self.last.l1(self.before_last(fields, conditions), targets)
+
+    def _inputs(self, fields: Tensor) -> Tensor:
+        """What is added to the outputs; 0 for those without an input."""
+        zero = torch.zeros_like(fields[:, :1])
+        return torch.cat([zero if place is None else fields[:, place : place + 1] for place in self.added], dim=1)
 
     def before_last(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
         """The last layer's input."""

@@ -130,6 +130,17 @@ def test_two_scales_equal_separate_operations(norm: str) -> None:
     assert torch.equal(model(x, targets, CONDITIONS), usual)
 
 
+def test_inputs_are_added_to_the_outputs_and_a_loss_by_the_last_layer_equals_the_usual_one() -> None:
+    plain, network = small(out_channels=4), small(out_channels=4, added={3: 0, 0: 2})
+    x, targets = fields(2, 8), 2 * torch.ones(2, 4, 8, 8, 8)
+    expected = plain(x)
+    expected[:, [0, 3]] += x[:, [2, 0]]
+    torch.testing.assert_close(network(x), expected)
+    model = NetworkWithLoss(network, build_loss("l1"))
+    usual, model.loss.operation = model(x, targets), plan.LAST
+    torch.testing.assert_close(model(x, targets), usual)
+
+
 def test_modulations_are_computed_in_float32_under_autocast() -> None:
     """bfloat16 would round a redshift of 3.01 to 3.0."""
     film = Film([[2.0, 4.0]], {"one": 3})

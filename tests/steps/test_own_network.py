@@ -123,6 +123,9 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("own_net", None)
 
 
+MASS: dict[str, Any] = {"channels": {"targets": [{"name": "mass"}]}, "N_out_channels": 1}
+
+
 def network(name: str, keys: dict[str, Any] | None = None, **options: Any) -> nn.Module:
     changes = {"network.name": name, "network.options": options, **(keys or {})}
     return build.network(configs.load(YAML, "test", changes))
@@ -143,6 +146,8 @@ def network(name: str, keys: dict[str, Any] | None = None, **options: Any) -> nn
         ({"network.name": "own_net.Layers", "network.options.kind": "frozen"}, "no parameter to train; make layers at"),
         ({"network.name": "own_net.Layers", "network.options.kind": "complex"}, "parameter phase is complex, which op"),
         ({"network.name": "unet", "network.options.dept": 2}, "network unet has no option dept; remove it"),
+        ({"network.name": "own_net.Scaled", "network.adds_inputs": True}, "own_net.Scaled has no option added; known"),
+        ({"network.adds_inputs": True, **MASS}, "adds_inputs: no input has a target's quantity and transf"),
         ({"loss": "own_net.CellLoss"}, "loss own_net.CellLoss returns no scalar that depends on the network's outputs"),
         ({"loss": "own_net.TrainedLoss"}, "loss own_net.TrainedLoss has parameters, which no optimizer trains; move"),
         ({"loss": "own_net.Loss", "channel_weights": [1, 2, 2, 2, 1]}, "has no option weights; known: lambda_rho"),
@@ -172,6 +177,14 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
     config = config.model_copy(update={"network": NetworkConfig(name="own_net.Classifier", options={"less": 1})})
     with pytest.raises(UserError, match=re.escape("output [1, 9], target [1, 10]")):
         check_output(config, build.network(config), torch.device("cpu"))
+
+
+def test_inputs_with_a_targets_quantity_and_transform_are_added() -> None:
+    assert network("unet", {"network.adds_inputs": True}).added == [0, 1, 2, 3, None]
+    density = {"unit": "mean density", "scale": 14.0, "is_log": True}
+    targets = [{"name": "temperature"}, {"name": "gas density", **density}, {"name": "gas velocity x", "unit": "km/s"}]
+    own = {"channels": {"targets": targets}, "N_out_channels": 3}
+    assert network("unet", {"network.adds_inputs": True, **own}).added == [None, 0, None], "v/(900 km/s) is another"
 
 
 @pytest.mark.parametrize("how", ["train", "preflight", "preflight without a step"])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from utils.config import Config
-from utils.config.channels import GAS, density_place
+from utils.config.channels import GAS, copied_channels, density_place
 from utils.data.datasets import get_dataset
 
 VOLUMES, CLASSES = "volumes", "classes"  # names of tasks, and of the targets of losses
@@ -32,7 +32,10 @@ def task_of(config: Config) -> Task:
     options = {"crop": crop, "in_channels": inputs, "out_channels": targets, "width": width, "scales": config.scales}
     shapes = [(inputs, *(crop,) * 3), (targets, *(crop,) * 3), (len(config.network.conditions),)]
     tensors = [(shape, torch.float32) for shape in shapes if shape[0]]  # there may be no conditions
-    channels = config.volume_channels[1]
+    sources, channels = config.volume_channels
+    if config.network.adds_inputs:
+        shared = copied_channels(sources, channels).items()
+        options["added"] = {a: b for a, b in shared if channels[a].formula() == sources[b].formula()}
     place = density_place(channels, GAS)
     density = None if place is None else (place, channels[place].scale)
     return Task(VOLUMES, True, options, tensors, shapes[1], density)

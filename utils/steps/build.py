@@ -75,6 +75,10 @@ def network(config: Config) -> nn.Module:
         )
     name, samples = config.network.name, task_of(config).network_options
     given: dict[str, object] = {} if norm == "none" else {"norm": norm}
+    if config.network.adds_inputs:
+        if not samples.get("added"):
+            raise ValueError("network.adds_inputs: no input has a target's quantity and transform; remove it")
+        given["added"] = samples["added"]
     if config.network.conditions:
         assert config.network.condition_ranges, "Volumes.open reads them from the files"
         given["conditions"] = config.network.condition_ranges
