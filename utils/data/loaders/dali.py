@@ -4,7 +4,7 @@
 them, and returns float32 batches in the memory layout of the step. DALI's CPU backend runs the same graph, for tests.
 
 Threads of this process cut the crops out of the mapped files, straight into (pinned) memory that DALI reads without a
-copy. DALI's own reader copies a region of interest value by value, which takes 1.7 times as long (docs/loaders.md).
+copy. DALI's own reader copies a region of interest value by value, which takes 1.8 times as long (docs/loaders.md).
 """
 
 from collections import deque
