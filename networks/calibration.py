@@ -81,21 +81,21 @@ class CalibrationFit:
         weights = _least_squares(moments[:5, :5], moments[:5, 5]).tolist()
         logarithms = [(self.scale * filtered(x, weights), self.scale * true) for x, true in self._kept]
         self._kept = []  # frees their memory
-        shift, power, step = 0.0, 1.0, torch.ones(2)
-        for _ in range(NEWTON_STEPS):
+        shift, power, step, factor = 0.0, 1.0, torch.ones(2), math.nan
+        for number in range(NEWTON_STEPS):
             sums = torch.zeros(2, 3, dtype=torch.float64, device=device)
             for pair in logarithms:
                 x, true = (field.flatten().double() for field in pair)
                 predicted, ways = torch.exp(shift + power * x), torch.stack([torch.ones_like(x), torch.exp(-x)])
                 sums += ways @ torch.stack([predicted, predicted * x, true.exp()]).T / len(x)
-            sums = total(sums).cpu()
-            if not sums.isfinite().all():
-                return Calibration()
+            if not (sums := total(sums).cpu()).isfinite().all():
+                break
+            factor = float(sums[0, 2] / sums[0, 0]) if number == 0 else factor
             step = _least_squares(sums[:, :2], sums[:, 2] - sums[:, 0])
             shift, power = shift + float(step[0]), power + float(step[1])
-        if step.abs().max() > 1e-6 or abs(shift) > math.log(LARGEST_FACTOR) or not 0.5 < power < 2:
-            return Calibration()
-        return Calibration([power * weight for weight in weights], math.exp(shift))
+        if step.abs().max() < 1e-6 and 0.5 < power < 2:  # otherwise, as of a network that has learned little, no power
+            weights, factor = [power * weight for weight in weights], math.exp(shift)
+        return Calibration(weights, factor) if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else Calibration()
 
 
 def _least_squares(matrix: Tensor, values: Tensor) -> Tensor:

@@ -86,6 +86,19 @@ def test_noisy_targets_have_the_mean_and_the_mean_relative_to_the_filtered_densi
     assert float((difference / filtered_density).mean()) == pytest.approx(0, abs=1e-5)
 
 
+def test_a_network_that_has_learned_little_has_no_power_but_the_mean() -> None:
+    """Fixed: the power of a density that the targets hardly follow diverged, and a young checkpoint had no factor."""
+    given, _ = pair()
+    targets = 0.1 * torch.randn(given.shape, generator=torch.Generator().manual_seed(3))
+    weights, factor = fitted((given, targets))
+    assert weights is not None
+    assert factor is not None
+    predicted = factor * torch.exp(SCALE * filtered(given[:, CHANNEL].double(), weights)).mean()
+    true = targets[:, CHANNEL, 1:-1, 1:-1, 1:-1].double()
+    assert float(predicted) == pytest.approx(float(torch.exp(SCALE * true).mean()), rel=1e-5)
+    assert max(map(abs, weights[:-1])) < 0.5
+
+
 def test_targets_that_are_not_plausible_have_no_calibration() -> None:
     """Fixed: of targets in other units the factor was infinite, and predictions were multiplied by it."""
     given, targets = pair()
