@@ -171,7 +171,7 @@ def _of_loss(network: nn.Module, loss: Any, plan: Plan, setting: Setting) -> Cho
     if loss.no_kernel:
         return Choice(TORCH, loss.no_kernel)
     # A subclass may compute something else after the last layer.
-    is_unet = "before_last" in vars(type(network)) and plan.get("last", Choice(TORCH)).operation != TORCH
+    is_unet = "l1" in vars(type(network)) and plan.get("last", Choice(TORCH)).operation != TORCH
     if not is_unet:
         return Choice(CUDNN, "the network's last layer has no kernel for it")
     if setting.dtype != torch.bfloat16:

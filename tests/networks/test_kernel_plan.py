@@ -15,9 +15,12 @@ import torch
 from small_steps import world_on
 from trainings import YAML
 
+from networks import build_loss
+from networks.layers import Last
 from networks.ops import plan
 from networks.ops.hopper import tiles
 from networks.ops.launch import Launch
+from networks.unet import UNet
 from utils import config as configs
 from utils.config import Config
 from utils.config.yaml_files import read_file
@@ -55,6 +58,7 @@ BFLOAT16 = "the last layer computes it in bfloat16 only"
     ("changes", "says"),
     [
         ({}, "{all} by hopper; loss by last"),
+        ({"network__adds_inputs": True}, "{all} by hopper; loss by last"),
         ({"kernels": "cudnn"}, "{all} by cudnn (kernels is cudnn); loss by last"),
         ({"kernels": "torch"}, "{all}, loss by torch (kernels is torch)"),
         ({"enable_jit": True}, "{all}, loss by torch (enable_jit is true)"),
@@ -72,6 +76,30 @@ BFLOAT16 = "the last layer computes it in bfloat16 only"
 )
 def test_the_log_names_what_computes_each_layer_and_why(changes: dict[str, Any], says: str) -> None:
     assert described(**changes) == says.format(all=f"{DOWN}, {UP}, last", no=BFLOAT16, odd=SIDE)
+
+
+class Doubled(UNet):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return 2 * super().forward(*inputs)
+
+
+class Own(torch.nn.Module):
+    """Its layers have the names of the U-Net's, but it does not compute a loss."""
+
+    before_last = UNet.before_last
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Last(128, 5, halvings=0)
+
+
+@pytest.mark.parametrize(("kind", "operation"), [(UNet, plan.LAST), (Doubled, plan.CUDNN), (Own, plan.CUDNN)])
+def test_only_a_network_with_an_l1_of_its_own_is_asked_for_the_loss(kind: Any, operation: str) -> None:
+    """Fixed: a network without one was asked for it, if it had a method `before_last`."""
+    with torch.device("meta"):
+        network, loss = kind(), build_loss("l1")
+    made = plan.make(network, plan.Setting("auto", 64, torch.bfloat16, GPU), loss)
+    assert made[plan.LOSS].operation == operation
 
 
 def test_other_devices_and_a_missing_triton_have_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
