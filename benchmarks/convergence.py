@@ -59,9 +59,9 @@ def simulated(options: argparse.Namespace, grid: int, seed: int, sign: int) -> s
     if not path.exists():
         with common.logged(f"simulating {path}"):
             modes = simulate.initial_modes(finest, make_cosmology(finest.cosmology))
-            dark, gas = simulate.simulate_fields(mesh, torch.from_numpy(of_waves(modes.numpy(), grid)))
+            fields = simulate.simulate_fields(mesh, torch.from_numpy(of_waves(modes.numpy(), grid)))
             path.parent.mkdir(parents=True, exist_ok=True)
-            simulate.write(path, (simulate.to_channels(dark), simulate.to_channels(gas)), mesh)
+            simulate.write(path, [*map(simulate.to_channels, fields, simulate.CHANNELS)], mesh)
     return str(path)
 
 

@@ -31,7 +31,7 @@ from simulation.fourier import backward, forward, in_order, multiplied, one_thre
 from simulation.linear_theory import COSMOLOGIES, GrowthClock, make_cosmology, velocity_unit
 from simulation.particle_mesh import CLOUD, TRACERS_PER_SIDE, deposit, lpt_particles
 from utils.cli import Parser, positive
-from utils.config.channels import known_channels
+from utils.config.channels import Channels, known_channels
 from utils.distributed.threads import usable_cpus
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
@@ -180,21 +180,17 @@ def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: i
     return momentum
 
 
-def to_channels(fields: np.ndarray) -> np.ndarray:
-    """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place."""
-    # Not `Channel.from_physical`, whose rounding differs: boxes of the same seed keep their bits.
-    density_scale, velocity_scale, center, temperature_scale = map(np.float32, TRANSFORM.values())
-    fields[0] = np.log(np.maximum(fields[0], np.float32(DENSITY_FLOOR))) / density_scale
-    fields[1:4] /= velocity_scale
-    if len(fields) == 5:
-        fields[4] = (np.log10(fields[4]) - center) / temperature_scale
+def to_channels(fields: np.ndarray, channels: Channels) -> np.ndarray:
+    """Physical fields [C, x, y, z], the density first, to channels, in place."""
+    np.maximum(fields[0], DENSITY_FLOOR, out=fields[0])
+    for field, channel in zip(fields, channels, strict=True):
+        field[...] = channel.from_physical(field)
     return fields
 
 
-def simulate(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
+def simulate(options: SimulationOptions) -> list[np.ndarray]:
     """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, as CHANNELS."""
-    nbody, hydro = simulate_fields(options)
-    return to_channels(nbody), to_channels(hydro)
+    return [*map(to_channels, simulate_fields(options), CHANNELS)]
 
 
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
@@ -216,7 +212,7 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     }
 
 
-def write(target: Path, fields: tuple[np.ndarray, np.ndarray], options: SimulationOptions) -> None:
+def write(target: Path, fields: Sequence[np.ndarray], options: SimulationOptions) -> None:
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
     datasets, attributes = dict(zip(DATASETS, fields, strict=True)), {"": file_attributes(options)}
     attributes |= zip(DATASETS, map(channel_attributes, CHANNELS), strict=True)
