@@ -1,4 +1,4 @@
-"""The kernel of SOAP's large weights against the products that define the update, in Triton's interpreter."""
+"""The kernel of large weights against what it computes in other ways, in Triton's interpreter: SOAP and Adam."""
 
 import contextlib
 import importlib
@@ -27,7 +27,8 @@ SKIPPED = 3  # the number of a step
 def train(network: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for parameter in network.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        values = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.grad = values.contiguous(memory_format=torch.channels_last_3d)
     update(optimizer, torch.tensor(number != SKIPPED, device=parameter.device))
 
 
@@ -48,21 +49,30 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_the_kernel_computes_what_the_products_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bit changes in a step that is skipped."""
+@pytest.mark.parametrize("name", ["soap", "adam"])
+def test_the_kernel_computes_what_the_products_do(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or torch's fused Adam. No bit changes in a step that is skipped."""
     expected, network = small_network().to(device), small_network().to(device)
+    options = OPTIONS if name == "soap" else OptimizerConfig(name=name)
     with monkeypatch.context() as patch:
         patch.setattr(soap, "has_kernel", lambda weight: False)
-        products = build_optimizer(OPTIONS, dict(expected.named_parameters()), 0.01)
+        products = build_optimizer(options, dict(expected.named_parameters()), 0.01)
     with by_kernel(monkeypatch) if device == "cpu" else contextlib.nullcontext():
-        optimizer: Any = build_optimizer(OPTIONS, dict(network.named_parameters()), 0.01)
-        assert len(optimizer._by_kernel) == 2
+        optimizer: Any = build_optimizer(options, dict(network.named_parameters()), 0.01)
+        for weight in network.parameters() if name == "adam" else []:
+            weight.half_copy = weight.half()
+        assert name == "adam" or len(optimizer._by_kernel) == 2
         for number in range(6):
             before = [parameter.clone() for parameter in network.parameters()]
             train(expected, products, number)
             train(network, optimizer, number)
             unchanged = [torch.equal(*pair) for pair in zip(before, network.parameters(), strict=True)]
-            assert unchanged == [number in (0, SKIPPED)] * 2
+            assert unchanged == [number == SKIPPED or (number == 0 and name == "soap")] * 2
+            assert number in (0, SKIPPED) or all(
+                torch.equal(weight.half_copy, weight.half()) and weight.half_version == weight._version
+                for weight in network.parameters()
+                if name == "adam"
+            )
     for other, parameter in zip(expected.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
         for name in ("exp_avg", "exp_avg_sq", "step"):
@@ -87,13 +97,15 @@ def test_a_layer_uses_the_half_precision_weight_of_the_kernel_until_the_weight_c
     assert torch.equal(halves([layer])[layer], layer.weight.half())
 
 
+@pytest.mark.parametrize("rotates", [True, False])
 @ARCHITECTURES
-def test_registers(architecture: int, tmp_path: Path) -> None:
+def test_registers(rotates: bool, architecture: int, tmp_path: Path) -> None:
     """On a Hopper GPU two programs per multiprocessor. No spills anywhere."""
     cells = pytest.importorskip("utils.optim.cells")
     types = dict.fromkeys(("weight", "gradient", "first", "second", "basis", "lr", "step", "idle"), "*fp32")
     types |= {"half": "*bf16", "channels": "i32", **dict.fromkeys(("beta1", "beta2", "eps", "decay"), "fp32")}
-    constants = {"CELLS": cells.CELLS, "BLOCK": cells.BLOCK, "HAS_HALF": True, "PRECISION": "tf32"}
+    sizes = {"CELLS": cells.CELLS, "BLOCK": cells.BLOCK}
+    constants = {**sizes, "HAS_HALF": True, "ROTATES": rotates, "PRECISION": "tf32"}
     options = {"num_warps": cells.WARPS, "enable_fp_fusion": False}
     result = compile_kernel(cells.adam_of_cells, types, constants, tmp_path, architecture, **options)
     assert (result.registers <= (128 if architecture == 90 else 255), result.stack) == (True, 0), result[:3]

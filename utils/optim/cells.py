@@ -1,4 +1,4 @@
-"""SOAP's update of a large convolution, with no basis but that of its kernel's 4³ cells, in one kernel on a GPU."""
+"""Adam's update of a convolution with 4³ cells, for SOAP in a basis along these cells, in one kernel on a GPU."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,27 +24,31 @@ def descend(
     weight: torch.Tensor,
     gradient: torch.Tensor,
     state: Mapping[str, torch.Tensor],
-    basis: torch.Tensor,
+    basis: torch.Tensor | None,
     group: Mapping[str, Any],
     idle: torch.Tensor,
 ) -> None:
     """Updates the weight, the state's moments, and the weight in half precision that its layer uses, if there is one.
 
-    basis: [64, 64], a vector per column. state["step"]: the number of this update, from 1 on. No update if `idle` > 0.
+    basis: [64, 64], a vector per column; None: Adam itself. state["step"]: the number of this update, from 1 on. No
+    update if `idle` > 0. Weight decay is decoupled.
     """
     first, second = weight.shape[:2]
     lr = group["lr"]
     if not isinstance(lr, torch.Tensor):
         lr = torch.full((), lr, device=weight.device)  # by a kernel: a copy from the host would wait
     half = getattr(weight, "half_copy", None)
+    gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
     launch(
         adam_of_cells,
         first * -(-second // BLOCK),
-        *(weight, gradient, state["exp_avg"], state["exp_avg_sq"], weight if half is None else half),
-        *(basis, lr, state["step"], idle, *group["betas"], group["eps"], group["weight_decay"], second),
+        *(weight, gradient, state["exp_avg"], state["exp_avg_sq"]),
+        *(weight if part is None else part for part in (half, basis)),
+        *(lr, state["step"], idle, *group["betas"], group["eps"], group["weight_decay"], second),
         CELLS=CELLS,
         BLOCK=BLOCK,
         HAS_HALF=half is not None,
+        ROTATES=basis is not None,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         num_warps=WARPS,
     )
@@ -55,19 +59,20 @@ def descend(
 @triton.jit(do_not_specialize=["channels"])
 def adam_of_cells(  # type: ignore[no-untyped-def]
     weight, gradient, first, second, half, basis, lr, step, idle, beta1, beta2, eps, decay, channels,
-    CELLS: tl.constexpr, BLOCK: tl.constexpr, HAS_HALF: tl.constexpr, PRECISION: tl.constexpr,
+    CELLS: tl.constexpr, BLOCK: tl.constexpr, HAS_HALF: tl.constexpr, ROTATES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all cells [CELLS, BLOCK] of one first channel and BLOCK second ones."""
     if tl.load(idle) == 0:
         blocks = (channels + BLOCK - 1) // BLOCK
         cell = tl.arange(0, CELLS)[:, None]
-        vector = tl.arange(0, CELLS)[None, :]
         channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
         place = ((tl.program_id(0) // blocks).to(tl.int64) * CELLS + cell) * channels + channel
         inside = (channel < channels) & (cell >= 0)
-        vectors = tl.load(basis + cell * CELLS + vector)
         values = tl.load(gradient + place, mask=inside, other=0.0)
-        values = tl.dot(tl.trans(vectors), values, input_precision=PRECISION)
+        if ROTATES:
+            vectors = tl.load(basis + cell * CELLS + tl.arange(0, CELLS)[None, :])
+            values = tl.dot(tl.trans(vectors), values, input_precision=PRECISION)
         number = tl.load(step)
         mean = tl.load(first + place, mask=inside, other=0.0)
         mean += (1 - beta1) * (values - mean)
@@ -77,8 +82,10 @@ def adam_of_cells(  # type: ignore[no-untyped-def]
         rate = tl.load(lr)
         scale = tl.sqrt(1 - tl.exp2(number * tl.log2(beta2)))
         direction = rate / (1 - tl.exp2(number * tl.log2(beta1))) * mean / (tl.sqrt(square) / scale + eps)
+        if ROTATES:
+            direction = tl.dot(vectors, direction, input_precision=PRECISION)
         old = tl.load(weight + place, mask=inside, other=0.0)
-        new = old - rate * decay * old - tl.dot(vectors, direction, input_precision=PRECISION)
+        new = old - rate * decay * old - direction
         tl.store(weight + place, new, mask=inside)
         if HAS_HALF:
             tl.store(half + place, new.to(half.dtype.element_ty), mask=inside)

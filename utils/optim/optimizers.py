@@ -9,7 +9,7 @@ import torch
 
 from utils.config.sections import OptimizerConfig
 from utils.lookup import build_user_class, lookup
-from utils.optim.adam_by_weight import Lamb, LearningRate, Parameters, adam_options
+from utils.optim.adam_by_weight import Gradients, Lamb, LearningRate, Parameters, adam_options
 from utils.optim.soap import Soap
 
 Builder = Callable[[OptimizerConfig, Parameters, LearningRate], torch.optim.Optimizer]
@@ -95,6 +95,36 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
+class Adam(torch.optim.Adam):
+    """torch's fused Adam, but the kernel of cells.py updates weights that layers read in half precision, and these."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        gradients = self._gradients_for_the_kernel()
+        for weight in gradients:
+            weight.grad = None
+        super().step()
+        if gradients:
+            from utils.optim import cells
+
+            counts = [self.state[weight]["step"] for weight in gradients]
+            skip = getattr(self, "found_inf", torch.zeros_like(counts[0]))
+            torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
+            for weight, gradient in gradients.items():
+                cells.descend(weight, gradient, self.state[weight], None, self.param_groups[0], skip)
+                weight.grad = gradient
+
+    def _gradients_for_the_kernel(self) -> Gradients:
+        """By weight; none if they have a scale or a decay that is part of them, and before torch has made the state."""
+        weights = [weight for weight in self.param_groups[0]["params"] if hasattr(weight, "half_copy")]
+        if not weights or self.param_groups[0]["weight_decay"] or getattr(self, "grad_scale", None) is not None:
+            return {}
+        from utils.optim import cells
+
+        known = (weight for weight in weights if weight in self.state and cells.fits(weight))
+        return {weight: weight.grad for weight in known if weight.grad is not None}
+
+
 def _adam(kind: type[torch.optim.Adam], options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Any:
     """torch's fused Adam (Kingma & Ba 2015), or AdamW with decoupled weight decay (Loshchilov & Hutter 2019)."""
     return kind(parameters.values(), lr, capturable=isinstance(lr, torch.Tensor), fused=True, **adam_options(options))
@@ -107,7 +137,7 @@ def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRat
             from apex.optimizers import FusedAdam
 
             return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **adam_options(options))
-    return _adam(torch.optim.Adam, options, parameters, lr)
+    return _adam(Adam, options, parameters, lr)
 
 
 def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
@@ -121,7 +151,7 @@ def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> 
 
 
 OPTIMIZERS: dict[str, Builder] = {
-    "adam": functools.partial(_adam, torch.optim.Adam),
+    "adam": functools.partial(_adam, Adam),
     "adamw": functools.partial(_adam, torch.optim.AdamW),
     "apex_adam": _apex_adam,
     "sgd": _sgd,

@@ -113,8 +113,8 @@ class Soap(AdamByWeight):
             from utils.optim import cells
 
             for parameter in by_kernel:
-                gradient = gradients[parameter].contiguous(memory_format=torch.channels_last_3d)
-                cells.descend(parameter, gradient, self.state[parameter], self._bases(parameter)[2], group, idle)
+                basis = self._bases(parameter)[2]
+                cells.descend(parameter, gradients[parameter], self.state[parameter], basis, group, idle)
         torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
     def _update_by_products(self, group: Group, given: Gradients, skip: torch.Tensor, idle: torch.Tensor) -> None:
