@@ -31,7 +31,6 @@ class Options:
     preflight: int | None
     resume: str | None
     init_from: str | None
-    plot: str | None
     gpu_memory: int | None
 
 
@@ -96,13 +95,6 @@ def hdf5_output(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def png_output(text: str) -> str:
-    """Converts the name of a PNG file to write, or none; refuses others, since an existing file is replaced."""
-    if text and not text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png; name it *.png")
-    return os.path.expanduser(text)
-
-
 def add_checkpoint_option(parser: argparse._ActionsContainer, **options: Any) -> None:
     text = "run directory (loads its best checkpoint), checkpoint directory, or weights.pt file"
     parser.add_argument("--checkpoint", help=text, **options)
@@ -158,8 +150,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preflight", nargs="?", const=0, type=positive, metavar="RANKS", help=text)
     text = "with --preflight: GiB of memory of the GPUs of the run, on a machine without them, such as a login node"
     parser.add_argument("--gpu_memory", type=positive, metavar="GIB", help=text)
-    text = "with --preflight: plot the learning rate of all steps (learning_rate.png in the run directory)"
-    parser.add_argument("--plot", nargs="?", const="", type=png_output, metavar="FILE", help=text)
     text = "print the resolved config, with all keys, as a YAML file, then exit"
     parser.add_argument("--print_config", action="store_true", help=text)
     return parser
@@ -197,12 +187,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for flag, part in (("--run_num", arguments.run_num), ("--config", name)):
         if not part.isprintable() or {"/", "\\"} & set(part) or part in ("", ".", ".."):
             raise UserError(f"{flag} {part!r} must be a plain name, because it is a part of the run directory's path")
-    for flag in ("plot", "gpu_memory"):
-        if getattr(arguments, flag) is not None and arguments.preflight is None:
-            raise UserError(f"--{flag} needs --preflight; add --preflight or remove --{flag}")
+    if arguments.gpu_memory is not None and arguments.preflight is None:
+        raise UserError("--gpu_memory needs --preflight; add --preflight or remove --gpu_memory")
     if arguments.gpu_memory is not None and changes.setdefault("device", "cuda") == "cpu":
         raise UserError("--gpu_memory contradicts --set device=cpu; remove one of them")
-    equal = ("yaml_config", "run_num", "preflight", "resume", "init_from", "plot", "gpu_memory")
+    equal = ("yaml_config", "run_num", "preflight", "resume", "init_from", "gpu_memory")
     options = Options(config=name, overrides=flags | changes, **{key: getattr(arguments, key) for key in equal})
     if arguments.print_config:
         config = load(options.yaml_config, options.config, options.overrides)

@@ -1,6 +1,6 @@
 """The preflight of a run (`--preflight`): builds what the run builds, trains one step and reads all data.
 
-One process checks a run of any number of ranks and writes nothing but a plot. Several ranks first check their fabric.
+One process checks a run of any number of ranks and writes nothing. Several ranks first check their fabric.
 """
 
 import dataclasses
@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World, connect
 from utils.errors import UserError, value_errors_for_users
-from utils.optim.schedules import log_learning_rate, plot_learning_rate
+from utils.optim.schedules import log_learning_rate
 from utils.profiling.benchmark import read_settings
 from utils.profiling.profiler import build_profiler
 from utils.progress import format_duration
@@ -98,10 +97,6 @@ def _check(
         directory, start = _find_start(options, volumes, directory, size, alone)
         if not lacks_gpu:
             build_profiler(config, alone, directory)
-    if options.plot is not None:
-        if not options.plot:
-            directory.path.mkdir(parents=True, exist_ok=True)
-        plot_learning_rate(config, options.config, Path(options.plot or directory.learning_rate))
     if lacks_gpu and volumes.reads == "hdf5":  # others may need its memory
         volumes = volumes.changed(data_loader_config="lowmem")
     _train_one_step(volumes, alone, ranks, size, start)

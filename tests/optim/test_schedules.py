@@ -2,19 +2,16 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from trainings import YAML
 
-import train
 from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import LrScheduleConfig
 from utils.optim.schedules import SCHEDULES, Schedule, warn_of_long_warmup
-from utils.run.directory import RunDirectory
 
 
 def scheduled(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:
@@ -92,20 +89,3 @@ def test_a_warmup_longer_than_the_run_is_a_warning(command: str, ranks: int, war
     warn_of_long_warmup(configs.load(options.yaml_config, options.config, options.overrides).for_world(ranks))
     assert ("the run of 32 steps ends within the warm-up of 128 steps" in caplog.text) == warns
     assert len(caplog.records) == warns
-
-
-def test_the_preflight_plots_the_learning_rate(
-    tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also without the data. Fixed: without a name it was in the current directory; the run directory stays free."""
-    monkeypatch.chdir(tmp_path)
-    flags = [f"--yaml_config={YAML}", "--config=test", *data_flags, "--set=expdir=runs", "--set=train_path=/nowhere.h5"]
-    run = Path("runs/test/1ranks/00")
-    for plot, name in (("--plot", run / "learning_rate.png"), ("--plot=rate.png", Path("rate.png"))):
-        with pytest.raises(SystemExit):
-            train.main([*flags, "--preflight", plot])
-        assert f"preflight: learning rate plotted in {name}\n" in capsys.readouterr().out
-        assert [path for path in Path().rglob("*") if path.is_file()] == [name]
-        assert RunDirectory(run).is_free
-        assert name.read_bytes().startswith(b"\x89PNG")
-        name.unlink()

@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 from utils.config import Config
-from utils.files import atomic_write, check_target
 from utils.log import once_per_job
 
 log = once_per_job(__name__)
@@ -69,20 +67,3 @@ def log_learning_rate(config: Config) -> None:
     warmup = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
     log.info(f"learning rate: shape {shape}, scaling {scaling}, {warmup}, peak {schedule.peak:.3e}; {curve}")
     warn_of_long_warmup(config)
-
-
-def plot_learning_rate(config: Config, name: str, file: Path) -> None:
-    """Plots the learning rate of all steps of config `name` to a PNG file."""
-    from matplotlib.figure import Figure  # takes a second
-
-    check_target(file, overwrite=True, option="--plot")
-    schedule, options = Schedule(config), config.lr_schedule
-    steps = range(0, config.total_steps, max(1, config.total_steps // 10_000))  # more points than the plot shows
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
-    axes.plot(steps, [schedule(step) for step in steps], drawstyle="steps-post")
-    axes.set_title(f"{name}: global batch {config.global_batch_size}, scaling {options.scaling}, shape {options.shape}")
-    axes.grid(alpha=0.3)
-    with atomic_write([file]) as (partial,):
-        figure.savefig(partial, format="png", dpi=150)
-    log.info("learning rate plotted in %s", file)

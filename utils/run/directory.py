@@ -24,7 +24,6 @@ class RunDirectory:
         self.slices, self.error_slices = path / "slices.png", path / "slices_largest_error.png"
         self.profile = path / "trace.json.gz", path / "top_operations.txt"  # the latter: a table
         self.removal = path / ".removal"  # while the run is being removed
-        self.learning_rate = path / "learning_rate.png"  # the preflight's plot
 
     def __str__(self) -> str:
         return str(self.path)
@@ -44,12 +43,12 @@ class RunDirectory:
         """True if no run has begun here, or its removal was interrupted, which the next start completes.
 
         A process that was killed may have left hidden files, or the first record; one that hung before its first step
-        the last collectives; a preflight its plot.
+        the last collectives.
         """
         if not self.path.is_dir():
             return not os.path.lexists(self.path)
         collectives = (file.name for file in self.path.glob(RECORD.format("*")))
-        remains = {self.provenance.name, self.learning_rate.name, *collectives}
+        remains = {self.provenance.name, *collectives}
         return self.removal.exists() or all(name.startswith(".") or name in remains for name in os.listdir(self.path))
 
     @property
