@@ -146,8 +146,6 @@ def network(name: str, keys: dict[str, Any] | None = None, **options: Any) -> nn
         ({"network.name": "own_net.Layers", "network.options.kind": "frozen"}, "no parameter to train; make layers at"),
         ({"network.name": "own_net.Layers", "network.options.kind": "complex"}, "parameter phase is complex, which op"),
         ({"network.name": "unet", "network.options.dept": 2}, "network unet has no option dept; remove it"),
-        ({"network.name": "own_net.Scaled", "network.adds_inputs": True}, "own_net.Scaled has no option added; known"),
-        ({"network.adds_inputs": True, **MASS}, "adds_inputs: no input has a target's quantity and transf"),
         ({"loss": "own_net.CellLoss"}, "loss own_net.CellLoss returns no scalar that depends on the network's outputs"),
         ({"loss": "own_net.TrainedLoss"}, "loss own_net.TrainedLoss has parameters, which no optimizer trains; move"),
         ({"loss": "own_net.Loss", "channel_weights": [1, 2, 2, 2, 1]}, "has no option weights; known: lambda_rho"),
@@ -185,6 +183,11 @@ def test_inputs_with_a_targets_quantity_and_transform_are_added() -> None:
     targets = [{"name": "temperature"}, {"name": "gas density", **density}, {"name": "gas velocity x", "unit": "km/s"}]
     own = {"channels": {"targets": targets}, "N_out_channels": 3}
     assert network("unet", {"network.adds_inputs": True, **own}).added == [None, 0, None], "v/(900 km/s) is another"
+    for keys in ({}, {"network.name": "own_net.Scaled"}):  # networks without the option get none
+        config = configs.load(YAML, "test", {"network.adds_inputs": True, **MASS, **keys}).for_world(1)
+        assert not getattr(build.network(config), "added", None)
+    lines = [*build.options_without_effect(config, world_on("cpu"))]
+    assert lines == ["network.adds_inputs has no effect: no input has a target's quantity and transform"]
 
 
 @pytest.mark.parametrize("how", ["train", "preflight", "preflight without a step"])

@@ -172,7 +172,9 @@ class Config(NeutralKeys):
         if total % multiple:
             steps = f" × accumulation_steps {self.accumulation_steps}" if self.accumulation_steps > 1 else ""
             parts = f"{world_size} ranks{steps}"
-            raise UserError(f"global_batch_size {total} is not divisible by {parts}; use a multiple of {multiple}")
+            fitting = [ranks for ranks in range(1, world_size) if total % (ranks * self.accumulation_steps) == 0]
+            fault = f"global_batch_size {total} is not divisible by {parts}; use a multiple of {multiple}"
+            raise UserError(f"{fault}, or start {fitting[-1]} of them" if fitting else fault)
         if self.Nsamples < total:
             fault = f"Nsamples {self.Nsamples} is less than global_batch_size {total}"
             raise UserError(f"{fault}; raise it or lower the batch size")
