@@ -3,7 +3,7 @@
 import io
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,12 @@ Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
 def draw(name: str, results: Results) -> Figure:
-    """The picture of this name; the results must have data for it."""
+    """The picture of this name, a statistic's or a function's below; the results must have data for it."""
     if name in results.statistics:
         figure = new_figure(8, 4.3)
         results.statistics[name].draw(figure, results)
     else:
-        figure = PICTURES[name](results)
+        figure = globals()[name](results)
     figure.suptitle(results.title)
     return figure
 
@@ -278,7 +278,3 @@ def _draw_curves(axes: Axes, records: Records, labels: Mapping[str, str]) -> flo
     if any(labels.values()) and axes.lines:
         axes.legend()
     return highest
-
-
-DRAWN = slices, spectra, distributions, flux, flux_3d
-PICTURES: dict[str, Callable[[Results], Figure]] = {picture.__name__: picture for picture in DRAWN}
