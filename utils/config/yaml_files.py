@@ -74,9 +74,13 @@ def _parse(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:  # its text names the input "<unicode string>" and repeats the line
         mark, context = error.problem_mark, f" ({error.context})" if error.context else ""
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        hint = f"; << finds anchors above it in the same file, {EXTENDS}: NAME any config"
-        if "undefined alias" not in str(error):
-            hint = "; indent with spaces" if "'\\t'" in str(error) else ""
+        hints = {
+            "undefined alias": f"; << finds anchors above it in the same file, {EXTENDS}: NAME any config",
+            "'\\t'": "; indent with spaces",
+            "mapping values": "; indent all keys of a mapping alike, and quote values with a colon",
+            "expected ':'": "; write key: value",
+        }
+        hint = next((hint for words, hint in hints.items() if words in str(error)), "")
         raise UserError(f"cannot read {name}: {place}{error.problem}{context}{hint}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a wrong tag, such as !!int word
         reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
