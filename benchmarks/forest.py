@@ -10,9 +10,9 @@ interruption the same command continues. The log has the seconds of each part.
 
 Densities are calibrated, as those of predict.py are by default, except for "z = 3, own output".
 
-A row counts as won if the network is better than each baseline in the mean over networks and boxes, and as lost if a
-baseline is better by two standard errors. Δχ² is that of P1D for the total errors of DESI's early data
-(benchmarks/desi_p1d.csv), without correlations; z = 3, other gas has the networks of z = 3 on a box with other physics.
+A row is won if the network is better than each baseline by two standard errors, ahead if it is better in the mean over
+networks and boxes, and lost if a baseline is better by two standard errors. Δχ² is that of P1D for the total errors of
+DESI's early data (benchmarks/desi_p1d.csv), without correlations; z = 3, other gas has other physics.
 
 FGPA smooths the dark matter over the length with the smallest error on the training box. The fitted FGPA has the power
 law of the temperatures of that box, and a length of its own; the transfer function is fitted to that box, too. An error
@@ -59,7 +59,7 @@ TRUTH = "the truth's own error"
 RATIO = " / target's"
 DESI = np.loadtxt(Path(__file__).with_name("desi_p1d.csv"), delimiter=",", usecols=(0, 1, 3)).tolist()
 CHI_SQUARED = "Δχ² of P1D for DESI's errors"
-COUNTED = 2.0  # standard errors by which a baseline has to be better
+OUTCOMES = {"won": -2.0, "ahead": 0.0, "even": 2.0, "lost": math.inf}  # limits of the worst difference, see above
 
 
 def relation(diagram: PhaseDiagram, histogram: np.ndarray) -> tuple[float, float]:
@@ -182,14 +182,12 @@ def shown(values: Mapping[str, Any] | None, factor: float) -> str:
 
 
 def outcome(values: Mapping[str, Any], label: str) -> str:
-    """The row of a measure is "won", "lost" or "even"; empty without baselines. See above."""
+    """The row of a measure is one of OUTCOMES; empty without baselines. See above."""
     found = {name: np.array(given["values"]) for name, given in values.items() if name in METHODS and given}
     errors = {name: np.abs(part - (not is_error(label))) for name, part in found.items()}  # [networks, boxes]
     differences = [errors[PREDICTION] - part for name, part in errors.items() if name != PREDICTION]
-    if any(part.mean() > COUNTED * math.hypot(*map(standard_error, (part, part.T))) for part in differences):
-        return "lost"
-    won = all(part.mean() < 0 for part in differences)
-    return ("won" if won else "even") if differences else ""
+    scores = [part.mean() / max(1e-30, math.hypot(*map(standard_error, (part, part.T)))) for part in differences]
+    return next(name for name, limit in OUTCOMES.items() if max(scores) < limit) if scores else ""
 
 
 def standard_error(values: np.ndarray) -> float:
@@ -240,7 +238,7 @@ def page(results: Mapping[str, Any], training: Sequence[Mapping[str, Any]]) -> s
         lengths = "; ".join(f"{name}: {fit['fitted']:g}" for name, fit in result["smoothing (Mpc/h)"].items())
         count = np.size(next(iter(result["measures"].values()))["values"])
         outcomes = [outcome(values, label) for label, values in blocks[volume].items()]
-        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("won", "even", "lost"))
+        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in OUTCOMES)
         parts.append(f"{volume}: n = {count} pairs of a network and a box; {counts}. Smoothing in Mpc/h: {lengths}.")
         parts.append(block_table(blocks[volume]))
     heads = [f"{name}, {volume}" for volume in blocks for name in (FGPA, "best baseline")]

@@ -113,8 +113,9 @@ def test_the_best_method_is_bold_and_deviations_over_boxes_and_networks_are_sepa
         ("PDF distance", [0.25, 0.35], "won"),
         ("PDF distance", [0.02, 0.12], "lost"),
         ("PDF distance", [0.12, 0.26], "even"),
+        ("PDF distance", [0.17, 0.37], "ahead"),
         (f"mean flux{forest.RATIO}", [0.5, 1.5], "lost"),
-        (f"mean flux{forest.RATIO}", [0.1, -0.1], "won"),
+        (f"mean flux{forest.RATIO}", [-0.2, -0.1], "won"),
     ],
 )
 def test_a_row_is_lost_beyond_two_standard_errors(label: str, baseline: list[float], expected: str) -> None:
