@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from networks.film import Film, Modulation, modulate
 from networks.layers import Down, Last, Up
@@ -17,7 +18,7 @@ MAX_WIDENING = 8  # channels double with each scale, up to this multiple of the 
 class UNet(nn.Module):
     """[N, in_channels, D, D, D] -> [N, out_channels, D, D, D]; D is a multiple of 2**scales.
 
-    The outputs are in (-1, 1), unless inputs are added to them: `added` has the input's number by the output's.
+    The outputs are in (-1, 1), unless smoothed inputs are added: `added` has the input's number by the output's.
 
     The encoder halves the grid at each scale (`down1`, `down2`, …), the decoder doubles it (…, `up2`, `last`). Each
     decoder layer reads the previous one's output concatenated with the encoder's output of the same size.
@@ -64,15 +65,17 @@ class UNet(nn.Module):
 
     def forward(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
         outputs = self.last(self.before_last(fields, conditions))
-        return outputs + self._inputs(fields) if self.added else outputs
+        return outputs + self._smoothed(fields) if self.added else outputs
 
     def l1(self, fields: Tensor, targets: Tensor, conditions: Tensor | None = None) -> Tensor:
         """The mean of |outputs - targets|, by the kernel of the last layer."""
-        targets = targets - self._inputs(fields) if self.added else targets
+        targets = targets - self._smoothed(fields) if self.added else targets
         return self.last.l1(self.before_last(fields, conditions), targets)
 
-    def _inputs(self, fields: Tensor) -> Tensor:
+    def _smoothed(self, fields: Tensor) -> Tensor:
         """What is added to the outputs; 0 for those without an input."""
+        # Gas does not follow the dark matter from cell to cell, nor the noise of its particles there.
+        fields = F.avg_pool3d(fields, 3, stride=1, padding=1, count_include_pad=False)
         zero = torch.zeros_like(fields[:, :1])
         return torch.cat([zero if place is None else fields[:, place : place + 1] for place in self.added], dim=1)
 

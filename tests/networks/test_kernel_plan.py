@@ -58,7 +58,7 @@ BFLOAT16 = "the last layer computes it in bfloat16 only"
     ("changes", "says"),
     [
         ({}, "{all} by hopper; loss by last"),
-        ({"network__adds_inputs": True}, "{all} by hopper; loss by last"),
+        ({"network__adds_vectors": True}, "{all} by hopper; loss by last"),
         ({"kernels": "cudnn"}, "{all} by cudnn (kernels is cudnn); loss by last"),
         ({"kernels": "torch"}, "{all}, loss by torch (kernels is torch)"),
         ({"enable_jit": True}, "{all}, loss by torch (enable_jit is true)"),

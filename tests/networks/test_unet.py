@@ -130,12 +130,15 @@ def test_two_scales_equal_separate_operations(norm: str) -> None:
     assert torch.equal(model(x, targets, CONDITIONS), usual)
 
 
-def test_inputs_are_added_to_the_outputs_and_a_loss_by_the_last_layer_equals_the_usual_one() -> None:
+def test_smoothed_inputs_are_added_to_the_outputs_and_a_loss_by_the_last_layer_equals_the_usual_one() -> None:
     plain, network = small(out_channels=4), small(out_channels=4, added={3: 0, 0: 2})
     x, targets = fields(2, 8), 2 * torch.ones(2, 4, 8, 8, 8)
     expected = plain(x)
-    expected[:, [0, 3]] += x[:, [2, 0]]
-    torch.testing.assert_close(network(x), expected)
+    expected[:, [0, 3]] += F.pad(x, (1,) * 6).unfold(2, 3, 1).unfold(3, 3, 1).unfold(4, 3, 1).mean((5, 6, 7))[:, [2, 0]]
+    inner = (..., *[slice(1, -1)] * 3)
+    torch.testing.assert_close(network(x)[inner], expected[inner])
+    same = network(torch.ones_like(x)) - plain(torch.ones_like(x))
+    torch.testing.assert_close(same, torch.tensor([1.0, 0, 0, 1]).view(4, 1, 1, 1).expand_as(same), msg="at the faces")
     model = NetworkWithLoss(network, build_loss("l1"))
     usual, model.loss.operation = model(x, targets), plan.LAST
     torch.testing.assert_close(model(x, targets), usual)

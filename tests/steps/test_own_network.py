@@ -177,17 +177,20 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
         check_output(config, build.network(config), torch.device("cpu"))
 
 
-def test_inputs_with_a_targets_quantity_and_transform_are_added() -> None:
-    assert network("unet", {"network.adds_inputs": True}).added == [0, 1, 2, 3, None]
-    density = {"unit": "mean density", "scale": 14.0, "is_log": True}
-    targets = [{"name": "temperature"}, {"name": "gas density", **density}, {"name": "gas velocity x", "unit": "km/s"}]
-    own = {"channels": {"targets": targets}, "N_out_channels": 3}
-    assert network("unet", {"network.adds_inputs": True, **own}).added == [None, 0, None], "v/(900 km/s) is another"
+def test_vectors_with_a_targets_quantity_and_transform_are_added() -> None:
+    assert network("unet", {"network.adds_vectors": True}).added == [None, 1, 2, 3, None]
+    names = {axis: f"gas velocity {axis}" for axis in "xyz"}
+    for scale, added in ((900.0, [None, 3, 1, 2]), (1000.0, [])):
+        parts = [{"name": names[axis], "unit": "km/s", "scale": scale, "component": names[axis]} for axis in "zxy"]
+        own = {"channels": {"targets": [{"name": "temperature"}, *parts]}, "N_out_channels": 4}
+        assert network("unet", {"network.adds_vectors": True, **own}).added == added
     for keys in ({}, {"network.name": "own_net.Scaled"}):  # networks without the option get none
-        config = configs.load(YAML, "test", {"network.adds_inputs": True, **MASS, **keys}).for_world(1)
+        config = configs.load(YAML, "test", {"network.adds_vectors": True, **MASS, **keys}).for_world(1)
         assert not getattr(build.network(config), "added", None)
     lines = [*build.options_without_effect(config, world_on("cpu"))]
-    assert lines == ["network.adds_inputs has no effect: no input has a target's quantity and transform"]
+    assert lines == [
+        "network.adds_vectors has no effect: no vector of the inputs has a target's quantity and transform"
+    ]
 
 
 @pytest.mark.parametrize("how", ["train", "preflight", "preflight without a step"])

@@ -111,7 +111,7 @@ class NetworkConfig(Section):
     width: Positive = 64  # unet: channels at the first scale
     # unet: number of downsamplings; None: 6, or 5 if full_scale is false
     scales: Positive | None = None
-    adds_inputs: bool = False  # unet: adds inputs to the outputs of the same quantity, and so learns the difference
+    adds_vectors: bool = False  # unet: adds the inputs' vectors, smoothed over 3³ cells, to those of the same quantity
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
     # unet: scalars of each volume, from its file's attributes, that the network also takes; see networks/film.py. cell
     # is the side of a cell in comoving Mpc/h, hubble is H0 in km/s/Mpc.

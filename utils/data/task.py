@@ -33,8 +33,8 @@ def task_of(config: Config) -> Task:
     shapes = [(inputs, *(crop,) * 3), (targets, *(crop,) * 3), (len(config.network.conditions),)]
     tensors = [(shape, torch.float32) for shape in shapes if shape[0]]  # there may be no conditions
     sources, channels = config.volume_channels
-    if config.network.adds_inputs:
-        shared = copied_channels(sources, channels).items()
+    if config.network.adds_vectors:
+        shared = [(a, b) for a, b in copied_channels(sources, channels).items() if channels[a].component]
         options["added"] = {a: b for a, b in shared if channels[a].formula() == sources[b].formula()}
     place = density_place(channels, GAS)
     density = None if place is None else (place, channels[place].scale)
