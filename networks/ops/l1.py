@@ -75,8 +75,8 @@ class LastL1(torch.autograd.Function):
         bias: Tensor,
         targets: Tensor,
     ) -> Tensor:
-        ctx.differentiate, ctx.count = differentiate, targets.numel()
-        total, gradient, bias_gradient = compute(x, weight, bias, targets)
+        ctx.differentiate, ctx.count, form = differentiate, targets.numel(), torch.channels_last_3d
+        total, gradient, bias_gradient = compute(x, weight, bias, targets.contiguous(memory_format=form))
         ctx.save_for_backward(x, weight, gradient, bias_gradient)
         return total / ctx.count
 

@@ -97,8 +97,9 @@ def test_a_non_finite_loss_makes_all_gradients_nan(interpreter, function: Any, i
 
 @pytest.mark.parametrize("added", [None, {0: 0, 4: 1}], ids=str)
 def test_a_network_trains_as_with_the_plain_loss(interpreter: list[str], added: Any) -> None:
-    module = with_loss(scales=2, added=added)
-    got = trained(planned(module, "cudnn", 4, torch.bfloat16), batch(size=4), torch.bfloat16)
+    """Also on targets that are not channels-last."""
+    module, given = with_loss(scales=2, added=added), [part.contiguous() for part in batch(size=4)]
+    got = trained(planned(module, "cudnn", 4, torch.bfloat16), given, torch.bfloat16)
     assert interpreter == ["bias_activation_forward"] * 3 + ["blocks_l1"] + ["bias_activation_backward"] * 3
     assert_trains_like(got, with_loss(scales=2, added=added), batch(size=4), torch.bfloat16)
 
