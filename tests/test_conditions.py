@@ -138,6 +138,7 @@ def test_programs_use_the_conditions_of_their_input(run: Path, folder: Path, tmp
         (["network.conditions=[cell,cell]"], r"conditions cell, cell has a name twice; remove one"),
         (["network.condition_ranges=[[1,2],[3,2]]"], r"condition_ranges has \[3, 2\]; set \[lowest, highest\]"),
         (["network.conditions=[redshift]", "init_from"], r"trained with .*cell.*, this run has \['redshift"),
+        (["network.adds_vectors=true", "init_from"], "adds_vectors False, this run has True; .*adds_vectors=False"),
         (["train_path=[FOLDER/first.h5,FOLDER/late.h5]", "init_from"], r"condition_ranges=\[\[2\.0,4\.0\],\[1\.0,1"),
     ],
     ids=str,

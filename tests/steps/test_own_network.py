@@ -184,13 +184,11 @@ def test_vectors_with_a_targets_quantity_and_transform_are_added() -> None:
         parts = [{"name": names[axis], "unit": "km/s", "scale": scale, "component": names[axis]} for axis in "zxy"]
         own = {"channels": {"targets": [{"name": "temperature"}, *parts]}, "N_out_channels": 4}
         assert network("unet", {"network.adds_vectors": True, **own}).added == added
-    for keys in ({}, {"network.name": "own_net.Scaled"}):  # networks without the option get none
-        config = configs.load(YAML, "test", {"network.adds_vectors": True, **MASS, **keys}).for_world(1)
+    for keys in (MASS, {"network.name": "own_net.Scaled"}):
+        config = configs.load(YAML, "test", {"network.adds_vectors": True, **keys}).for_world(1)
         assert not getattr(build.network(config), "added", None)
-    lines = [*build.options_without_effect(config, world_on("cpu"))]
-    assert lines == [
-        "network.adds_vectors has no effect: no vector of the inputs has a target's quantity and transform"
-    ]
+        (line,) = build.options_without_effect(config, world_on("cpu"))
+        assert line.startswith("network.adds_vectors has no effect: not unet, or no vector has the quantity")
 
 
 @pytest.mark.parametrize("how", ["train", "preflight", "preflight without a step"])

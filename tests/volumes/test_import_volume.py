@@ -180,6 +180,8 @@ def test_the_written_config_extends_one_that_the_volumes_and_the_machine_fit(
     recipe = "global batch 64, learning rate 0.0008" if crop == 64 else "global batch 4, learning rate 0.0057"
     assert lines[0] == f"wrote {folder / '512.yaml'}, a config that extends {parent} ({recipe}), because {reason}"
     assert f"# {parent} has {recipe}, which belong together" in (folder / "512.yaml").read_text()
+    again = [import_volume.write_config(folder / "512.yaml", {folder / name: (128,)}) for name in ("a.h5", "c")]
+    assert [part[1:] for part in again] == [lines[-1:], []], "the config names other volumes"
     options = cli.parse(shlex.split(lines[-1])[2:])
     shipped = configs.load("config/UNet.yaml", parent)
     config = configs.load(options.yaml_config, options.config)

@@ -78,6 +78,7 @@ def _parse(text: str, name: str) -> Any:
             "undefined alias": f"; << finds anchors above it in the same file, {EXTENDS}: NAME any config",
             "'\\t'": "; indent with spaces",
             "mapping values": "; indent all keys of a mapping alike, and quote values with a colon",
+            "<block end>": "; indent all keys of a mapping alike",
             "expected ':'": "; write key: value",
         }
         hint = next((hint for words, hint in hints.items() if words in str(error)), "")

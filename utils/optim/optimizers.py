@@ -9,7 +9,7 @@ import torch
 
 from utils.config.sections import OptimizerConfig
 from utils.lookup import build_user_class, lookup
-from utils.optim.adam_by_weight import Gradients, Lamb, LearningRate, Parameters, adam_options
+from utils.optim.adam_by_weight import Lamb, LearningRate, Parameters, adam_options
 from utils.optim.soap import Soap
 
 Builder = Callable[[OptimizerConfig, Parameters, LearningRate], torch.optim.Optimizer]
@@ -100,29 +100,24 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        gradients = self._gradients_for_the_kernel()
+        (group,) = self.param_groups
+        # Neither gradients times a scale, nor decay as a part of the gradient; torch's first step makes the state.
+        is_plain = not group["weight_decay"] and getattr(self, "grad_scale", None) is None
+        weights = [weight for weight in group["params"] if is_plain and hasattr(weight, "half_copy")]
+        if weights:
+            from utils.optim import cells
+        known = (weight for weight in weights if weight in self.state and cells.fits(weight))
+        gradients = {weight: weight.grad for weight in known if weight.grad is not None}
         for weight in gradients:
             weight.grad = None
         super().step()
         if gradients:
-            from utils.optim import cells
-
             counts = [self.state[weight]["step"] for weight in gradients]
             skip = getattr(self, "found_inf", torch.zeros_like(counts[0]))
             torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
             for weight, gradient in gradients.items():
-                cells.descend(weight, gradient, self.state[weight], None, self.param_groups[0], skip)
+                cells.descend(weight, gradient, self.state[weight], None, group, skip)
                 weight.grad = gradient
-
-    def _gradients_for_the_kernel(self) -> Gradients:
-        """By weight; none if they have a scale or a decay that is part of them, and before torch has made the state."""
-        weights = [weight for weight in self.param_groups[0]["params"] if hasattr(weight, "half_copy")]
-        if not weights or self.param_groups[0]["weight_decay"] or getattr(self, "grad_scale", None) is not None:
-            return {}
-        from utils.optim import cells
-
-        known = (weight for weight in weights if weight in self.state and cells.fits(weight))
-        return {weight: weight.grad for weight in known if weight.grad is not None}
 
 
 def _adam(kind: type[torch.optim.Adam], options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Any:

@@ -155,9 +155,10 @@ def _compare(source: str, weights: Mapping[str, Any], volumes: Volumes) -> None:
 
 
 def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError for weights trained with other conditions or ranges, which would mean something else."""
-    for key in ("network.conditions", "network.condition_ranges"):
-        trained, current = (config.get(key) or [] for config in (before, now))
+    """Raises UserError for weights trained with other conditions, ranges or added vectors: they mean something else."""
+    defaults: dict[str, Any] = {"network.conditions": [], "network.condition_ranges": [], "network.adds_vectors": False}
+    for key, default in defaults.items():
+        trained, current = (config.get(key) or default for config in (before, now))
         if trained != current:
             remedy = f"to keep the former, --set {key}={str(trained).replace(' ', '')}"
             raise UserError(f"{source} was trained with {key} {trained}, this run has {current}; {remedy}")

@@ -79,6 +79,7 @@ def network(config: Config) -> nn.Module:
         assert config.network.condition_ranges, "Volumes.open reads them from the files"
         given["conditions"] = config.network.condition_ranges
     if "." in name:
+        samples.pop("added", None)  # of the U-Net alone
         return own_network.build(config, samples, {**given, **config.network.options})
     options = {name: value for name, value in {**given, **samples}.items() if value}  # not every network has all
     lookup(NETWORKS, "network.name", name, "; a class of your own is named my_module.MyNetwork")
@@ -226,8 +227,8 @@ def options_without_effect(config: Config, world: World) -> Iterator[str]:
         yield "the section profile (--profiler) has no effect: enable_manual_profiling is false"
     if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
         yield "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size"
-    if config.network.adds_vectors and not task_of(config).network_options.get("added"):
-        yield "network.adds_vectors has no effect: no vector of the inputs has a target's quantity and transform"
+    if config.network.adds_vectors and ("." in config.network.name or not task_of(config).network_options["added"]):
+        yield "network.adds_vectors has no effect: not unet, or no vector has the quantity and transform of a target's"
     if config.integrity.every and world.size > 1 and not exchanges:
         yield "integrity has no effect: no gradients are exchanged, so that the ranks train different networks"
     if exchanges and on_gpu and "nccl" not in dist.get_backend_config():

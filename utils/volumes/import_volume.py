@@ -238,7 +238,9 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], machine: str
     """Writes a config for volumes of these shapes, training first, unless one exists; returns lines for the user."""
     command = f"python train.py --yaml_config {shlex.quote(str(path))}"
     if path.exists():
-        return [f"kept {path}, which exists; to have it written for these volumes, remove it and import again", command]
+        names_them = all(str(file.resolve()).replace("$", "$$") in path.read_text(encoding="utf-8") for file in volumes)
+        line = f"kept {path}, which exists; to have it written for these volumes, remove it and import again"
+        return [line, command] if names_them else [line]
     smallest = min(map(min, volumes.values()))
     parent, reason = _parent(smallest, machine)
     crop, first, last = min(CROPS[parent], largest_crop(smallest)[0]), next(iter(volumes)), list(volumes)[-1]
