@@ -179,16 +179,17 @@ def test_a_constructor_gets_its_options_and_those_of_the_configs_keys_that_it_ha
 
 def test_vectors_with_a_targets_quantity_and_transform_are_added() -> None:
     assert network("unet", {"network.adds_vectors": True}).added == [None, 1, 2, 3, None]
-    names = {axis: f"gas velocity {axis}" for axis in "xyz"}
     for scale, added in ((900.0, [None, 3, 1, 2]), (1000.0, [])):
-        parts = [{"name": names[axis], "unit": "km/s", "scale": scale, "component": names[axis]} for axis in "zxy"]
+        names = [f"gas velocity {axis}" for axis in "zxy"]
+        parts = [{"name": name, "unit": "km/s", "scale": scale, "component": name} for name in names]
         own = {"channels": {"targets": [{"name": "temperature"}, *parts]}, "N_out_channels": 4}
         assert network("unet", {"network.adds_vectors": True, **own}).added == added
-    for keys in (MASS, {"network.name": "own_net.Scaled"}):
-        config = configs.load(YAML, "test", {"network.adds_vectors": True, **keys}).for_world(1)
+    digits = str(Path(YAML).with_name("classification.yaml")), "digits_naive", {}
+    for path, name, keys in ((YAML, "test", MASS), (YAML, "test", {"network.name": "own_net.Scaled"}), digits):
+        config = configs.load(path, name, {"network.adds_vectors": True, **keys}).for_world(1)
         assert not getattr(build.network(config), "added", None)
-        (line,) = build.options_without_effect(config, world_on("cpu"))
-        assert line.startswith("network.adds_vectors has no effect: not unet, or no vector has the quantity")
+        lines = [*build.options_without_effect(config, world_on("cpu"))]
+        assert lines[0].startswith("network.adds_vectors has no effect: not unet, or no vector has the quantity")
 
 
 @pytest.mark.parametrize("how", ["train", "preflight", "preflight without a step"])

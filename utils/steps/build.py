@@ -227,7 +227,7 @@ def options_without_effect(config: Config, world: World) -> Iterator[str]:
         yield "the section profile (--profiler) has no effect: enable_manual_profiling is false"
     if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
         yield "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size"
-    if config.network.adds_vectors and ("." in config.network.name or not task_of(config).network_options["added"]):
+    if config.network.adds_vectors and ("." in config.network.name or not task_of(config).network_options.get("added")):
         yield "network.adds_vectors has no effect: not unet, or no vector has the quantity and transform of a target's"
     if config.integrity.every and world.size > 1 and not exchanges:
         yield "integrity has no effect: no gradients are exchanged, so that the ranks train different networks"
