@@ -150,7 +150,7 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path) -> None:
         "a:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.": f"{path}: line 4: duplicate key end_lr",
         "a: {seed: !!python/object/apply:os.getcwd []}": "could not determine a constructor for the tag",
         "a: {seed: 1}\nother: a: b": f"{path}: line 2, column 9: mapping values are not allowed here; indent all keys",
-        "a:\n  seed: 1\n  tf32 true\n": "could not find expected ':' (while scanning a simple key); write key: value",
+        "a:\n  seed: 1\n   tf32: true": "mapping values are not allowed here; indent all keys of a mapping alike",
         "extends: none.yaml\na: {}": f"cannot read {tmp_path}/none.yaml: No such file or directory; correct extends",
         "extends: b.yaml\na: {}": f"the files {path} -> {tmp_path}/b.yaml -> {path} extend",
         "base: {}\na: {extends: bsae}": "config a extends bsae, which is no earlier config; did you mean base?",

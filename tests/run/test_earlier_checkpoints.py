@@ -78,6 +78,8 @@ def test_retired_keys_of_a_checkpoint_become_present_ones(monkeypatch: Any) -> N
         lr_schedule = {"shape": stored, "drop_epochs": [3], "start_lr": 0.1}
         expected = {"lr_schedule": {"shape": schedule, "start_lr": 0.1}}
         assert retired.update({"lr_schedule": lr_schedule}, "run") == expected
+    for stored, present in ((False, {}), (True, {"network": {"adds_inputs": True}})):  # the latter is an unknown key
+        assert retired.update({"network": {"adds_inputs": stored}}, "run") == present
     monkeypatch.setitem(REPLACED, "network.kind", lambda value: {"network.name": value, "seed": 3})
     config = {"network": {"kind": "lenet", "options": {"kind": 1}, "space_to_depth": []}}
     expected = {"network": {"name": "lenet", "options": {"kind": 1}}, "seed": 3}

@@ -17,6 +17,8 @@ REPLACED: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "fused_pointwise": lambda on: {"kernels": "auto" if on else "torch"},
     # auto, cudnn, own: the kernels of strided convolutions
     "convolutions": lambda choice: {"kernels": "cudnn"} if choice == "cudnn" else {},
+    # unknown if true: all inputs, as they are, added to the outputs of the same quantity
+    "network.adds_inputs": lambda on: {"network.adds_inputs": on} if on else {},
     # step is gone; a network is used in the same way regardless of its schedule
     "lr_schedule.shape": lambda shape: {"lr_schedule.shape": "constant" if shape == "step" else shape},
 }

@@ -79,7 +79,6 @@ def _parse(text: str, name: str) -> Any:
             "'\\t'": "; indent with spaces",
             "mapping values": "; indent all keys of a mapping alike, and quote values with a colon",
             "<block end>": "; indent all keys of a mapping alike",
-            "expected ':'": "; write key: value",
         }
         hint = next((hint for words, hint in hints.items() if words in str(error)), "")
         raise UserError(f"cannot read {name}: {place}{error.problem}{context}{hint}") from None

@@ -72,7 +72,7 @@ class Start:
             _, weights = load_weights(self._init_from, world)
             warn_of_other_code(self._init_from, weights)
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
-                _check_ranges(self._init_from, configs.flatten(weights.get("config", {})), self._config)
+                _check_meaning(self._init_from, configs.flatten(weights.get("config", {})), self._config)
                 step.load_weights(weights["network"])
                 if world.is_root:
                     _compare(self._init_from, weights, volumes)
@@ -139,7 +139,7 @@ def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
                 f"other samples; {REMEDY}"
             )
     before, now = configs.flatten(before), configs.flatten(now)
-    _check_ranges(str(saved.path), before, now)
+    _check_meaning(str(saved.path), before, now)
     return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
 
 
@@ -154,11 +154,10 @@ def _compare(source: str, weights: Mapping[str, Any], volumes: Volumes) -> None:
         compare(weights["input_statistics"], volume.path, volume.inputs, volumes.config, source)
 
 
-def _check_ranges(source: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_meaning(source: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises UserError for weights trained with other conditions, ranges or added vectors: they mean something else."""
-    defaults: dict[str, Any] = {"network.conditions": [], "network.condition_ranges": [], "network.adds_vectors": False}
-    for key, default in defaults.items():
-        trained, current = (config.get(key) or default for config in (before, now))
+    for key in ("network.conditions", "network.condition_ranges", "network.adds_vectors"):
+        trained, current = (config.get(key) or ([] if "condition" in key else False) for config in (before, now))
         if trained != current:
             remedy = f"to keep the former, --set {key}={str(trained).replace(' ', '')}"
             raise UserError(f"{source} was trained with {key} {trained}, this run has {current}; {remedy}")
