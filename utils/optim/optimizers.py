@@ -96,7 +96,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
 
 
 class Adam(torch.optim.Adam):
-    """torch's fused Adam, but the kernel of cells.py updates weights that layers read in half precision, and these."""
+    """torch's fused Adam; the kernel of cells.py updates weights that a layer reads in half precision, and the copy."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

@@ -238,7 +238,7 @@ def write_config(path: Path, volumes: Mapping[Path, Sequence[int]], machine: str
     """Writes a config for volumes of these shapes, training first, unless one exists; returns lines for the user."""
     command = f"python train.py --yaml_config {shlex.quote(str(path))}"
     if path.exists():
-        names_them = all(f"/{file.name}" in path.read_text(encoding="utf-8") for file in volumes)  # in its directory
+        names_them = all(f"/{file.name}".encode() in path.read_bytes() for file in volumes)  # in its directory
         line = f"kept {path}, which exists; to have it written for these volumes, remove it and import again"
         return [line, command] if names_them else [line]
     smallest = min(map(min, volumes.values()))
