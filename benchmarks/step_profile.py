@@ -36,8 +36,8 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
     ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK"),
     ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
-    # networks/ops/pointwise.py and l1.py
-    ("pointwise", r"^(bias_activation_(forward|backward)|(\w+_)?l1(_\w+)?)$"),
+    # networks/ops/pointwise.py, l1.py and smoothing.py
+    ("pointwise", r"^(bias_activation_(forward|backward)|(\w+_)?l1(_\w+)?|subtract_smoothed)$"),
 )
 # Where kernels overlap, the time counts for the earlier category: the later one was hidden behind it.
 CATEGORIES = ("convolutions", "pointwise", "layout and casts", "optimizer", "copies", "other", "communication")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from networks.calibration import CalibrationFit
-from networks.ops import CUDNN, TORCH, operations
+from networks.ops import TORCH
 from networks.ops.plan import LAST
 from networks.ops.precision import at_least_float32
 
@@ -91,7 +91,9 @@ class FieldLoss(Loss, ABC):
             means = cells.mean(dim=(0, 2, 3, 4)).unbind()
             loss = torch.stack([weight * mean for weight, mean in zip(self.weights, means, strict=True)]).sum()
         else:
-            loss = cells.mean()
+            # In memory order; else the mean's gradient, which has no strides, would decide for another format.
+            in_order = cells.is_contiguous(memory_format=torch.channels_last_3d)
+            loss = (cells.movedim(1, -1).flatten() if in_order else cells).mean()
         if self.lambda_rho > 0:
             fields = at_least_float32(outputs), targets
             density, target = (torch.exp(self.density_log_scale * field[:, self.density]) for field in fields)
@@ -112,11 +114,6 @@ class L1Loss(FieldLoss):
         if self.lambda_rho > 0:
             return f"lambda_rho is {self.lambda_rho:g}, not 0"
         return "" if self.weights is None else "channel_weights are set"
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.operation != TORCH and outputs.shape == targets.shape:
-            return operations(CUDNN).l1(outputs, targets)
-        return super().forward(outputs, targets)
 
 
 class MSELoss(FieldLoss):

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from networks.film import Film, Modulation, modulate
 from networks.layers import Down, Last, Up
 from networks.norms import build_norm
+from networks.ops import operations
 from networks.ops.plan import halves
-from networks.ops.reference import Between
+from networks.ops.reference import Between, smoothed
 
 MAX_WIDENING = 8  # channels double with each scale, up to this multiple of the first width
 
@@ -65,19 +64,13 @@ class UNet(nn.Module):
 
     def forward(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
         outputs = self.last(self.before_last(fields, conditions))
-        return outputs + self._smoothed(fields) if self.added else outputs
+        return outputs + smoothed(fields, self.added) if self.added else outputs
 
     def l1(self, fields: Tensor, targets: Tensor, conditions: Tensor | None = None) -> Tensor:
         """The mean of |outputs - targets|, by the kernel of the last layer."""
-        targets = targets - self._smoothed(fields) if self.added else targets
+        if self.added:
+            targets = operations(self.last.operation).minus_smoothed(targets, fields, self.added)
         return self.last.l1(self.before_last(fields, conditions), targets)
-
-    def _smoothed(self, fields: Tensor) -> Tensor:
-        """What is added to the outputs; 0 for those without an input."""
-        # Gas does not follow the dark matter from cell to cell, nor the noise of its particles there.
-        fields = F.avg_pool3d(fields, 3, stride=1, padding=1, count_include_pad=False)
-        zero = torch.zeros_like(fields[:, :1])
-        return torch.cat([zero if place is None else fields[:, place : place + 1] for place in self.added], dim=1)
 
     def before_last(self, fields: Tensor, conditions: Tensor | None = None) -> Tensor:
         """The last layer's input."""

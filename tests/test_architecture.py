@@ -20,7 +20,7 @@ WINGS = ("networks", "utils", "simulation", "analysis")
 # Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
-TRITON = "cudnn l1 pointwise hopper.common hopper.edges hopper.layers hopper.strided"
+TRITON = "cudnn l1 pointwise smoothing hopper.common hopper.edges hopper.layers hopper.strided"
 TRITON_MODULES = {f"networks.ops.{name}" for name in TRITON.split()}
 FIGURES = {"analysis.evaluation.figures"}
 SIMULATION = "channels cooling evolution fourier gravity linear_theory hydro particle_mesh simulate __main__"

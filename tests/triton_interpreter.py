@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-KERNELS = "pointwise", "l1", *(f"hopper.{name}" for name in ("common", "strided", "edges"))
+KERNELS = "pointwise", "l1", "smoothing", *(f"hopper.{name}" for name in ("common", "strided", "edges"))
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -55,7 +55,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def small_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in the interpreter with several tiles and few programs."""
     values = {"pointwise": {"LANES": 64, "TILE": 256, "PROGRAMS": 4}, "l1": {"BLOCKS_TILE": 256}}
-    values["hopper.edges"] = {"CHUNK": 16, "PROCESSORS": 3}
+    values |= {"hopper.edges": {"CHUNK": 16, "PROCESSORS": 3}, "smoothing": {"TILE": 64}}
     with interpreted(monkeypatch):
         set_values(monkeypatch, values)
         yield

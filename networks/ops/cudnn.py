@@ -8,12 +8,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from networks.ops.blocks import blocks_weight, cells_weight, depth_to_space, has_few_channels, space_to_depth
-from networks.ops.l1 import LastL1, Sums, l1, l1_of_blocks
+from networks.ops.l1 import LastL1, Sums, l1_of_blocks
 from networks.ops.pointwise import CHANNELS_LAST, bias_activation, bias_activation_twice, bias_relu_cat
 from networks.ops.precision import DENSE, Pair, coarse_and_precise, convolution_gradients, precise, without_autocast
 from networks.ops.reference import Between, Half, Twice
+from networks.ops.smoothing import minus_smoothed
 
-__all__ = ["down", "l1", "last", "last_l1", "up"]
+__all__ = ["down", "last", "last_l1", "minus_smoothed", "up"]
 
 
 def down(x: Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:

@@ -1,10 +1,10 @@
-"""The L1 loss, alone or with bias and tanh of a last layer that returns blocks of 2³ cells, in one Triton kernel.
+"""The L1 loss with bias and tanh of a last layer that returns blocks of 2³ cells, in one Triton kernel.
 
-In the second case the fields themselves are never in memory: the kernel reads the convolution's result and the targets,
-and writes the gradient of the blocks. So the gradient is computed in the forward pass, before that of the loss is
-known. It is a factor of all gradients, so the backward pass applies it to small tensors: to the weight for the gradient
-of the convolution's input, and to the gradients of weight and bias. The gradient of the blocks stays without that
-factor and without the 1 / count of the mean, between -1 and 1, where half precision has its full accuracy.
+The fields themselves are never in memory: the kernel reads the convolution's result and the targets, and writes the
+gradient of the blocks. So the gradient is computed in the forward pass, before that of the loss is known. It is a
+factor of all gradients, so the backward pass applies it to small tensors: to the weight for the gradient of the
+convolution's input, and to the gradients of weight and bias. The gradient of the blocks stays without that factor and
+without the 1 / count of the mean, between -1 and 1, where half precision has its full accuracy.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from networks.ops import pointwise, reference
+from networks.ops import pointwise
 from networks.ops.launch import launch
 from networks.ops.pointwise import tanh
 from networks.ops.precision import Pair
@@ -24,38 +24,6 @@ from networks.ops.precision import Pair
 BLOCKS_TILE = 512  # elements of a program's tile: four per thread leave registers for 32 warps per multiprocessor
 
 Sums = tuple[Tensor, Tensor, Tensor]
-
-
-def l1(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean |outputs - targets| as a float32 scalar, for tensors of the same memory format."""
-    in_order = all(part.is_contiguous(memory_format=torch.channels_last_3d) for part in (outputs, targets))
-    if not in_order or not outputs.numel() or targets.requires_grad:
-        return reference.l1(outputs, targets)
-    return _L1.apply(outputs, targets)
-
-
-class _L1(torch.autograd.Function):
-    """Processes the elements in memory order, which is the same for both tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, targets: Tensor) -> Tensor:
-        count = outputs.numel()
-        programs = min(-(-count // pointwise.TILE), pointwise.PROGRAMS)
-        partial = torch.empty(programs, dtype=torch.float32, device=outputs.device)
-        launch(l1_forward, programs, partial, outputs, targets, count, TILE=pointwise.TILE)
-        ctx.save_for_backward(outputs, targets)
-        return partial.sum() / count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        outputs, targets = ctx.saved_tensors
-        count = outputs.numel()
-        outputs_gradient = torch.empty_like(outputs)
-        # `gradient` stays on the device: the host must not wait for it, and a CUDA graph could not.
-        arguments = (outputs_gradient, outputs, targets, gradient, count)
-        launch(l1_backward, -(-count // pointwise.TILE), *arguments, TILE=pointwise.TILE)
-        return outputs_gradient, None
 
 
 class LastL1(torch.autograd.Function):
@@ -105,33 +73,6 @@ def l1_of_blocks(blocks: Tensor, bias: Tensor, targets: Tensor, dtype: torch.dty
     launch(blocks_l1, groups * tiles, *arguments, **sizes)
     bias_gradient = bias_partial[:, :plane].sum(0).view(-1, channels).sum(0)
     return partial.sum(), gradient, bias_gradient.to(bias.dtype)
-
-
-@triton.jit
-def l1_forward(partial, outputs, targets, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes a partial sum of |outputs - targets| per program."""
-    total = tl.full([TILE], 0.0, tl.float32)
-    start = tl.program_id(0).to(tl.int64) * TILE
-    while start < count:
-        place = start + tl.arange(0, TILE)
-        inside = place < count
-        output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
-        total += tl.abs(output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32))
-        start += tl.num_programs(0) * TILE
-    tl.store(partial + tl.program_id(0), tl.sum(total, 0))
-
-
-@triton.jit
-def l1_backward(outputs_gradient, outputs, targets, gradient, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the gradient of mean |outputs - targets|, times the gradient of that mean."""
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = place < count
-    output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
-    difference = output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32)
-    share = tl.load(gradient).to(tl.float32) / count
-    # 0 * share is 0, or NaN if the loss is. The comparisons alone would treat a NaN as no difference.
-    signed = tl.where(difference > 0, share, tl.where(difference < 0, -share, 0.0 * share))
-    tl.store(outputs_gradient + place, signed.to(outputs_gradient.dtype.element_ty), mask=inside)
 
 
 @triton.jit

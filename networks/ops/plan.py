@@ -173,7 +173,7 @@ def _of_loss(network: nn.Module, loss: Any, plan: Plan, setting: Setting) -> Cho
     # A subclass may compute something else after the last layer.
     is_unet = "l1" in vars(type(network)) and plan.get("last", Choice(TORCH)).operation != TORCH
     if not is_unet:
-        return Choice(CUDNN, "the network's last layer has no kernel for it")
+        return Choice(TORCH, "the network's last layer has no kernel for it")
     if setting.dtype != torch.bfloat16:
-        return Choice(CUDNN, "the last layer computes it in bfloat16 only")
+        return Choice(TORCH, "the last layer computes it in bfloat16 only")
     return Choice(LAST)

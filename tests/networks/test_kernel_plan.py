@@ -66,8 +66,8 @@ BFLOAT16 = "the last layer computes it in bfloat16 only"
         ({"loss": "mse"}, "{all} by hopper; loss by torch (the loss is MSELoss)"),
         ({"lambda_rho": 0.1}, "{all} by hopper; loss by torch (lambda_rho is 0.1, not 0)"),
         ({"channel_weights": [1, 2, 1, 1, 1]}, "{all} by hopper; loss by torch (channel_weights are set)"),
-        ({"precision": "float16"}, "{all} by hopper; loss by cudnn ({no})"),
-        ({"enable_amp": False}, "{all} by cudnn (the precision is not float16 or bfloat16); loss by cudnn ({no})"),
+        ({"precision": "float16"}, "{all} by hopper; loss by torch ({no})"),
+        ({"enable_amp": False}, "{all} by cudnn (the precision is not float16 or bfloat16); loss by torch ({no})"),
         (THIN, "down1, last by cudnn (48 channels are not a multiple of 64); loss by last"),
         (NORMS, "down1, down2, up2 by torch (a norm follows); last by hopper; loss by last"),
         (ODD, "down1, last by hopper; down2, up2 by cudnn ({odd}); loss by last"),
@@ -93,7 +93,7 @@ class Own(torch.nn.Module):
         self.last = Last(128, 5, halvings=0)
 
 
-@pytest.mark.parametrize(("kind", "operation"), [(UNet, plan.LAST), (Doubled, plan.CUDNN), (Own, plan.CUDNN)])
+@pytest.mark.parametrize(("kind", "operation"), [(UNet, plan.LAST), (Doubled, plan.TORCH), (Own, plan.TORCH)])
 def test_only_a_network_with_an_l1_of_its_own_is_asked_for_the_loss(kind: Any, operation: str) -> None:
     """Fixed: a network without one was asked for it, if it had a method `before_last`."""
     with torch.device("meta"):

@@ -45,6 +45,17 @@ def test_losses_of_fields_with_density_term_and_channel_weights(name, options, w
     assert float(loss.eval()(OUTPUTS, TARGETS)) == pytest.approx(sum(CELLWISE[name]) / 3 + density, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["l1", "mse"])
+@pytest.mark.parametrize("form", [torch.channels_last_3d, torch.contiguous_format])
+def test_the_gradient_has_the_memory_format_of_the_outputs(name: str, form: torch.memory_format) -> None:
+    """Fixed: the gradient of a mean has no strides, so that of the outputs got another format, and layers copied it."""
+    outputs, targets = (torch.randn(2, 3, 4, 4, 4).contiguous(memory_format=form) for _ in range(2))
+    strides, result = list[tuple[int, ...]](), outputs.requires_grad_() * 1.0
+    result.register_hook(lambda gradient: strides.append(gradient.stride()))
+    build_loss(name)(result, targets).backward()
+    assert strides == [result.stride()]
+
+
 def test_every_loss_of_fields_is_compared_with_values_by_hand() -> None:
     assert set(CELLWISE) == set(OF_FIELDS)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from networks.layers import Last
-from networks.ops import CUDNN, HOPPER, TORCH, cudnn
+from networks.ops import CUDNN, HOPPER, TORCH, cudnn, reference, smoothing
 from networks.ops.blocks import depth_to_space, space_to_depth
 from networks.ops.hopper import layers
 from networks.ops.l1 import l1_of_blocks
@@ -100,8 +100,29 @@ def test_a_network_trains_as_with_the_plain_loss(interpreter: list[str], added: 
     """Also on targets that are not channels-last."""
     module, given = with_loss(scales=2, added=added), [part.contiguous() for part in batch(size=4)]
     got = trained(planned(module, "cudnn", 4, torch.bfloat16), given, torch.bfloat16)
-    assert interpreter == ["bias_activation_forward"] * 3 + ["blocks_l1"] + ["bias_activation_backward"] * 3
+    layers = ["bias_activation_forward"] * 3 + ["blocks_l1"] + ["bias_activation_backward"] * 3
+    assert interpreter == ["subtract_smoothed"] * bool(added) + layers
     assert_trains_like(got, with_loss(scales=2, added=added), batch(size=4), torch.bfloat16)
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("side", "inputs", "added"), [(6, 4, [None, 1, 2, 3, None]), (4, 1, [0, None, 0]), (8, 15, [14, *[None] * 13, 0])]
+)
+def test_smoothed_inputs_are_subtracted_from_targets(request: Any, device: str, side: int, inputs: int, added) -> None:
+    """As plain operations do; targets without an input keep their bits, and tensors in other orders are copied."""
+    names = request.getfixturevalue("interpreter" if device == "cpu" else "on_device")
+    targets, fields = (values(2, count, *[side] * 3, seed=count, device=device) for count in (len(added), inputs))
+    fields = fields.contiguous()
+    got, expected = (module.minus_smoothed(targets, fields, added) for module in (smoothing, reference))
+    assert names == ["subtract_smoothed"]
+    assert got.is_contiguous(memory_format=CHANNELS_LAST)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+    assert torch.equal(got[:, (none := added.index(None))], targets[:, none])
+    for other in (fields[..., :3], fields.repeat(1, 16, 1, 1, 1)):  # no cube; too many channels
+        given = targets[..., : other.shape[-1]]
+        assert torch.equal(smoothing.minus_smoothed(given, other, added), reference.minus_smoothed(given, other, added))
+    assert len(names) == 1
 
 
 @pytest.mark.parametrize("width", [8, 64])

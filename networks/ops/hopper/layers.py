@@ -12,11 +12,12 @@ from networks.ops.hopper import edges
 from networks.ops.hopper.common import in_half
 from networks.ops.hopper.strided import convolve, convolve_transposed, weight_gradient
 from networks.ops.hopper.tiles import BLOCK
-from networks.ops.l1 import LastL1, l1
+from networks.ops.l1 import LastL1
 from networks.ops.precision import Pair, without_autocast
 from networks.ops.reference import NEGATIVE_SLOPE, Between, Half, Twice
+from networks.ops.smoothing import minus_smoothed
 
-__all__ = ["down", "l1", "last", "last_l1", "up"]
+__all__ = ["down", "last", "last_l1", "minus_smoothed", "up"]
 
 
 def down(x: Tensor, layer: Any, half: Half = None, between: Between = None) -> Twice:
