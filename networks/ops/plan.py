@@ -168,12 +168,8 @@ def _hopper_obstacle(layer: Any, setting: Setting) -> str:
 
 
 def _of_loss(network: nn.Module, loss: Any, plan: Plan, setting: Setting) -> Choice:
-    if loss.no_kernel:
-        return Choice(TORCH, loss.no_kernel)
     # A subclass may compute something else after the last layer.
     is_unet = "l1" in vars(type(network)) and plan.get("last", Choice(TORCH)).operation != TORCH
-    if not is_unet:
-        return Choice(TORCH, "the network's last layer has no kernel for it")
-    if setting.dtype != torch.bfloat16:
-        return Choice(TORCH, "the last layer computes it in bfloat16 only")
-    return Choice(LAST)
+    precision = "" if setting.dtype == torch.bfloat16 else "the last layer computes it in bfloat16 only"
+    reason = loss.no_kernel or ("" if is_unet else "the network's last layer has no kernel for it") or precision
+    return Choice(TORCH, reason) if reason else Choice(LAST)

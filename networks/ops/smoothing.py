@@ -11,11 +11,10 @@ from networks.ops import reference
 from networks.ops.launch import launch
 
 TILE = 512  # elements of a program's tile: four per thread
-MOST_CHANNELS = 15
 
 
 def minus_smoothed(targets: Tensor, fields: Tensor, added: Sequence[int | None]) -> Tensor:
-    if max(len(added), fields.shape[1]) > MOST_CHANNELS or len({*targets.shape[2:]}) > 1:
+    if max(len(added), fields.shape[1]) > 15 or len({*targets.shape[2:]}) > 1:  # four bits each; cubes
         return reference.minus_smoothed(targets, fields, added)
     targets, fields = (part.contiguous(memory_format=torch.channels_last_3d) for part in (targets, fields))
     result, (count, channels, side) = torch.empty_like(targets), targets.shape[:3]
@@ -49,14 +48,12 @@ def subtract_smoothed(  # type: ignore[no-untyped-def]
     y, z, used = cell // SIDE, cell % SIDE, stored & (source > 0)
     fields += (first + cell) * INPUTS + source - 1
     near = (tl.minimum(y, 1) + 1 + tl.minimum(SIDE - 1 - y, 1)) * (tl.minimum(z, 1) + 1 + tl.minimum(SIDE - 1 - z, 1))
-    before = tl.full([TILE], 0.0, tl.float32)
-    here = sum_of_9(fields, y, z, used, SIDE, INPUTS)
+    before, here = tl.full([TILE], 0.0, tl.float32), sum_of_9(fields, y, z, used, SIDE, INPUTS)
     for x in range(SIDE):
         after = sum_of_9(fields + (x + 1) * PLANE * INPUTS, y, z, used & (x < SIDE - 1), SIDE, INPUTS)
         cells = near * (tl.minimum(x, 1) + 1 + tl.minimum(SIDE - 1 - x, 1))
         there = (first + x * PLANE) * CHANNELS + place
-        value = tl.load(targets + there, mask=stored).to(tl.float32) - (before + here + after) / cells.to(tl.float32)
-        tl.store(result + there, value.to(result.dtype.element_ty), mask=stored)
+        tl.store(result + there, tl.load(targets + there, mask=stored) - (before + here + after) / cells, mask=stored)
         before, here = here, after
 
 
