@@ -91,7 +91,7 @@ class FieldLoss(Loss, ABC):
             means = cells.mean(dim=(0, 2, 3, 4)).unbind()
             loss = torch.stack([weight * mean for weight, mean in zip(self.weights, means, strict=True)]).sum()
         else:
-            # In memory order; else the mean's gradient, which has no strides, would decide for another format.
+            # In memory order: the gradient of a mean has no strides, and that of the outputs would get another format.
             in_order = cells.is_contiguous(memory_format=torch.channels_last_3d)
             loss = (cells.movedim(1, -1).flatten() if in_order else cells).mean()
         if self.lambda_rho > 0:

@@ -34,10 +34,8 @@ class LastL1(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, compute: Callable[..., Sums], differentiate: Callable[..., Pair], *operands: Tensor
-    ) -> Tensor:
-        x, weight, bias, targets = operands
+    def forward(ctx: Any, compute: Callable[..., Sums], differentiate: Callable[..., Pair], *tensors: Tensor) -> Tensor:
+        x, weight, bias, targets = tensors
         ctx.differentiate, ctx.count, form = differentiate, targets.numel(), torch.channels_last_3d
         total, gradient, bias_gradient = compute(x, weight, bias, targets.contiguous(memory_format=form))
         ctx.save_for_backward(x, weight, gradient, bias_gradient)

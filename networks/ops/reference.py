@@ -1,7 +1,8 @@
 """The layers' operations in plain PyTorch: their definition, and what CPUs, torch.compile and exports compute.
 
-Every file of operations has the same functions. `layer` has weight and bias of a convolution with kernel 4, stride 2
-and padding 1, or of its transpose. `between` is applied between convolution and activation, if it is given.
+Every file of operations has the same functions, except `smoothed`. `layer` has weight and bias of a convolution with
+kernel 4, stride 2 and padding 1, or of its transpose. `between` is applied between convolution and activation, if it is
+given.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ def last_l1(x: Tensor, layer: Any, targets: Tensor) -> Tensor:
 
 
 def smoothed(fields: Tensor, added: Sequence[int | None]) -> Tensor:
-    """For each channel, the input of this number, as a mean over 3³ cells, fewer at the faces; 0 for None."""
+    """[N, I, D, D, D] -> [N, len(added), D, D, D]: means of the named inputs over 3³ cells, fewer at faces; None: 0."""
     # Gas does not follow the dark matter from cell to cell, nor the noise of its particles there.
     fields = F.avg_pool3d(fields, 3, stride=1, padding=1, count_include_pad=False)
     zero = torch.zeros_like(fields[:, :1])

@@ -14,11 +14,12 @@ TILE = 512  # elements of a program's tile: four per thread
 
 
 def minus_smoothed(targets: Tensor, fields: Tensor, added: Sequence[int | None]) -> Tensor:
-    if max(len(added), fields.shape[1]) > 15 or len({*targets.shape[2:]}) > 1:  # four bits each; cubes
+    # The kernel takes cubes, and has four bits for the number of an input; fields get no gradient from it.
+    if max(len(added), fields.shape[1]) > 15 or len({*targets.shape[2:]}) > 1 or fields.requires_grad:
         return reference.minus_smoothed(targets, fields, added)
     targets, fields = (part.contiguous(memory_format=torch.channels_last_3d) for part in (targets, fields))
     result, (count, channels, side) = torch.empty_like(targets), targets.shape[:3]
-    places = sum((-1 if place is None else place) + 1 << 4 * channel for channel, place in enumerate(added))
+    places = sum((0 if place is None else place + 1) << 4 * channel for channel, place in enumerate(added))
     sizes = {"PLACES": places, "SIDE": side, "CHANNELS": channels, "INPUTS": fields.shape[1], "TILE": TILE}
     launch(subtract_smoothed, count * -(-(side**2) * channels // TILE), result, targets, fields, **sizes)
     return result

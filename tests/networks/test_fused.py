@@ -222,7 +222,7 @@ def test_registers(architecture: int, monkeypatch: Any, tmp_path: Path) -> None:
     rounding = [name for name, *_, result in compiled if re.search(r"cvt\.rn\.bf16", result.ptx)]
     wide = [name for name, *_, result in compiled if re.search(r"ld\.global\S*\.v[24]\.", result.ptx)]
     assert [name for name, *_ in compiled] == [*BOTH * 3, "subtract_smoothed", "blocks_l1"]
-    most = {"subtract_smoothed": 96}  # sums of three planes: a stream of loads, for which 20 warps are enough
+    most = {"subtract_smoothed": 96}  # it keeps sums of three planes
     assert [name for name, *_, result in compiled if result.registers > most.get(name, 64)] == []
     assert rounding == [*BOTH * 2, "blocks_l1"], "a cast to bfloat16 must round to nearest"
     assert wide == [*BOTH * 2, "subtract_smoothed", "blocks_l1"], "loads must be wide"

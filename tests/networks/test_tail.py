@@ -119,10 +119,10 @@ def test_smoothed_inputs_are_subtracted_from_targets(request: Any, device: str, 
     assert got.is_contiguous(memory_format=CHANNELS_LAST)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
     assert torch.equal(got[:, (none := added.index(None))], targets[:, none])
-    for other in (fields[..., :3], fields.repeat(1, 16, 1, 1, 1)):  # no cube; too many channels
+    for other in (fields[..., :3], fields.repeat(1, 16, 1, 1, 1), fields.clone().requires_grad_()):
         given = targets[..., : other.shape[-1]]
         assert torch.equal(smoothing.minus_smoothed(given, other, added), reference.minus_smoothed(given, other, added))
-    assert len(names) == 1
+    assert len(names) == 1, "these take the plain path: no cube, too many channels, and fields that need a gradient"
 
 
 @pytest.mark.parametrize("width", [8, 64])
