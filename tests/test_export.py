@@ -145,7 +145,7 @@ def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Pat
 def test_norms_and_other_transforms_are_exported_as_plain_operations(tmp_path: Path) -> None:
     common = {"local_batch_size": 2, **channels_of(density_log_scale=10.0, temperature_log10_center=4.0)}
     config = config_of(network={"norm": "ghost(2)"}, **common)
-    calibration = {"density_filter": [1.4, -0.02, -0.06, 0.05, 0.01], "density_factor": 1.05}
+    calibration = {"density_filter": [0.4, -0.02, -0.06, 0.05, 0.01, 0.02, -0.2], "density_factor": 1.05}
     save(tmp_path / "run", config.model_copy(update={"channels_last": True}), network_of(config), **calibration)
     target, trained = exported(tmp_path), TrainedNetwork.load(tmp_path / "run", torch.device("cpu"))
     assert metadata(target)["checkpoint"] == calibration

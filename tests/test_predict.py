@@ -132,7 +132,7 @@ def test_the_calibration_multiplies_the_density_once(command, trained_run: Path,
     """Fixed: the predicted gas lacked mass. --no_calibration gives the network's bits; evaluate.py reports the same."""
     content, volume = read_weights(trained_run), trained_run.parents[2] / "val.h5"
     assert content["density_factor"] > 0
-    assert len(content["density_filter"]) == 5
+    assert len(content["density_filter"]) == 7
     for name, factor in (("plain", None), ("raised", 1.05)):
         torch.save(content | {"density_filter": None, "density_factor": factor}, tmp_path / f"{name}.pt")
     plain, raised = (f"--checkpoint={tmp_path / name}.pt" for name in ("plain", "raised"))
@@ -153,6 +153,7 @@ def test_the_calibration_multiplies_the_density_once(command, trained_run: Path,
         evaluate.main([*flags, f"--input={volume}", f"--output={tmp_path / 'report'}", "--device=cpu"])
     assert masses == pytest.approx([masses[0], masses[0], masses[0] / 1.05], rel=1e-5)
     filtered = f"--checkpoint={tmp_path / 'filtered.pt'}"
+    # As older checkpoints have it.
     torch.save(content | {"density_filter": [2.0, 0.0, 0.0, 0.0, 0.01], "density_factor": 1.05}, filtered[13:])
     assert "multiplied by 1.0500 and filtered" in command(filtered, f"--input={volume}", "--overwrite")
     density = contents(tmp_path / "hydro.h5")["Hydro"][0]
