@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.gridspec import GridSpec
 from matplotlib.image import AxesImage, imsave
 
 from analysis.evaluation import base
@@ -23,7 +22,6 @@ from utils.run import tags
 COLOR_MAPS = {"density": "magma", "temperature": "inferno"}  # by a word of the channel's name
 SIGNED_COLORS, RESIDUAL_COLORS = "RdBu_r", "PuOr_r"  # of vectors, and of differences
 DOTS_PER_INCH = 110
-BARS = 3, 5  # columns of the color bars among the panels of slices
 
 LOSSES = {tags.STEP_LOSS: "training, per interval", tags.TRAIN_LOSS: "training, per epoch"}
 STYLES: dict[str, dict[str, Any]] = {tags.STEP_LOSS: {"color": "0.7"}, tags.STEP_LEARNING_RATE: {"color": "black"}}
@@ -157,25 +155,6 @@ def flux_3d(results: Results) -> Figure:
     return figure
 
 
-def _slices_layout(rows: int) -> tuple[Figure, np.ndarray]:
-    """A figure with axes [rows, 6]: three panels and their color bar, and a fourth panel and its color bar."""
-    # All places are given: matplotlib would need longer to find them than to draw.
-    panel, gap, bar, label, title, ticks = 1.7, 0.18, 0.1, 0.75, 0.95, 0.5  # in inches
-    widths, margin = [*[panel, gap] * 3, bar, label, panel, gap, bar], 0.85
-    width, height = margin + sum(widths) + label, title + rows * (panel + gap) - gap + ticks
-    figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH)
-    edges = margin / width, ticks / height, 1 - label / width, 1 - title / height
-    place = GridSpec(rows, len(widths), figure, *edges, 0.0, gap / panel, width_ratios=widths)
-    grid = np.empty((rows, 6), dtype=object)
-    for row, column in np.ndindex(grid.shape):
-        first = None if column in BARS else grid[0, 0]
-        grid[row, column] = axes = figure.add_subplot(place[row, 2 * column], sharex=first, sharey=first)
-        if column not in BARS:
-            axes.tick_params(labelbottom=row == rows - 1, labelleft=column == 0)
-            axes.locator_params(nbins=3)  # each tick of 20 panels takes time
-    return figure, grid
-
-
 def slices(results: Results) -> Figure:
     return draw_slices(results.input_channels, results.channels, results.slices, results.cell)
 
@@ -184,7 +163,8 @@ def draw_slices(
     inputs: Channels, targets: Channels, planes: Mapping[str, np.ndarray], cell: float | None, title: str = ""
 ) -> Figure:
     """A row per target channel: "input", "target", "predicted" [C, Y, Z] of `planes`, and residual; `cell` in Mpc/h."""
-    (figure, grid), copied = _slices_layout(len(targets)), copied_channels(inputs, targets)
+    figure, copied = new_figure(10, 1.9 * len(targets) + 0.8), copied_channels(inputs, targets)
+    grid = figure.subplots(len(targets), 4, sharex=True, sharey=True, squeeze=False)
     width, height = (side * (cell or 1.0) for side in planes["target"].shape[1:])
     extent = (0.0, width, 0.0, height)
     for number, (row, channel) in enumerate(zip(grid, targets, strict=True)):
@@ -202,29 +182,28 @@ def draw_slices(
             colors, limits = SIGNED_COLORS, (-float(np.abs(target).max()), float(np.abs(target).max()))
         for axes, values in shown:
             image = _draw_plane(axes, values, extent, colors, limits)
-        _color_bar(figure, image, row[BARS[0]], base.value_label(channel.name, channel.unit, channel.is_log))
+        _color_bar(figure, image, row[:3], base.value_label(channel.name, channel.unit, channel.is_log))
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
-        image = _draw_plane(row[4], residual, extent, RESIDUAL_COLORS, (-limit, limit))
-        _color_bar(figure, image, row[BARS[1]], base.plain(residual_unit(channel)))
+        image = _draw_plane(row[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
+        _color_bar(figure, image, row[3], base.plain(residual_unit(channel)))
     unit = "cells" if cell is None else "Mpc/h"
     source = "dark matter" if all(channel.name.startswith(DARK_MATTER) for channel in inputs) else "input"
-    names = source, "target", "prediction", "", "prediction − target"
-    for axes, name in zip(grid[0], names, strict=False):
+    for axes, name in zip(grid[0], (source, "target", "prediction", "prediction − target"), strict=True):
         axes.set_title(name)
     for axes, channel in zip(grid[:, 0], targets, strict=True):
         axes.set_ylabel(f"{base.plain(channel.name.removeprefix(GAS))}\nz ({unit})")
-    for axes in np.delete(grid[-1], BARS):
+    for axes in grid[-1]:
         axes.set_xlabel(f"y ({unit})")
     figure.suptitle(title)
     return figure
 
 
-def _color_bar(figure: Figure, image: AxesImage, axes: Axes, label: str) -> None:
-    bar = figure.colorbar(image, cax=axes, extend="both", label=label)
+def _color_bar(figure: Figure, image: AxesImage, axes: Any, label: str) -> None:
+    bar = figure.colorbar(image, ax=axes, extend="both", label=label, shrink=0.9, aspect=15)
     bar.ax.ticklabel_format(axis="y", scilimits=(-2, 4))  # longer numbers would leave no room for the label
 
 

@@ -292,11 +292,11 @@ def test_channels_of_any_name_and_order_have_rows_curves_and_slices() -> None:
     field = [Channel(f"B_{axis}", "n$G$", 2.0, component=f"magnetic field {axis}") for axis in "zxy"]
     targets, dark = [GAS[4], *field, Channel("pressure", "Pa", 3.0, 1.0, True), GAS[0]], known_channels("inputs", 4)
     results = sample_results(12, channels=(dark[::-1], targets), cell=0.5)
-    drawn = figures.draw("slices", results)
-    grid = np.reshape(drawn.axes, (len(targets), 6))
+    drawn = figures.draw("slices", results).axes
+    grid, bars = np.reshape(drawn[: 4 * len(targets)], (-1, 4)), np.reshape(drawn[4 * len(targets) :], (-1, 2))
     names = [axes.get_ylabel().splitlines()[0] for axes in grid[:, 0]]
     assert names == [channel.name.removeprefix("gas ") for channel in targets]
-    units = [axes.get_ylabel() for axes in grid[1:, figures.BARS[0]]]
+    units = [axes.get_ylabel() for axes in bars[1:, 0]]
     assert units == [*[r"n\$G\$"] * 3, r"$\log_{10}$(pressure / Pa)", r"$\log_{10}(\rho/\bar\rho)$"]
     assert [bool(axes.images) for axes in grid[:, 0]] == [False] * 5 + [True]
     np.testing.assert_allclose(grid[5, 0].images[0].get_array(), 14 * results.slices["input"][3].T / math.log(10))
