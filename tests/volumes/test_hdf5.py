@@ -221,6 +221,8 @@ def test_files_with_few_cells_get_the_remedy_that_fits_all_of_them(tmp_path: Pat
     smaller = config.model_copy(update={"val_path": str(write_volume(tmp_path / "b.h5", 12))})
     with pytest.raises(UserError, match=r"20³ cells, .* set data_size=8 and network\.scales=2, or"):
         open_volumes(smaller).split("train")  # fixed: 16, which did not fit the other volume
+    with pytest.raises(UserError, match="set data_size=8, or"):  # fixed: changed scales that fit
+        open_volumes(smaller.model_copy(update={"network": type(config.network)(scales=2)})).split("train")
 
 
 def test_values_that_cannot_be_are_a_warning_that_names_them(tmp_path: Path, caplog: Any) -> None:

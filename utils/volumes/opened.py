@@ -156,8 +156,8 @@ class Volumes:
                 shapes = [volume.shape for name in SPLITS for volume in self._available(name)]
                 fitting, scales = largest_crop(min(map(min, shapes)))
                 fault = f"the volume has {cells_text(volume.shape)} cells, so crops of data_size {crop} do not fit"
-                remedy = f"set data_size={fitting} and network.scales={scales}, or choose another file"
-                raise UserError(f"{volume.path}: {fault}; {remedy}")
+                too_deep = f" and network.scales={scales}" * (fitting % self.config.window_multiple > 0)
+                raise UserError(f"{volume.path}: {fault}; set data_size={fitting}{too_deep}, or choose another file")
         return volumes
 
     def for_loader(self, world: World, npy: bool = False) -> dict[str, list[Volume]]:
