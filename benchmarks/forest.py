@@ -106,6 +106,8 @@ def measures(result: Results) -> dict[str, float]:
     for k in (2.0, 5.0, 10.0):
         correlation = float(np.interp(k, spectrum.k, spectrum.correlation))
         values[f"r of log density, k = {k:g} h/Mpc, {PREDICTION}"] = correlation
+        ratio = np.interp(k, result.spectra["density"].k, result.spectra["density"].ratio)
+        values[f"power of the density{RATIO}, k = {k:g} h/Mpc, {PREDICTION}"] = float(ratio)
     truth, predicted = relation(diagram, diagram.target), relation(diagram, diagram.predicted)
     for name, true, value in zip(("T0", "gamma"), truth, predicted, strict=True):
         values[f"{name}{RATIO}, {PREDICTION}"] = value / true
