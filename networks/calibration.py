@@ -91,7 +91,7 @@ class CalibrationFit:
     def result(self, total: Callable[[Tensor], Tensor], device: torch.device) -> Calibration:
         """`total` sums over all ranks, which all call it; no calibration if the densities are not plausible."""
         moments = total(torch.zeros(6, 6, dtype=torch.float64, device=device) + self._moments).cpu()
-        if not (moments.isfinite().all() and moments[4, 4]):  # the number of cells
+        if not (moments.isfinite().all() and moments[4, 4]):  # no cells, or dense ones alone
             return Calibration()
         numbers = [*_least_squares(moments[:5, :5], moments[:5, 5]).tolist(), 0.0, 0.0]
         fields = [(x[1:-1, 1:-1, 1:-1], corrected(x, numbers, self.scale), true) for x, true in self._kept]
@@ -111,7 +111,7 @@ class CalibrationFit:
             factor = 1 + float(sums[0, 3] / sums[0, 0]) if number == 0 else factor
             step = _least_squares(sums[:, :3], sums[:, 3])
             fit = fit + step
-        if step.abs().max() < 1e-6 and fit[2].abs() < 1:  # otherwise, as of a network that has learned little, a factor
+        if step.abs().max() < 1e-6 and -0.75 < fit[2] < 1:  # otherwise the network has learned little
             numbers[5:], factor = [float(fit[1]) / self.scale, float(fit[2])], math.exp(fit[0])
         return Calibration(numbers, factor) if 1 / LARGEST_FACTOR < factor < LARGEST_FACTOR else Calibration()
 
