@@ -31,21 +31,21 @@ def shells(fields: Tensor) -> list[Tensor]:
 
 
 class Calibration(NamedTuple):
-    """What corrects the logarithm x = ln(density) / scale of an output; None: nothing."""
+    """What corrects the logarithm x = (ln(density) - center) / scale of an output; None: nothing."""
 
     density_filter: list[float] | None = None  # see `corrected`
     density_factor: float | None = None  # of all densities after it
 
-    def apply(self, x: Tensor, scale: float) -> Tensor:
+    def apply(self, x: Tensor, scale: float, center: float = 0.0) -> Tensor:
         """x [N, 1, D, D, D] in float32, corrected. At the faces, the neighbors that are missing equal the cell."""
         x = at_least_float32(x)
         if self.density_filter:
-            x = corrected(F.pad(x, (1,) * 6, mode="replicate"), self.density_filter, scale)
+            x = corrected(F.pad(x, (1,) * 6, mode="replicate"), self.density_filter, scale, center)
         return x + math.log(self.density_factor or 1.0) / scale
 
 
-def corrected(fields: Tensor, numbers: Sequence[float], scale: float) -> Tensor:
-    """The inner cells: y = x + (1 - d) filter, plus d (shift + power (y - DENSE / scale)); d: the share of dense gas.
+def corrected(fields: Tensor, numbers: Sequence[float], scale: float, center: float = 0.0) -> Tensor:
+    """The inner cells: y = x + (1 - d) filter, plus d (shift + power (y - x of DENSE)); d: the share of dense gas.
 
     numbers: weights of the `shells` and a constant, which are the filter; shift; power. Those of older checkpoints end
     after the filter, which gives y itself.
@@ -56,22 +56,22 @@ def corrected(fields: Tensor, numbers: Sequence[float], scale: float) -> Tensor:
     if not of_dense:
         return filtered
     x, (shift, power) = fields[..., 1:-1, 1:-1, 1:-1], of_dense
-    dense = torch.sigmoid(scale * x - DENSE)
+    dense = torch.sigmoid(scale * x + center - DENSE)
     y = x + (1 - dense) * filtered
-    return y + dense * (shift + power * (y - DENSE / scale))
+    return y + dense * (shift + power * (y - (DENSE - center) / scale))
 
 
 class CalibrationFit:
     """Fits a Calibration to one channel of outputs and targets [N, C, D, D, D] of a validation.
 
     The filter has the least squares of x. With factor, shift and power, predicted and true density have equal sums,
-    equal sums relative to the filtered density, and equal sums times its root: voids count as much as clusters, which
-    get neither too much mass nor too high peaks. The fit leaves out the cells at the faces: there predictions are
+    also weighted by the inverse and by the root of the filtered density: voids count as much as clusters, which get
+    neither too much mass nor too high peaks. The fit leaves out the cells at the faces: there predictions are
     worst, because a network sees no neighbors; predictions of whole volumes barely use them.
     """
 
-    def __init__(self, channel: int, scale: float) -> None:
-        self.channel, self.scale = channel, scale
+    def __init__(self, channel: int, scale: float, center: float = 0.0) -> None:
+        self.channel, self.scale, self.center = channel, scale, center
         self.reset()
 
     def reset(self) -> None:
@@ -83,7 +83,7 @@ class CalibrationFit:
             x, true = output[self.channel], target[self.channel, 1:-1, 1:-1, 1:-1].to(output)
             own = x[1:-1, 1:-1, 1:-1]
             rows = torch.stack([*shells(x), torch.ones_like(true), true - own]).flatten(1).double()
-            rows[:5] *= 1 - torch.sigmoid(self.scale * own - DENSE).flatten()
+            rows[:5] *= 1 - torch.sigmoid(self.scale * own + self.center - DENSE).flatten()
             self._moments = self._moments + rows @ rows.T
             if len(self._kept) * x.numel() < KEPT_CELLS:
                 self._kept.append((x.clone(), true.clone()))  # the memory of a batch is used again
@@ -94,13 +94,14 @@ class CalibrationFit:
         if not (moments.isfinite().all() and moments[4, 4]):  # no cells, or dense ones alone
             return Calibration()
         numbers = [*_least_squares(moments[:5, :5], moments[:5, 5]).tolist(), 0.0, 0.0]
-        fields = [(x[1:-1, 1:-1, 1:-1], corrected(x, numbers, self.scale), true) for x, true in self._kept]
+        inner, units = (slice(1, -1),) * 3, (self.scale, self.center)
+        fields = [(x[inner], corrected(x, numbers, *units), true) for x, true in self._kept]
         self._kept = []  # frees their memory
         fit, step, factor = torch.zeros(3, dtype=torch.float64), torch.ones(3), math.nan  # ln(factor), shift, power
         for number in range(NEWTON_STEPS):
             sums = torch.zeros(3, 4, dtype=torch.float64, device=device)
             for cells in fields:
-                x, y, true = (self.scale * field.flatten().double() for field in cells)
+                x, y, true = (self.scale * field.flatten().double() + self.center for field in cells)
                 one, dense = torch.ones_like(x), torch.sigmoid(x - DENSE)
                 ways = torch.stack([one, dense, dense * (y - DENSE)])
                 density = torch.exp(y + fit.to(x) @ ways)

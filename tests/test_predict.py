@@ -152,8 +152,7 @@ def test_the_calibration_multiplies_the_density_once(command, trained_run: Path,
     for flags in ([raised], [f"--prediction={tmp_path / 'hydro.h5'}"], [raised, "--no_calibration"]):
         evaluate.main([*flags, f"--input={volume}", f"--output={tmp_path / 'report'}", "--device=cpu"])
     assert masses == pytest.approx([masses[0], masses[0], masses[0] / 1.05], rel=1e-5)
-    filtered = f"--checkpoint={tmp_path / 'filtered.pt'}"
-    # As older checkpoints have it.
+    filtered = f"--checkpoint={tmp_path / 'filtered.pt'}"  # like older ones
     torch.save(content | {"density_filter": [2.0, 0.0, 0.0, 0.0, 0.01], "density_factor": 1.05}, filtered[13:])
     assert "multiplied by 1.0500 and filtered" in command(filtered, f"--input={volume}", "--overwrite")
     density = contents(tmp_path / "hydro.h5")["Hydro"][0]

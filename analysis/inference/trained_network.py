@@ -136,11 +136,11 @@ class TrainedNetwork:
 def _calibrate(network: nn.Module, calibration: Calibration, targets: Channels) -> None:
     place = density_place(targets, GAS)
     assert place is not None  # it was measured
-    scale = targets[place].scale
+    scale, center = targets[place].scale, targets[place].center
 
     def calibrated(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
         before, density, after = outputs.float().tensor_split([place, place + 1], dim=1)  # of [N, C, D, D, D]
-        return torch.cat([before, calibration.apply(density, scale), after], dim=1)
+        return torch.cat([before, calibration.apply(density, scale, center), after], dim=1)
 
     network.register_forward_hook(calibrated)
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from networks.calibration import Calibration, CalibrationFit, corrected, shells
 from utils.distributed.world import World
 
-CPU, SCALE, CHANNEL = torch.device("cpu"), 14.0, 2
-INNER = (..., *(slice(1, -1),) * 3)
+CPU, SCALE, CHANNEL, INNER = torch.device("cpu"), 14.0, 2, (..., *(slice(1, -1),) * 3)
 FILTER = [0.4, 0.02, -0.06, 0.03, 0.01]  # weights of the shells, and a constant
 
 
@@ -31,8 +30,8 @@ def pair(samples: int = 4, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     return given, targets
 
 
-def fitted(*batches: tuple[Tensor, Tensor]) -> Calibration:
-    fit = CalibrationFit(CHANNEL, SCALE)
+def fitted(*batches: tuple[Tensor, Tensor], center: float = 0.0) -> Calibration:
+    fit = CalibrationFit(CHANNEL, SCALE, center)
     for batch in batches:
         copies = [fields.clone() for fields in batch]
         fit.add(*copies)
@@ -79,6 +78,8 @@ def test_noisy_targets_have_their_mean_also_in_voids_and_clusters() -> None:
     predicted = factor * torch.exp(SCALE * (y + dense * (shift + power * (y - math.log(100) / SCALE))))
     applied = Calibration(numbers, factor).apply(x[:, None], SCALE)[:, 0]
     torch.testing.assert_close(torch.exp(SCALE * applied[INNER]), predicted)
+    moved = fitted((given - 2 / SCALE, targets - 2 / SCALE), center=2.0).apply(x[:, None] - 2 / SCALE, SCALE, 2.0)
+    torch.testing.assert_close(moved[:, 0] + 2 / SCALE, applied, atol=1e-4, rtol=0)
     for exponent in (0, -1, 0.5):
         weight = torch.exp(exponent * SCALE * y)
         sums = [float((weight * density).sum()) for density in (predicted, torch.exp(SCALE * true[INNER]))]

@@ -19,7 +19,7 @@ class Task(NamedTuple):
     network_options: dict[str, Any]  # for networks whose constructors have them
     tensors: list[tuple[tuple[int, ...], torch.dtype]]  # inputs, targets and, if there are any, conditions
     output: tuple[int, ...]  # the shape of the network's output
-    density: tuple[int, float] | None = None  # channel and scale of the gas density of the targets
+    density: tuple[int, float, float] | None = None  # channel, scale and center of the gas density of the targets
 
 
 def task_of(config: Config) -> Task:
@@ -37,5 +37,5 @@ def task_of(config: Config) -> Task:
         shared = [(a, b) for a, b in copied_channels(sources, channels).items() if channels[a].component]
         options["added"] = {a: b for a, b in shared if channels[a].formula() == sources[b].formula()}
     place = density_place(channels, GAS)
-    density = None if place is None else (place, channels[place].scale)
+    density = None if place is None else (place, channels[place].scale, channels[place].center)
     return Task(VOLUMES, True, options, tensors, shapes[1], density)
