@@ -2,7 +2,6 @@
 
 import ctypes
 import itertools
-import json
 import os
 import re
 import signal
@@ -263,7 +262,7 @@ def rank_main(name: str, rank: int, size: int, port: int, folder: Path) -> None:
 
     def main() -> None:
         with one_line_errors(), connect("cpu", timeouts) as world:
-            world.heartbeat.folder, world.heartbeat.log = folder, folder / "out.log"
+            world.heartbeat.log = folder / "out.log"
             SCENARIOS[name][0](world)
 
     run_script(main)
@@ -315,33 +314,11 @@ def test_all_ranks_stop_and_one_line_names_the_cause(ends: Ends, name: str) -> N
     assert re.fullmatch(rest, "".join(line for line in lines if line not in errors)), output
 
 
-def test_log_stacks_and_collectives_of_all_ranks_show_which_one_hangs(ends: Ends) -> None:
+def test_log_and_stacks_of_all_ranks_show_which_one_hangs(ends: Ends) -> None:
     """Fixed: the line was on the terminal only. Without a log, as in a prediction, none is created."""
     _, output, folder = ends["rank_1_hangs"]
     (line,) = messages((folder / "out.log").read_text())
     assert f"error: {line}\n" in output
     stacks = {int(text[0]): text for text in re.split(r"^rank ", output, flags=re.MULTILINE)[1:]}
     assert [rank for rank, text in stacks.items() if "in rank_1_hangs" in text and "all_reduce" not in text] == [1]
-    recorded = [json.loads((folder / f"flight_recorder_rank{rank}.json").read_text())["gloo"] for rank in range(3)]
-    last = [record["entries"][-1]["collective_seq_id"] for record in recorded]
-    assert last[0] == last[2] == last[1] + 1, "rank 1 has not called the last all-reduce"
-    assert os.listdir(ends["single_rank_hangs"][2]) == ["output"], "no log, and a single process has no collectives"
-
-
-def write_and_exit(folder: Path) -> None:
-    os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
-    dist.is_initialized = lambda: True
-    sleep = ctypes.PyDLL(None).sleep  # with the GIL
-    setattr(heartbeats.c10d, heartbeats.RECORDERS["gloo"], lambda: sleep(int(GENEROUS)))
-    heartbeats.RECORDER_SECONDS = 0.5
-    heartbeats.write_collectives(folder, 0)
-
-
-def test_a_recorder_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
-    """PyTorch waits for the recorder's lock with the GIL: then no other thread of Python runs."""
-    process = context().Process(target=write_and_exit, args=(tmp_path,))
-    process.start()
-    process.join(GENEROUS / 2)
-    process.kill()
-    assert process.exitcode == 1
-    assert (tmp_path / "stderr").read_text().startswith("Timeout (0:00:00.500000)!")
+    assert os.listdir(ends["single_rank_hangs"][2]) == ["output"], "no log"

@@ -23,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.diagnosis import RANKS_PER_SECOND, TICK, Diagnoser, Diagnosis, failure, is_peer_gone
 from utils.distributed.launch import Launch
-from utils.distributed.pulse import RECORD, Pulse, Report
+from utils.distributed.pulse import Pulse, Report
 from utils.errors import EXIT_HANG, LocalError, Stopped, UserError, record_exit_code
-from utils.files import atomic_write
 from utils.progress import Progress
 
 LOST_LIMIT = 10.0  # for rank 0 to find out which rank is gone after one has lost a connection
@@ -41,8 +39,6 @@ LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, wa
 # Keys: the diagnosis; set by a rank that has lost another one; number of ranks that have read the first; a report.
 END, LOST, READ, REPORT = "heartbeat: end", "heartbeat: lost", "heartbeat: read", "heartbeat: rank {}"
 CONNECTION_SECONDS = 30.0
-# PyTorch's flight recorders; the second one in CUDA builds only.
-RECORDERS, RECORDER_SECONDS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}, 10.0
 STORE_ERRORS = (dist.DistError, OSError, RuntimeError)
 
 
@@ -99,8 +95,7 @@ class Heartbeat:
 
     def __init__(self, timeouts: TimeoutsConfig, launch: Launch, store: dist.Store | None = None) -> None:
         self.rank, self._size = launch.rank, launch.world_size
-        # For the last collectives and the diagnosis; a training run sets its directory and its log.
-        self.folder, self.log = Path(), Path(os.devnull)
+        self.log = Path(os.devnull)  # for the diagnosis; a training run sets its own
         self.pulse, self._beats = Pulse(), 0
         self._timeouts, self.diagnoser = timeouts, Diagnoser(self.rank, self._size, timeouts)
         self._reports = ReportStore(self.diagnoser.ranks, launch, store)
@@ -260,31 +255,12 @@ class Heartbeat:
         self._exiting.set()
         self._stop()
         record_exit_code(diagnosis.code)  # now, because the launcher may end this process during the delay
-        if diagnosis.hangs:
-            write_collectives(self.folder, self.rank)
         if has_store:
             self._release_store(diagnosis)
         # A launcher may end the others when this process ends. They read once per interval.
         is_printed = has_store and diagnosis.code == EXIT_HANG
         time.sleep(self.diagnoser.interval + (TICK if is_printed else PRINT_SECONDS))
         os._exit(diagnosis.code)
-
-
-def write_collectives(folder: Path, rank: int) -> None:
-    """Writes the last collectives of this rank to a file; ends the process if that takes too long.
-
-    PyTorch waits for the recorder's lock without releasing the GIL, and a stuck NCCL or CUDA call may hold that lock.
-    No Python thread runs then, and faulthandler's timer ends the process.
-    """
-    if not dist.is_initialized():
-        return
-    faulthandler.dump_traceback_later(RECORDER_SECONDS, exit=True, file=2)
-    dumps = {name: getattr(c10d, function, None) for name, function in RECORDERS.items()}
-    with contextlib.suppress(OSError, RuntimeError):
-        parts = [f'"{name}": '.encode() + dump() for name, dump in dumps.items() if dump is not None]
-        with atomic_write([folder / RECORD.format(rank)]) as (partial,):
-            partial.write_bytes(b"{" + b",\n".join(parts) + b"}\n")
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _collectives() -> int:

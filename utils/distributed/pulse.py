@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, get_args
 
 Phase = Literal["start", "data", "step", "validation", "prediction", "evaluation", "pictures", "save", "end"]
-RECORD = "flight_recorder_rank{}.json"  # in the run directory after a hang; see Heartbeat
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in their order within a step
 
 

@@ -194,7 +194,6 @@ def connect(
         nccl = nccl and chosen.type == "cuda" and not shared
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # older versions of PyTorch record nothing by default
         # Gloo connects two ranks when they first exchange something, instead of all ranks at the start.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         if not nccl:

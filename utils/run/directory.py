@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from utils.distributed.pulse import RECORD
 from utils.files import read_json, recover
 from utils.log import warn_once
 
@@ -35,21 +34,19 @@ class RunDirectory:
         """All that a run has written here; --resume=no removes it, and nothing else."""
         paths = [self.summary, self.config, self.checkpoints, self.metrics, self.tensorboard, self.log]
         paths += [self.evaluations, self.report, self.wandb, self.loss_curves, self.path / "slices*.png"]
-        paths += [*self.profile, self.path / RECORD.format("*"), self.provenance]
+        paths += [*self.profile, self.provenance]
         return [file for path in paths for file in sorted(self.path.glob(path.name))]
 
     @property
     def is_free(self) -> bool:
         """True if no run has begun here, or its removal was interrupted, which the next start completes.
 
-        A process that was killed may have left hidden files, or the first record; one that hung before its first step
-        the last collectives.
+        A process that was killed may have left hidden files, or the first record.
         """
         if not self.path.is_dir():
             return not os.path.lexists(self.path)
-        collectives = (file.name for file in self.path.glob(RECORD.format("*")))
-        remains = {self.provenance.name, *collectives}
-        return self.removal.exists() or all(name.startswith(".") or name in remains for name in os.listdir(self.path))
+        names = [name for name in os.listdir(self.path) if name != self.provenance.name]
+        return self.removal.exists() or all(name.startswith(".") for name in names)
 
     @property
     def title(self) -> str:

@@ -76,7 +76,7 @@ class Run:
                 return
             choice = choice or Choice(RunDirectory(Path(place[0])), place[1])
             directory = choice.directory
-            world.heartbeat.folder, world.heartbeat.log = directory.path, directory.log
+            world.heartbeat.log = directory.log
             start = find_start(choice, request.init_from, request.config.model_dump(), world)
             run = cls(request, volumes, choice, world, start, files)
             try:
