@@ -2,8 +2,8 @@
 
 python -m benchmarks.cross_check
 
-Simulates boxes of different seeds, redshifts, cells, grids and cosmologies, some in pairs. The bounds were set on the
-first half of them; the mistakes are made in the boxes of the second half and in zooms on their densest cell.
+Simulates boxes of different seeds, redshifts, cells, grids and cosmologies, some in pairs. Bounds were set on the first
+half; the mistakes are made in the boxes of the second half and in zooms on their densest cell.
 """
 
 import itertools
@@ -111,14 +111,14 @@ def wrong(volume: Volume, other: Volume, later: Volume) -> Iterator[tuple[str, s
     yield "Fortran order", "Fortran", changed(volume, lambda field: field.swapaxes(1, 3))
     yield "gas transposed", "gas transposed", replace(volume, targets=targets.swapaxes(1, 3))
     yield "gas shifted by half a box", "gas shifted", replace(volume, targets=np.roll(targets, half, (1, 2, 3)))
+    yield "gas shifted by one cell", "gas shifted", replace(volume, targets=np.roll(targets, 1, 1))
     yield "gas reflected", "gas reflected", replace(volume, targets=targets[:, ::-1])
     yield "gas of another seed", "another snapshot", replace(volume, targets=other.targets)
     faster = np.concatenate([targets[:1], ratio**0.5 * targets[1:4], targets[4:]])
     yield "√a units of the gas", "gas velocity in other units", replace(volume, targets=faster)
     denser = np.concatenate([targets[:1] + math.log(5) / scale, targets[1:]])
     yield "gas density with another mean", "divided by other means", replace(volume, targets=denser)
-    simulation = {**volume.simulation, CELL: 1000 * volume.attributes["box_size_mpc_h"] / side}
-    yield "kpc/h for Mpc/h", "kpc/h", replace(volume, simulation=simulation)
+    yield "kpc/h for Mpc/h", "kpc/h", replace(volume, simulation={**volume.simulation, CELL: 1000 * (volume.cell or 1)})
     yield "gas of a later redshift", "two redshifts", replace(volume, targets=later.targets)
     if side > FEWEST_CELLS or not volume.periodic:
         cells = [slice(max(FEWEST_CELLS, side * 3 // 4))] * (1 + side % 3)

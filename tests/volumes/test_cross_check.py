@@ -17,7 +17,7 @@ import train
 from benchmarks import cross_check as study
 from utils.distributed.world import World
 from utils.volumes import cross_check, import_volume
-from utils.volumes.cross_check import BOUNDS, DENSITIES, FACES, GROWTH, MEANS, SLOPE
+from utils.volumes.cross_check import BOUNDS, DENSITIES, FACES, GROWTH, MEANS, OFFSET, SLOPE
 from utils.volumes.hdf5 import Volume, open_volume
 
 BOX, OTHER, HALF = 1, 6, 40  # boxes of the study with 32³ cells
@@ -48,7 +48,7 @@ def test_right_volumes_give_no_warning(box: Volume) -> None:
     known["at rest"] = study.check(study.moved(box, np.zeros_like))
     assert {kind: list(result.warnings) for kind, result in known.items() if result.warnings} == {}
     assert set(known["boxes"].values) == set(BOUNDS)
-    assert set(known["without velocities"].values) == {FACES, DENSITIES, GROWTH, MEANS}
+    assert set(known["without velocities"].values) == {FACES, DENSITIES, OFFSET, GROWTH, MEANS}
     assert set(known["boxes"].values) - set(known["no cosmology"].values) == {SLOPE, cross_check.FIT}
     assert not {FACES, SLOPE} & set(known["cubic parts"].values)
     for impossible in ({"redshift": -1.5}, {"redshift": -1.0}, {"cosmology_Om0": -1.0}):  # each ended in a traceback
@@ -57,7 +57,7 @@ def test_right_volumes_give_no_warning(box: Volume) -> None:
 
 
 def test_each_mistake_is_named_and_no_other(mistakes: dict[str, tuple[str, Volume]]) -> None:
-    assert len(mistakes) == 16
+    assert len(mistakes) == 17
     texts = {text for text, _ in mistakes.values()}
     for name, (text, volume) in mistakes.items():
         named = [line.partition("?")[0] for line in study.check(volume).warnings]

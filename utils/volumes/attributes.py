@@ -1,6 +1,5 @@
 """Attributes of an HDF5 file, all optional: the transforms of its channels, and the simulation of its fields."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -46,12 +45,11 @@ Simulation = dict[str, float | str]  # redshift, cosmology, density floor and si
 CONDITIONS = {name: key for name, (key, _) in UNIVERSE.items()}
 CONDITIONS |= {"cell": CELL, "sigma8": "cosmology_sigma8", "n_s": "cosmology_ns"}
 TYPES: dict[str, Any] = {"periodic": bool, FLOOR: float, "temperature_log10_center": float}  # of attributes of a file
-TYPES |= dict.fromkeys(CONDITIONS.values(), float)
+TYPES |= dict.fromkeys(("box_size_mpc_h", *CONDITIONS.values()), float)
 TYPES |= dict.fromkeys((key for key in TRANSFORM if key.endswith(("_scale", "_km_s"))), PositiveFloat)
+ARRAY = "the array"  # the path of a volume in memory
 OPTIONAL = "unit", "component"  # attributes of a channel that are empty texts if it has none
 CONDITION_UNITS: dict[str, str] = {"cell": "comoving Mpc/h", "hubble": "km/s/Mpc"}  # the others have none
-
-log = logging.getLogger(__name__)
 
 
 def plain_attributes(owner: h5py.HLObject, types: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -96,15 +94,21 @@ def write_attributes(file: h5py.File, attributes: Mapping[str, Attributes]) -> N
 
 def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
     """The attributes of a volume's file. Nyx's groups `universe` and `domain`, see snapshots.py, stand in for them."""
-    attributes: dict[str, Any] = {**universe_of(file), **plain_attributes(file, TYPES)}
-    length, lengths = attributes.get("box_size_mpc_h"), domain_of(file)
-    if length is None and lengths and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):
-        length = lengths
-    if isinstance(length, list) and length:
-        length = max(cells) * cubic_cell(file.filename, length, cells)
-    if length is not None:
-        attributes["box_size_mpc_h"] = _typed(float, length, f"{file.filename}: attribute box_size_mpc_h")
-    return attributes
+    attributes: dict[str, Any] = {**universe_of(file), **plain_attributes(file)}
+    lengths = domain_of(file)
+    if lengths and tuple(np.ravel(file["domain"].attrs.get("shape", cells))) == tuple(cells):
+        attributes.setdefault("box_size_mpc_h", lengths)
+    return checked_attributes(attributes, cells, file.filename)
+
+
+def checked_attributes(attributes: Mapping[str, Any], cells: Sequence[int], path: str) -> dict[str, Any]:
+    """The attributes of a volume as plain values, those of TYPES of their type; box_size_mpc_h of the longest side."""
+    checked = {name: _plain(value) for name, value in attributes.items()}
+    if isinstance(length := checked.get("box_size_mpc_h"), list) and length:
+        checked["box_size_mpc_h"] = max(cells) * cubic_cell(path, length, cells)
+    for name in filter(checked.__contains__, TYPES):
+        checked[name] = _typed(TYPES[name], checked[name], f"{path}: attribute {name}")
+    return checked
 
 
 def universe_of(file: h5py.File) -> dict[str, float]:
@@ -189,7 +193,8 @@ def channel_difference(found: Channels, expected: Channels) -> str:
         return ""
     if names != wanted:
         missing = ", ".join(name for name in wanted if name not in names)
-        return f"{', '.join(names)} {f'without {missing}' if missing else 'instead of ' + ', '.join(wanted)}"
+        swapped = "" if {*names} & {*wanted} else " (swapped datasets?)"
+        return f"{', '.join(names)} {f'without {missing}' if missing else 'instead of ' + ', '.join(wanted)}{swapped}"
     for one, other in zip(found, expected, strict=True):
         pairs = (one.scale, other.scale), (one.center, other.center)
         close = all(math.isclose(*pair, rel_tol=TRANSFORM_TOLERANCE, abs_tol=TRANSFORM_TOLERANCE) for pair in pairs)
@@ -232,7 +237,7 @@ def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulat
     for fault in implausible(simulation):
         warn_once(f"{path}: {fault}; correct its attributes")
     if differences := differences_of(simulation, trained):
-        log.warning("%s differs from the training data: %s; see docs/generalization.md", path, differences)
+        warn_once(f"{path} differs from the training data: {differences}; see docs/generalization.md")
 
 
 def differences_of(simulation: Simulation, expected: Simulation) -> str:
@@ -252,7 +257,8 @@ def conditions_of(network: NetworkConfig, path: str, simulation: Simulation) -> 
         if not isinstance(value, float) or not math.isfinite(value):
             attribute = "box_size_mpc_h" if name == "cell" else CONDITIONS[name]
             fault = "is not stated as a number" if value is None else f"is {value!r}"
-            remedy = f"set it, in Python: h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
+            given = f"give attributes={{'{attribute}': NUMBER}}" if path == ARRAY else ""
+            remedy = given or f"set it, in Python: h5py.File('{path}', 'a').attrs['{attribute}'] = NUMBER"
             raise UserError(f"{path}: {attribute}, which network.conditions {name} needs, {fault}; {remedy}")
         values.append(value)
     return values
@@ -263,7 +269,7 @@ def warn_of_untrained_conditions(network: NetworkConfig, path: str, conditions: 
     for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
         if not _is_close(value, min(max(value, low), high)):
             trained = f"the trained range {low:.6g} to {high:.6g}"
-            log.warning(f"{path}: {name} {value:.6g} is outside {trained}; check the prediction")
+            warn_once(f"{path}: {name} {value:.6g} is outside {trained}; check the prediction")
 
 
 def _is_close(first: float | str, second: float | str) -> bool:

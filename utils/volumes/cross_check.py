@@ -29,15 +29,18 @@ GRADIENT = "correlation of -dv_i/dx_i with the log density, worst axis"
 MOMENTUM, FACES = "slope of ln v² on the log density", "step between opposite faces / largest step inside"
 DENSITIES, GROWTH = "correlation of gas and dark-matter log density", "slope of gas on dark-matter density"
 VELOCITIES = "correlation of gas and dark-matter velocity, worst component"
+OFFSET = "offset of gas from dark matter in cells, worst axis"
 MEANS, SPEEDS = "mean density of the gas / of the dark matter", "slope of gas on dark-matter velocity"
 BOUNDS = {  # between right boxes and mistakes of the study; a correlation's upper bound is never exceeded
     **{SLOPE: (0.7, 1.25), FIT: (0.82, 1.0), GRADIENT: (0.13, 1.0), MOMENTUM: (-0.5, 1.2), FACES: (0.0, 1.5)},
     **{DENSITIES: (0.65, 1.0), GROWTH: (0.9, 1.1), VELOCITIES: (0.6, 1.0), MEANS: (0.5, 2.0), SPEEDS: (0.7, 1.35)},
+    OFFSET: (0.0, 0.4),
 }
 EXPECTED = {name: f"expected {low:g} to {high:g}" for name, (low, high) in BOUNDS.items()}
-OF_GAS = (DENSITIES, GROWTH, VELOCITIES, SPEEDS)
+OF_GAS = (DENSITIES, OFFSET, GROWTH, VELOCITIES, SPEEDS)
 THIN = 2.0  # mean densities; GRADIENT skips denser cells: in halos matter flows in all directions
 TYPICAL_SLOPE, FACTOR = 0.95, 1.4  # a unit is named if it explains the slope within this factor
+FINEST, TINY = 6, 1e-30  # number of waves along the box that OFFSET uses at most; smallest density with a logarithm
 SIMILAR = 0.7  # correlation of log densities if gas fits dark matter after a rotation, reflection or shift
 # Numbers of waves along each axis, [18, 3]: wavenumbers of at most √2 fundamental ones.
 WAVES = np.array([wave for wave in itertools.product((-1, 0, 1), repeat=3) if 0 < np.dot(wave, wave) < 3])
@@ -207,7 +210,7 @@ class _Comparison:
                 square, product = (np.vdot(divergence, part).real for part in (divergence, density))
                 values |= {SLOPE: square / product, FIT: product / np.sqrt(square * power)}
         if gas:
-            values[GROWTH] = np.vdot(density, gas[0]).real / power
+            values |= {OFFSET: self._offset(), GROWTH: np.vdot(density, gas[0]).real / power}
             pairs = zip(*([np.log(one.blocks[0]), *one.blocks[1:]] for one in self.species), strict=False)
             values[DENSITIES], *velocities = [np.corrcoef(np.reshape(pair, (2, -1)))[0, 1] for pair in pairs]
             values[MEANS] = self.species[1].mean / self.species[0].mean
@@ -215,6 +218,17 @@ class _Comparison:
                 first, second = (one.blocks[1:].ravel() for one in self.species)
                 values |= {VELOCITIES: min(velocities), SPEEDS: first @ second / (first @ first)}
         return values
+
+    def _offset(self) -> float:
+        """Cells by which the gas is shifted along the worst axis, from the phases of waves of both log densities."""
+        dark, gas = (np.fft.fftn(np.log(np.maximum(one.blocks[0], TINY))) for one in self.species)
+        counts = np.moveaxis(np.indices(dark.shape), 0, -1)
+        counts -= dark.shape * (2 * counts > dark.shape)  # of waves along each axis
+        chosen = (np.square(counts).sum(-1) <= FINEST**2) & (2 * np.abs(counts) < dark.shape).all(-1)
+        products, turns = (dark * gas.conj())[chosen], 2 * np.pi * counts[chosen] / self.volume.shape  # per cell
+        weights = np.sqrt(np.abs(products))
+        cells = np.linalg.lstsq(turns * weights[:, None], np.angle(products) * weights, rcond=None)[0]
+        return float(np.abs(cells).max())
 
     def _divergence(self, velocity: np.ndarray) -> np.ndarray:
         """−div v / (a H f), from waves of the velocity; NaN if cosmology, redshift or size of a cell are unknown."""
@@ -244,6 +258,8 @@ class _Comparison:
             return "densities divided by other means (--mean_density of the importer)"
         if statistic in OF_GAS and DENSITIES in wrong:
             return self._gas_reason()
+        if statistic in OF_GAS and OFFSET in wrong:
+            return "gas shifted"
         if statistic in OF_GAS and GROWTH in wrong:
             return "gas and dark matter of one simulation at two redshifts"
         if MOMENTUM in wrong:

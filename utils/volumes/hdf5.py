@@ -218,11 +218,12 @@ class ArrayReader(FieldReader):
     def __init__(self, values: np.ndarray, channels: int, attributes: Attributes) -> None:
         if values.ndim != 4 or len(values) != channels:
             raise UserError(f"the array is {values.shape}, expected ({channels}, X, Y, Z)")
-        self.path = self.name = self.file = "the array"
-        self.values, self.attributes, self._stated = as_float32(values), dict(attributes), None
+        self.path = self.name = self.file = stated.ARRAY
         self.shape = values.shape[1], values.shape[2], values.shape[3]
+        self.attributes = stated.checked_attributes(attributes, self.shape, self.path)
+        self.values, self._stated = as_float32(values), None
         self.cell, self.simulation = simulation_of(self.attributes, max(self.shape), self.path)
-        self.periodic = bool(attributes.get("periodic", True))
+        self.periodic = self.attributes.get("periodic", True)
 
 
 def open_volume(path: str | os.PathLike[str], names: Sequence[str] = DATASETS) -> Volume:
