@@ -76,6 +76,19 @@ def test_the_kernel_computes_what_the_products_do(name: str, device: str, monkey
             torch.testing.assert_close(optimizer.state[parameter][name], products.state[other][name])
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_first_gradient_may_come_later_than_others(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed: the weight became NaN, and all later updates were skipped."""
+    network = small_network()
+    with by_kernel(monkeypatch) if kernel else contextlib.nullcontext():
+        optimizer = build_optimizer(OPTIONS, dict(network.named_parameters()), 0.01)
+        for number in range(4):
+            early, late = network.parameters()
+            early.grad, late.grad = torch.ones_like(early), torch.ones_like(late) if number > 1 else None
+            update(optimizer, torch.tensor(True))
+    assert all(parameter.isfinite().all() for parameter in network.parameters())
+
+
 def test_a_layer_uses_the_half_precision_weight_of_the_kernel_until_the_weight_changes(monkeypatch: Any) -> None:
     layer: Any = Down(5, 2).to(memory_format=torch.channels_last_3d)
     layer.operation, layer.dtype = HOPPER, torch.float16  # the interpreter truncates bfloat16

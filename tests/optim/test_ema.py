@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_steps import LR, batch, differing, make_step, small_network
+from small_steps import LR, batch, differing, make_step, small_network, snapshot
+from torch import nn
 from trainings import STEPS, YAML, directory, last, metrics
 
 import train
@@ -27,7 +28,7 @@ def make(decay: float | None = 0.3, norm: str = "batch", **options: Any) -> Eage
 )
 def test_averaging_leaves_training_unchanged_and_the_network_holds_the_average(options: dict[str, Any]) -> None:
     plain, step = make(None, **options), make(**options)
-    assert plain.state().keys() == {"network", "optimizer", "scaler"}
+    assert plain.state().keys() == {"network", "optimizer", "scaler", "loss"}
     mean = copy.deepcopy(plain.network)
     for number in range(5):
         losses = [trainer(batch(number), LR) for trainer in (plain, step)]
@@ -65,6 +66,46 @@ def test_an_average_starts_at_the_loaded_weights() -> None:
         assert differing(step._trained.network.state_dict(), source.network.state_dict()) == []
         assert int(step.state()["average"]["updates"]) == 0
     assert not fresh.optimizer.state
+
+
+class Own(nn.Module):
+    """A tied weight, a buffer that each training pass replaces, and random numbers in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Conv3d(4, 4, 1), nn.Conv3d(4, 4, 1), nn.Conv3d(4, 5, 1)
+        self.second.weight = self.first.weight
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean + x.detach().mean() if self.training else self.mean
+        return self.last(self.second(self.first(x))) - self.mean + (0 if self.training else torch.rand(()))
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        error = (outputs - targets).square().mean()
+        self.scale += error.detach() if self.training else 0
+        return error / self.scale
+
+
+def test_networks_and_losses_of_ones_own_resume_exactly() -> None:
+    """Fixed: the average became the tied weight, the replaced buffer and that of the loss were those of the start."""
+    trained, resumed = (make_step("adam", network=Own(), loss=OwnLoss(), ema_decay=0.9) for _ in range(2))
+    for number in range(5):
+        trained(batch(number), LR)
+    resumed.load_state(copy.deepcopy(trained.state()))
+    drawn = torch.get_rng_state()
+    losses = [[step(batch(9), LR), step.evaluate(batch())[0]] for step in (trained, resumed)]
+    assert losses[0] == losses[1]
+    assert differing(snapshot(trained), snapshot(resumed)) == []
+    assert trained.network.mean == trained._trained.network.mean > 0
+    assert torch.equal(torch.get_rng_state(), drawn), "fixed: an evaluation changed what the training drew next"
 
 
 def test_channel_weights_affect_the_training_loss_only() -> None:

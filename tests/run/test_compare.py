@@ -75,6 +75,8 @@ def test_losses_of_other_validation_data_get_a_warning(tmp_path: Path, capsys: A
     assert "these losses cannot be compared, because of different val_path" in capsys.readouterr().err
     compare.main(runs[::2])
     assert capsys.readouterr().err == ""
+    compare.main([str(make_run(tmp_path / f"own{n}", loss="my.Loss", loss_options={"factor": n})) for n in range(2)])
+    assert "because of different loss_options" in capsys.readouterr().err
 
 
 def test_a_directory_without_a_run_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:

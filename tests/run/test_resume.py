@@ -52,7 +52,8 @@ from utils.steps.eager import EagerStep
 from utils.training.reporter import Reporter
 
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
-
+CLASSIFICATION = """data_loader_config=classification dataset.name=digits network.name=mnist_cnn loss=cross_entropy
+    metrics=[accuracy,top5_accuracy]"""
 CASES: dict[str, list[str]] = {
     "apex_adam": ["--set=optimizer.name=apex_adam"],
     "nadam, float16": ["--set=optimizer.name=nadam", "--enable_amp", "--set=precision=float16"],
@@ -62,13 +63,7 @@ CASES: dict[str, list[str]] = {
     "soap": ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=2"],
     "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
     "ghost batches, micro-batches": ["--set=network.norm=ghost(1)", "--set=accumulation_steps=2"],
-    "classification, dropout": [
-        "--set=data_loader_config=classification",
-        "--set=dataset.name=digits",
-        "--set=network.name=mnist_cnn",
-        "--set=loss=cross_entropy",
-        "--set=metrics=[accuracy, top5_accuracy]",
-    ],
+    "classification, dropout": [f"--set={setting}" for setting in CLASSIFICATION.split()],
 }
 # Also cases whose state may differ between ranks.
 ON_TWO_RANKS = ["batch norm, own statistics", "averaged weights", "classification, dropout"]
@@ -287,9 +282,20 @@ def test_only_the_summary_is_missing_if_the_run_itself_had_trained_all_epochs(wh
 
 def test_a_checkpoint_whose_run_saw_other_samples_is_refused(whole: Path) -> None:
     saved = last(whole)
-    for key in ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset"):
+    for key in ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset.name"):
         with pytest.raises(UserError, match=f"was written by a run with {key} .* would see other samples; omit --res"):
             Start({**saved.weights["config"], key: "other"}, None, saved, False)
+    moved = {**saved.weights["config"]["dataset"], "directory": "moved"}  # fixed: it was refused
+    Start({**saved.weights["config"], "dataset": moved}, None, saved, False)
+
+
+def test_another_loss_starts_the_search_for_the_best_checkpoint_again(whole: Path) -> None:
+    """Fixed: losses of both were compared, and the best checkpoint stayed that of the smaller numbers."""
+    for key, value, kept in (("val_path", "moved.h5", True), ("loss", "mse", False), ("Nsamples_val", 8, False)):
+        saved = last(whole)
+        assert saved.state.best_step
+        start = Start({**saved.weights["config"], key: value}, None, saved, False)
+        assert bool(start.state.best_step) == kept, key
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import pytest
 import torch
 from devices import ON_GPU
 from processes import run_ranks
-from small_steps import flat_parameters, make_step, small_network, world_on
+from small_steps import ALONE, flat_parameters, make_step, small_network, world_on
+from small_steps import batch as small_batch
+from torch import nn
 
 from networks import build_loss
 from utils.data.loaders import Batch
@@ -34,6 +36,32 @@ CASES: dict[str, list[dict]] = {
     "soap float64": [{}],
     "sgd float64 conditioned": [{}, {"ddp": "manual", "accumulation_steps": 2}],
 }
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches, self.used = nn.ModuleList(nn.Conv3d(4, 5, 1) for _ in range(2)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branches[self.used](x)
+
+
+def gradients_of_branches(world: World, used: int | None = None) -> list[np.ndarray]:
+    network = Branches()
+    step = make_step(world=world, network=network, ddp="manual")
+    network.used = world.rank if used is None else used
+    step(small_batch(), 0.0)
+    return [np.zeros(()) if x.grad is None else x.grad.numpy() for x in network.branches.parameters()]
+
+
+def test_ranks_that_use_other_parameters_average_the_gradients_of_each() -> None:
+    """Fixed: the first gradient of one rank was averaged with the first one of the other, of another parameter."""
+    first, second = (gradients_of_branches(ALONE, used) for used in (0, 1))
+    for found in run_ranks(gradients_of_branches, 2):
+        for mean, *alone in zip(found, first, second, strict=True):
+            np.testing.assert_allclose(mean, sum(alone) / 2, rtol=1e-6)
 
 
 def build_step(world: World, name: str, **options) -> EagerStep:

@@ -117,6 +117,7 @@ def compiled(world: World, fault: str = "", rank: int = 0) -> tuple[str, dict[st
             plan, "needs_no_kernels", lambda setting: "kernels is torch" if setting.kernels == "torch" else ""
         )
         patch.setattr(plan, "fault", "")
+        patch.setattr(plan, "not_hopper", lambda _: "an A100" if fault == "A100" and broken else "")
         patch.setattr(kernels, "TRIAL_SIDE", 8)
         step = build.step(settings, world, build.network_with_loss(settings))
         chosen = plan.describe(build.kernel_plan(settings, world.device))
@@ -133,6 +134,12 @@ def test_cudnn_replaces_hopper_kernels_that_fail(caplog: Any) -> None:
         assert [text in line for line in caplog.messages] == [True]
         assert layout == usual
         caplog.clear()
+
+
+def test_ranks_with_other_gpus_make_the_same_collectives() -> None:
+    """Fixed: a rank without Hopper's kernels missed an exchange, and took the next message for a fault."""
+    (first, _), (second, _) = run_ranks(functools.partial(compiled, fault="A100", rank=1), 2)
+    assert (first, second) == ("down1, down2, up2, last by hopper", "down1, down2, up2, last by cudnn (an A100)")
 
 
 def test_hopper_kernels_that_fail_on_one_rank_are_replaced_on_all() -> None:

@@ -73,7 +73,7 @@ def adam_of_cells(  # type: ignore[no-untyped-def]
         if ROTATES:
             vectors = tl.load(basis + cell * CELLS + tl.arange(0, CELLS)[None, :])
             values = tl.dot(tl.trans(vectors), values, input_precision=PRECISION)
-        number = tl.load(step)
+        number = tl.maximum(tl.load(step), 1)  # 0 if its first gradient comes later than others'
         mean = tl.load(first + place, mask=inside, other=0.0)
         mean += (1 - beta1) * (values - mean)
         square = beta2 * tl.load(second + place, mask=inside, other=0.0) + (1 - beta2) * values * values

@@ -25,7 +25,7 @@ class EMA:
         # Buffers are shared with the trained network, not copied: the running statistics are those of its last step.
         self.network = copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})
         self.network.requires_grad_(False)
-        self._trained = dict(network.named_parameters())  # in the order of the averages
+        self._network, self._trained = network, dict(network.named_parameters())  # in the order of the averages
         self._means: list[torch.Tensor] = list(self.network.parameters())
         self._decay = decay
         self._updates = torch.zeros((), device=next(network.parameters()).device)
@@ -42,11 +42,15 @@ class EMA:
         weight = (1 - kept) * updated
         for trained, mean in zip(self._trained.values(), self._means, strict=True):
             mean.lerp_(trained, weight)
+        for buffer, shared in zip(self._network.buffers(), self.network.buffers(), strict=True):
+            if buffer is not shared:  # the network has assigned a new one
+                shared.copy_(buffer)
         self._updates += updated
 
     def state(self) -> dict[str, Any]:
         """Entries of a step's state in addition to "network"; they share the tensors."""
-        trained = {name: parameter.detach() for name, parameter in self._trained.items()}
+        named = self._network.named_parameters(remove_duplicate=False)  # tied weights by each of their names
+        trained = {name: parameter.detach() for name, parameter in named}
         return {AVERAGE: {"trained": trained, "updates": self._updates}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -20,11 +20,6 @@ LONGEST_SIDE = 512  # with a learned basis
 Bases = dict[int, torch.Tensor]  # orthonormal matrices, whose columns are the basis, by the number of a weight's side
 
 
-def weight_sides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The view of a weight: [first, second, all cells of the kernel]."""
-    return (*shape[:2], math.prod(shape[2:])) if shape[2:] else tuple(shape)
-
-
 def learned_sides(sides: Sequence[int], options: OptimizerConfig) -> list[int]:
     """The numbers of the sides whose basis follows the gradients: none of a large weight."""
     is_small = math.prod(sides) <= options.max_precondition_size
@@ -84,7 +79,7 @@ class Soap(AdamByWeight):
         super().__init__(options, parameters, lr)
         self._frequency = options.precondition_frequency
         weights = self.param_groups[0]["params"]
-        self._sides = {weight: weight_sides(weight.shape) for weight in weights}
+        self._sides = {weight: weight.flatten(2).shape if weight.ndim > 2 else weight.shape for weight in weights}
         self._learned = {weight: learned_sides(sides, options) for weight, sides in self._sides.items()}
         kernels = {weight.shape[2:]: weight for weight in weights if weight.shape[2:].numel() > 1}
         self._fixed = {kernel: {2: cosine_basis(kernel, like=weight)} for kernel, weight in kernels.items()}
@@ -123,6 +118,7 @@ class Soap(AdamByWeight):
         pairs = zip(given.values(), states, strict=True)
         gradients = [gradient.reshape(state["exp_avg"].shape).contiguous() for gradient, state in pairs]
         counts = torch._foreach_sub([state["step"] for state in states], 1)
+        torch._foreach_clamp_min_(counts, 0)  # a parameter may get its first gradient later than others
         moments = [{**state, "step": count} for state, count in zip(states, counts, strict=True)]
         directions = adam_directions(list(map(rotate, gradients, bases)), moments, group, idle, group["lr"])
         steps = [

@@ -85,7 +85,7 @@ class EarlierRun:
         changes, moved = configs.run_changes(before, request.config), configs.differences(request.config, before)
         data = self.records[0].get("data", {})
         for name, record in request.data.items():
-            if name.split("[")[0] in moved and data.get(name, {}).get(DIGEST) != record[DIGEST]:
+            if re.split(r"[\[:]", name)[0] in moved and data.get(name, {}).get(DIGEST) != record[DIGEST]:
                 changes.append(name)
         origin = self.records[0].get("origin")
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]

@@ -25,7 +25,7 @@ from utils.run.directory import RunDirectory
 
 NOTHING = "-"
 # Sections and keys that define the validation loss.
-OF_THE_LOSS = ("val_path", "dataset", "data_size", "Nsamples_val", "loss", "lambda_rho", "channel_weights", "channels")
+OF_THE_LOSS = ("val_path", "dataset", "data_size", "Nsamples_val", "loss", "loss_options", "lambda_rho", "channels")
 RUN, FINAL, BEST = "run", "final validation loss", "best validation loss"
 ORDERS = {"final": FINAL, "best": BEST}
 # Names and values whose text in a table differs from that in a CSV file.

@@ -31,7 +31,9 @@ from utils.volumes.opened import Volumes
 log = logging.getLogger(__name__)
 
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
-ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
+ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset.name")
+# Keys that decide what the validation loss measures: with other values it is not compared with earlier ones.
+LOSS_KEYS = {"loss", "loss_options", "lambda_rho", "Nsamples_val"}
 
 REMEDY = "omit --resume to start from scratch; --init_from loads weights alone"
 
@@ -53,6 +55,9 @@ class Start:
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
         self._changes = _changes(saved, config) if saved else []
+        if saved and (is_elsewhere or LOSS_KEYS & {change.split()[0] for change in self._changes}):
+            # The other run's best checkpoint stays there; that of another loss cannot be compared.
+            saved.state.best_loss, saved.state.best_step = math.inf, 0
         self.is_complete = saved is not None and saved.state.epoch >= config["num_epochs"]
         trained = saved is not None and saved.state.epoch >= saved.weights["config"]["num_epochs"]
         self.lacks_only_summary = self.is_complete and trained and not is_elsewhere
@@ -104,9 +109,7 @@ def find_start(choice: Choice, init_from: str | None, config: Mapping[str, Any],
     saved = checkpoint.share(saved, world)
     is_elsewhere = saved is not None and saved.path.parent.resolve() != directory.checkpoints.resolve()
     if saved is not None and is_elsewhere:
-        # The other run's best checkpoint stays there, and its time does not count here.
-        saved.state.best_loss, saved.state.best_step = math.inf, 0
-        saved.state.step_seconds = saved.state.process_seconds = 0.0
+        saved.state.step_seconds = saved.state.process_seconds = 0.0  # its time does not count here
     return Start(config, init_from, saved, is_elsewhere)
 
 
@@ -131,14 +134,11 @@ def _must_fit(source: str, remedy: str) -> contextlib.AbstractContextManager[Non
 
 def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
     """Config keys that have changed since the checkpoint; UserError if a step would now get other samples."""
-    before, now = saved.weights["config"], stored_config(config)
+    before, now = configs.flatten(saved.weights["config"]), configs.flatten(stored_config(config))
     for key in ORDER_KEYS:
         if before.get(key, now[key]) != now[key]:
-            raise UserError(
-                f"{saved.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
-                f"other samples; {REMEDY}"
-            )
-    before, now = configs.flatten(before), configs.flatten(now)
+            fault = f"{saved.path} was written by a run with {key} {before[key]}, this one has {now[key]}"
+            raise UserError(f"{fault} and would see other samples; {REMEDY}")
     _check_meaning(str(saved.path), before, now)
     return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
 

@@ -71,7 +71,10 @@ class ManualDataParallel(nn.Module):
         return self.module(*arguments)
 
     def all_reduce(self) -> None:
-        """Averages the gradients over all ranks. Call it after the backward pass."""
+        """Averages the gradients over all ranks; one that a rank lacks counts as 0. Call it after the backward pass."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:  # another rank may have one
+                parameter.grad = torch.zeros_like(parameter)
         gradients = gradients_of(self.module.parameters())
         if self._probe is not None:
             self._probe.add(gradients)

@@ -158,6 +158,7 @@ class EagerStep:
             "network": self.network.state_dict(),
             "optimizer": saved_state(self.optimizer),
             "scaler": self._scaler.state_dict(),
+            "loss": self.loss.state_dict(),  # buffers of a loss of one's own
         }
         return state if self._average is None else {**state, **self._average.state()}
 
@@ -167,6 +168,7 @@ class EagerStep:
         if self._average is not None:
             self._average.load_state(state)
         load_state(self.optimizer, state["optimizer"])
+        self.loss.load_state_dict(state.get("loss", {}), strict=False)  # another loss, or an earlier checkpoint
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(state["scaler"]))
 
@@ -204,7 +206,8 @@ class EagerStep:
         """The loss and the metrics without training, shape [1 + metrics]."""
         self.network.eval()
         self.loss.eval()
-        with self._autocast():
+        # What they draw must not depend on a resumption, nor what training draws on them.
+        with random_numbers(self._device), self._autocast():
             outputs = self.network(*batch.network_inputs)
             loss = self.loss(outputs, batch.targets)
             metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self.metrics.values())
@@ -215,7 +218,7 @@ class EagerStep:
     def broadcast_buffers(self) -> None:
         """Gives all ranks the running statistics of rank 0, as the next training step does. Every rank calls it."""
         if self._parallel is not None:
-            for buffer in self.network.buffers():
+            for buffer in (*self.network.buffers(), *self.loss.buffers()):
                 dist.broadcast(buffer, src=0)
 
     @torch.no_grad()

@@ -58,7 +58,7 @@ def compile_kernels(config: Config, world: World, build_model: Callable[[], Netw
         needed = []
     if needed:
         log.info("Compiling %d Triton kernels, or reading them from %s", len(needed), cache_directory())
-    hopper = any(".hopper." in kernel.fn.__module__ for kernel, *_ in needed)
+    hopper = any(world.gather_json(any(".hopper." in kernel.fn.__module__ for kernel, *_ in needed)))
     if hopper:
         model, batch = trial()
         needed += _launches(model.to("meta"), [part.to("meta") for part in batch], chosen._replace(side=TRIAL_SIDE))
