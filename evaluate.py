@@ -32,7 +32,6 @@ from utils.errors import UserError, one_line_errors
 from utils.log import configure_logging
 from utils.run.checkpoint import load_weights
 from utils.run.provenance import provenance
-from utils.volumes.cross_check import START_BYTES, cross_check
 
 Opened = tuple[VolumeFields, SlidingWindowPredictor | None, dict[str, Any]]  # the latter is the report's metadata
 
@@ -64,6 +63,8 @@ def evaluate(options: Options, world: World) -> None:
     folders = (Path(*names) for names in itertools.product(_names(checkpoints), _names(options.input)))
     pairs = dict(zip(itertools.product(checkpoints, options.input), folders, strict=True))
     with world.raise_together():
+        if len({*pairs.values()}) < len(pairs):
+            raise UserError("two of the paths give a directory of the same name; rename one, or evaluate one by one")
         outputs = dict.fromkeys([output, *(output / folder for folder in pairs.values())])
         report.check_directories([*outputs], options.overwrite)
     weights, channels, evaluations = dict[str, str](), dict[Any, str](), list[dict[str, Any]]()
@@ -79,14 +80,11 @@ def evaluate(options: Options, world: World) -> None:
                     raise UserError(f"the channels or transforms of {places} differ; evaluate them one by one")
                 if not predicts:
                     continue
-                values = [fields.inputs.values, fields.target.values]
                 fields.inputs.periodic &= not options.not_periodic
-                if not fields.config.allow_physical_values:
-                    cross_check(fields.inputs, values, fields.config.volume_channels, world, START_BYTES).log()
                 results = fields.evaluate(predictor, metadata, world, options.flux)
             report.write_report(output / folder, results, record, world)
             known = {"checkpoint": checkpoint, "input": path, "report": str(folder / report.PAGE)}
-            evaluations.append({**known, "notes": tables.notes(metadata), "scalars": results.scalars()})
+            evaluations.append({**known, "notes": tables.notes(results.metadata), "scalars": results.scalars()})
     if len(pairs) > 1:
         report.write_summary(output, evaluations, record, world)
 
@@ -107,11 +105,12 @@ def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
         fields = VolumeFields(path, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
         if options.flux.fitted_on:
-            open_fitted(options.flux.fitted_on, config).close()
+            open_fitted(options.flux.fitted_on, config, fields.inputs).close()
         source: dict[str, Any] = {"prediction": options.prediction}
         if trained and predictor:
             source = {"density_factor": None, **trained.record, "checkpoint": str(weights)}
-            source |= {"input_use": trained.use_of(path), "input_differences": trained.differences(fields.inputs)}
+            box = fields.inputs
+            source |= {"input_use": trained.use_of(box), "input_differences": trained.differences(box)}
             source |= {"windows": predictor.grid.describe(), "symmetries": options.symmetries, "loss": config.loss}
         elif fields.prediction and "checkpoint" in fields.prediction.attributes:  # predict.py has written it
             stated = fields.prediction.attributes.get

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if target.suffix != ".pt2":
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load requires; rename it")
     check_target(target, options.overwrite)
-    weights = weights_file(Path(options.checkpoint))  # once: a run in progress may move its best checkpoint
+    weights = weights_file(Path(options.checkpoint)).resolve()  # once: a run in progress may move its best checkpoint
     trained = TrainedNetwork.load(weights, cpu, calibrated=not options.no_calibration)
     exported = ExportedNetwork.of(trained, options.units)
     record = provenance(World(Launch("export"), cpu))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from analysis.inference.layouts import DEVIATION, INPUT, OUTPUT, PHYSICAL, choose_layout, with_deviations
 from analysis.inference.prediction_file import BLOCK_WINDOWS, PredictionFile, PredictionOptions
-from analysis.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
+from analysis.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor, differences
 from analysis.inference.uncertainty import calibration
 from utils import cli
 from utils.data.symmetry import REFLECTIONS
@@ -51,6 +51,8 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         for path, network in zip(weights, networks, strict=True):
             if network.channels != trained.channels:
                 raise UserError(f"channels or transforms of {path} and {weights[0]} differ; predict with one of them")
+            if bool(network.record.get("density_factor")) != bool(trained.record.get("density_factor")):
+                raise UserError(f"one of {path} and {weights[0]} has no calibration; give --no_calibration")
         source = trained.open_field(options.input, "inputs")
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
@@ -61,9 +63,9 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         layout = with_deviations(layout, trained.channels[1], measured)
         if measured["volume"] == str(Path(source.path).resolve()):
             warn_once(f"{source.path} is the volume of the calibration: its coverage is right by construction")
-        if differences := trained.differences(source):
+        if others := differences(networks, source):
             text = "unless they were calibrated on such a box (docs/inference.md, Error bars)"
-            warn_once(f"Standard deviations do not hold on {source.path}, {text}: {differences}")
+            warn_once(f"Standard deviations do not hold on {source.path}, {text}: {others}")
     with closing(source):
         source.periodic &= not options.not_periodic
         if not config.allow_physical_values:

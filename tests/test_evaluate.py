@@ -27,6 +27,7 @@ from analysis.inference.trained_network import TrainedNetwork
 from simulation.simulate import main as simulate
 from utils.run.checkpoint import Weights, read_weights
 from utils.run.checkpoint import write as write_checkpoint
+from utils.volumes.hdf5 import FieldReader
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,12 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[s
         evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux", "--overwrite"])
         warns = f"gas.h5 was predicted from {source}, not from {box}" in capsys.readouterr().err
         assert warns == (source == "/data/other.h5"), "fixed: errors of a network on other gas were reported"
+    with h5py.File(gas, "r+") as predicted:
+        predicted.attrs.update({"input": str(box), "input_digest": "that of an earlier file"})
+    evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux", "--overwrite", f"--fitted_on={box}"])
+    lines = capsys.readouterr().err
+    assert f"{box} has changed since {gas} was predicted from it" in lines, "fixed: silent"
+    assert f"fitted_on: {box} is the evaluated volume" in lines
     assert results.load(tmp_path / "none" / "evaluation.npz").flux is None
     capsys.readouterr()
     command += [f"--output={tmp_path / 'new'}"]
@@ -119,7 +126,7 @@ def test_flux_of_a_simulated_box(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with h5py.File(gas, "r+") as predicted:
         predicted.attrs["seed"] = 99
     line = refusal(evaluate.main, command, capsys)
-    assert line.endswith(f"gas.h5 is a prediction of another box than {box}: seed 99 instead of 0")
+    assert f"gas.h5 is a prediction of another box than {box}: seed 99 instead of 0; give the files of one box" in line
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +165,7 @@ def test_several_networks_and_boxes(trained_run: Path, box, seen, tmp_path: Path
     for place, part in enumerate(parts):
         notes = " ".join(part["notes"])
         assert ("is training data" in notes, "validation data" in notes) == (place % 3 == 1, place % 3 == 2)
-        assert ("mean density, to which the calibration was fitted" in notes) == (place % 3 == 2)
+        assert ("the calibration was fitted to its gas density" in notes) == (place % 3 == 2)
         assert "(same content)" in notes or place % 3 == 0
         assert (OTHER_REDSHIFT in notes) == (place % 3 == 0)
         assert html.escape(notes) in page
@@ -172,9 +179,13 @@ def test_files_of_old_checkpoints_are_recognized_by_their_path(trained_run: Path
     old = replace(trained, known=Weights({}, {}))
     for name, copy in zip(("training", "validation"), seen, strict=True):
         path = trained.config.paths({"training": "train_path", "validation": "val_path"}[name])[0]
-        assert trained.use_of(str(copy)) == trained.use_of(path) == f"{name} data of the network (same content)"
-        assert old.use_of(os.path.relpath(path)) == f"{name} data of the network (same path)"
-        assert old.use_of(str(copy)) == ""
+        link = Path(f"{copy}_link.h5")
+        with h5py.File(link, "w") as file:  # fixed: it was unknown
+            file["Nbody"] = h5py.ExternalLink(copy, "Nbody")
+        for same in (copy, path, link):
+            assert trained.use_of(FieldReader(str(same), "Nbody")) == f"{name} data of the network (same content)"
+        assert old.use_of(FieldReader(os.path.relpath(path), "Nbody")) == f"{name} data of the network (same path)"
+        assert old.use_of(FieldReader(str(copy), "Nbody")) == ""
     volume = Mock(simulation={"redshift": 4.0, "density_floor_of_mean": 0.01})
     known = Weights({}, {}, simulation={"redshift": 2.0, "density_floor_of_mean": 0.001})
     assert replace(trained, known=known).differences(volume) == "redshift 4.0 instead of 2.0"
@@ -219,6 +230,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(trained_run, box, written,
         (f"{written} has a report; give --overwrite", checkpoint, given, f"--output={written}"),
         ("is a file; give the name of a directory", checkpoint, given, f"--output={box}"),
         ("(20, 20, 20) cells", f"--prediction={larger}", given, new),
+        ("two of the paths give a directory of the same name", checkpoint, "--input", "n/b-c.h5", "n/b/c.h5", new),
         ("Hydro[4, 1, 2, 3] is nan", checkpoint, f"--input={tmp_path / 'nan.h5'}", new),
         (f"{box} is given twice; give each path once", checkpoint, "--input", str(box), os.path.relpath(box), new),
         (f"{trained_run} is given twice; give", "--checkpoint", str(trained_run), str(trained_run), given, new),
@@ -256,6 +268,11 @@ def test_a_report_replaces_another_unless_the_disk_is_full(trained_run, box, tmp
         patched.setattr(results, "save", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         assert "No space left on device; free some space" in refusal(evaluate.main, command, capsys)
     assert (output / "report.html").read_text() == "earlier"
+    with monkeypatch.context() as patched:
+        patched.setattr(report.drawing, "draw", Mock(side_effect=ValueError("killed")))
+        with pytest.raises(ValueError, match="killed"):  # fixed: it stayed beside other results
+            evaluate.main(command)
+    assert not (output / "report.html").exists()
     evaluate.main([*command, "--not_periodic", "--window=8", "--overlap=0"])
     files = {"evaluation.json", "evaluation.npz", "report.html", "thesis.tex"}
     assert {name for name in os.listdir(output) if not name.endswith(".png")} == files

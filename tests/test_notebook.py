@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -13,6 +14,7 @@ from processes import TOP
 import predict
 from analysis.inference import notebook
 from utils.errors import UserError
+from utils.volumes.attributes import ARRAY, conditions_of
 
 
 def test_the_page_runs_in_another_directory(trained_run: Path, tmp_path: Path) -> None:
@@ -49,6 +51,12 @@ def test_predictions_from_files_and_arrays_equal_those_of_the_command(trained_ru
     from_array = notebook.predict(network, inputs, attributes=attributes)
     np.testing.assert_array_equal(np.stack([*from_array.values()]), physical)
     named = notebook.fields(volume, "Nbody", network.channels[0])
+    scaled = tmp_path / "scaled.h5"  # fixed: the network's transform gave other values
+    with h5py.File(scaled, "w") as file:
+        file["Nbody"] = inputs
+        file.attrs["velocity_scale_km_s"] = 500.0
+    velocity = notebook.fields(scaled, "Nbody", network.channels[0])["dark-matter velocity x"]
+    np.testing.assert_allclose(velocity, 500 * inputs[1], rtol=1e-6)
     part = notebook.predict(network, named, (slice(4, 9), slice(None), slice(-3, None)))
     for found, whole in zip(part.values(), physical, strict=True):
         np.testing.assert_allclose(found, whole[4:9, :, -3:], rtol=1e-3, atol=1e-3)
@@ -60,6 +68,17 @@ def test_wrong_arrays_are_one_line(trained_run: Path) -> None:
         notebook.predict(network, {"dark-matter density": field})
     with pytest.raises(UserError, match=r"the array is \(16, 16, 16\), expected \(4, X, Y, Z\)"):
         notebook.predict(network, field)
+    with pytest.raises(UserError, match="cells have a step"):  # fixed: values of no computation
+        notebook.predict(network, np.ones((4, 16, 16, 16)), (slice(None, None, -1), slice(None), slice(None)))
+    named = {channel.name: field for channel in network.channels[0]}
+    with pytest.raises(UserError, match="the arrays have different shapes"):
+        notebook.predict(network, named | {"dark-matter density": field[1:]})
+    for key, value in (("periodic", "perhaps"), ("redshift", "three"), ("box_size_mpc_h", [5.0, 5.0, 6.0])):
+        with pytest.raises(UserError, match=f"the array: .*({key}|not cubes)"):
+            notebook.predict(network, named, attributes={key: value})
+    conditioned = Mock(conditions=["redshift"])
+    with pytest.raises(UserError, match=r"give attributes=\{'redshift': NUMBER\}"):
+        conditions_of(conditioned, ARRAY, {})
 
 
 def test_another_module_utils_is_named(tmp_path: Path) -> None:

@@ -250,6 +250,8 @@ def test_after_a_signal_a_command_resumes_to_the_same_bits(command, whole: Path,
     log = predict_until(1, "--physical", "--block=16")  # the file keeps its blocks
     assert "Resuming: 2 of 12 blocks are predicted" in log
     assert "Stopping after 3 of 12 blocks" in log
+    assert "other windows: starting" in predict_until(1, "--not_periodic", *BLOCKS)
+    predict_until(4, *BLOCKS)
     predict_until(9, *BLOCKS, code=0)  # while the last block is written: too late to stop
     assert_complete(tmp_path / "hydro.h5", whole)
 

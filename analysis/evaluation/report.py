@@ -57,7 +57,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
     with world.raise_together():
         if not world.is_root:
             return
-        for note in tables.notes(evaluation.metadata):
+        for note in tables.notes({**evaluation.metadata, "warnings": ()}):  # these are logged
             log.warning("Note: %s", note)
         for line in tables.lines(evaluation):
             log.info(line)
@@ -65,6 +65,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         results.save(evaluation, output / ARRAYS)  # first: they are kept if the process that draws is killed
         with atomic_write([output / SUMMARY]) as (partial,):
             partial.write_text(to_json(_summary(evaluation, provenance)))
+        (output / PAGE).unlink(missing_ok=True)  # of an earlier report: the process may be killed while it draws
         log.info("drawing pictures in %s", output)
         world.pulse.enter("pictures")
         pictures = _completed(drawing.draw(evaluation) | _training_curves(evaluation))

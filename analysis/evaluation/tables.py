@@ -29,14 +29,14 @@ def notes(metadata: Mapping[str, Any]) -> list[str]:
     """Sentences about the box that a reader of the results must know."""
     sentences, use = [metadata["note"]] if "note" in metadata else [], metadata.get("input_use") or ""
     if use:
-        fitted = ", and its mean density, to which the calibration was fitted, is right by construction"
+        fitted = ", and the calibration was fitted to its gas density"
         fitted *= bool(metadata.get("density_factor"))
         chosen = f"the checkpoint was chosen on it{fitted}"
         reason = "errors on other boxes may be larger" if use.startswith("training") else chosen
         sentences.append(f"the box is {use}: {reason}; evaluate on a box of another seed")
     if differences := metadata.get("input_differences"):
         sentences.append(f"the box differs from the training data: {differences}; see docs/generalization.md")
-    return sentences
+    return [*sentences, *metadata.get("warnings", ())]
 
 
 def conclusion(evaluation: Results) -> str:
@@ -50,6 +50,7 @@ def conclusion(evaluation: Results) -> str:
         return f"The prediction of each channel is better than copying the input and than a constant.{baseline}"
     names = "each channel" if len(worse) == len(beaten) else ", ".join(worse)
     remedy = "train longer, or check the data and the learning rate"
+    remedy = "the data contradict each other, see the notes" if evaluation.metadata.get("warnings") else remedy
     return f"The prediction of {names} is no better than copying the input or than a constant: {remedy}.{baseline}"
 
 

@@ -23,8 +23,11 @@ from utils.config import Config
 from utils.config.channels import DARK_MATTER, GAS, QUANTITIES, SIDES, Side, density_place
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.files import sample_digest
+from utils.log import warn_once
 from utils.progress import Progress
 from utils.volumes.attributes import differences_of, file_channels, resolve_channels
+from utils.volumes.cross_check import DENSITIES, OFFSET, START_BYTES, CrossCheck, cross_check
 from utils.volumes.hdf5 import FieldReader, Volume, open_field, open_file, reading
 from utils.volumes.values import check_sample
 
@@ -104,10 +107,13 @@ class VolumeFields:
                 phases = {key: str(value) for key, value in field.attributes.items() if key in ("seed", "paired")}
                 stated.append({**field.simulation, **phases})
             if differences := differences_of(*stated):
-                raise UserError(f"{prediction} is a prediction of another box than {path}: {differences}")
+                fault = f"{prediction} is a prediction of another box than {path}: {differences}"
+                raise UserError(f"{fault}; give the files of one box")
             source = Path(str(self.prediction.attributes.get("input", path)))
             if source.name != Path(path).name or (source.exists() and not source.samefile(path)):
                 log.warning("%s was predicted from %s, not from %s", prediction, source, path)
+            elif self.prediction.attributes.get("input_digest", "") not in ("", sample_digest(self.inputs.file)):
+                log.warning("%s has changed since %s was predicted from it; predict it again", path, prediction)
         # Nothing is known about the run that made a stored prediction: it may have allowed physical values.
         for field in self._all:
             check_sample(field.path, field.name, field.values, config.allow_physical_values or prediction is not None)
@@ -124,7 +130,7 @@ class VolumeFields:
         self, predictor: SlidingWindowPredictor | None, metadata: Mapping[str, Any], world: World, options: FluxOptions
     ) -> Results:
         """Evaluates the predictor's volume, or the stored one without a predictor; every rank calls it."""
-        slabs = Slabs(self.inputs.shape, world)
+        slabs, metadata = Slabs(self.inputs.shape, world), {**metadata, "warnings": self._cross_check(world)}
         if predictor is None:
             assert self.prediction is not None
             predicted = slabs.reader(self.prediction.planes)
@@ -136,13 +142,26 @@ class VolumeFields:
         deviation = slabs.reader(self.deviation.planes) if self.deviation else None
         return evaluate_fields(self.config, self.inputs, fields, slabs, metadata, options, deviation=deviation)
 
+    def _cross_check(self, world: World) -> list[str]:
+        """Logs the cross-check; returns its warnings, also of a stored prediction the gas of which is another box's."""
+        if self.config.allow_physical_values:
+            return []
+        found = [
+            cross_check(self.inputs, [self.inputs.values, gas.values], self.config.volume_channels, world, START_BYTES)
+            for gas in filter(None, (self.target, self.prediction))
+        ]
+        of_other_box = [line for line in found[-1].warnings if DENSITIES in line or OFFSET in line]
+        predicted = [f"the prediction of {line}" for line in of_other_box] if self.prediction else []
+        CrossCheck(found[0].volume, found[0].values, warnings := [*found[0].warnings, *predicted]).log()
+        return warnings
+
     def close(self) -> None:
         for field in self._all:
             field.close()
 
 
-def open_fitted(path: str, config: Config) -> VolumeFields:
-    """The volume of `--fitted_on`; UserError if it cannot be used."""
+def open_fitted(path: str, config: Config, evaluated: FieldReader | None = None) -> VolumeFields:
+    """The volume of `--fitted_on`; UserError if it cannot be used, a warning if it does not suit the evaluated one."""
     try:
         source = VolumeFields(path, None, config)
     except UserError as error:
@@ -151,6 +170,10 @@ def open_fitted(path: str, config: Config) -> VolumeFields:
         raise UserError(f"fitted_on: {path} does not state box_size_mpc_h")
     if density_place(config.volume_channels[0], DARK_MATTER) is None:
         raise UserError(f"fitted_on: the inputs lack {DARK_MATTER}density in physical units; do not give it")
+    if evaluated and Path(path).samefile(evaluated.path):
+        warn_once(f"fitted_on: {path} is the evaluated volume, whose own gas the baselines then know")
+    elif evaluated and (differences := differences_of(source.inputs.simulation, evaluated.simulation)):
+        warn_once(f"fitted_on: {path} does not suit {evaluated.path}: {differences}")
     return source
 
 

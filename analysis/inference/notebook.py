@@ -9,7 +9,7 @@ import numpy as np
 
 from analysis.inference.prediction_file import BLOCK_WINDOWS
 from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
-from utils.config.channels import DENSITY_UNIT, Channels, check_physical_units
+from utils.config.channels import DENSITY_UNIT, SIDES, Channels, check_physical_units
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -43,6 +43,8 @@ def predict(
     and not_periodic of predict.py, which gives a whole box the same bits.
     """
     targets = network.channels[1]
+    if any(axis.step not in (None, 1) for axis in cells):
+        raise UserError("cells have a step; take it from the result: gas[name][::2]")
     if physical:
         check_physical_units(targets, "give physical=False")
     device = next(network.network.parameters()).device
@@ -76,14 +78,18 @@ def _reader(network: TrainedNetwork, source: Any, attributes: Mapping[str, Any])
             field = np.asarray(source[channel.name], np.float32)
             field = np.maximum(field, np.float32(floor)) if channel.unit == DENSITY_UNIT else field
             fields.append(channel.from_physical(field))
+        if len({field.shape for field in fields}) > 1:
+            raise UserError(f"the arrays have different shapes: {', '.join(str(field.shape) for field in fields)}")
         source = np.stack(fields)
     return ArrayReader(np.asarray(source), len(inputs), attributes)
 
 
 def fields(path: str | Path, dataset: str, channels: Channels) -> dict[str, np.ndarray]:
-    """The physical values [X, Y, Z] of a dataset's channels, such as `network.channels[0]`, by name."""
+    """Physical values [X, Y, Z] of `channels` by name; transforms that the file states precede those of `channels`."""
     with closing(FieldReader(str(path), dataset, len(channels))) as reader:
-        values = reader.box(*(slice(None),) * 3)
+        values, names = reader.box(*(slice(None),) * 3), [channel.name for channel in channels]
+        stated = [*filter(None, map(reader.channels, SIDES))]
+    channels = next((found for found in stated if [channel.name for channel in found] == names), channels)
     return {channel.name: channel.to_physical(part) for channel, part in zip(channels, values, strict=True)}
 
 

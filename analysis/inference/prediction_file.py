@@ -11,12 +11,13 @@ from typing import Any
 
 from analysis.inference.layouts import Layout
 from analysis.inference.sliding_window import SlidingWindowPredictor
-from analysis.inference.trained_network import InferenceOptions, TrainedNetwork
+from analysis.inference.trained_network import InferenceOptions, TrainedNetwork, differences
 from analysis.inference.window_grid import Box, window_count
 from utils.config import to_yaml
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
+from utils.files import sample_digest
 from utils.progress import Progress, format_duration
 from utils.run.checkpoint import file_digest
 from utils.run.provenance import provenance
@@ -79,7 +80,8 @@ class PredictionFile:
                 with world.raise_together():
                     self._write_blocks(predictor, writer, {number: boxes[number] for number in missing}, signals)
             except KeyboardInterrupt:
-                done = f"{len(boxes) - len(writer.missing)} of {len(boxes)} blocks are kept in a hidden file"
+                kept, smaller = len(boxes) - len(writer.missing), " (smaller ones: --block)"
+                done = f"{kept} of {len(boxes)} blocks are kept in a hidden file{'' if kept else smaller}"
                 raise KeyboardInterrupt(f"{done}; run the same command again to resume") from None
             left = len(writer.missing)  # before a rank finishes the file, and removes the record
             received = [name for name in world.gather_json(signals.received) if name is not None]
@@ -96,10 +98,10 @@ class PredictionFile:
     def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any], per_node: int) -> ResumableHDF5File:
         grid, options, layout = predictor.grid, self.options, self.layout
         origins = [axis.origins for axis in grid]
-        box, source = self.source.attributes, Path(self.source.path).resolve()
-        sha256, status = [*map(file_digest, self.weights)], source.stat()
+        box, source, values = self.source.attributes, Path(self.source.path).resolve(), Path(self.source.file).resolve()
+        sha256, status = [*map(file_digest, self.weights)], values.stat()
         records = [network.record for network in self.networks]
-        uses = filter(None, (network.use_of(self.source.path) for network in self.networks))
+        uses = filter(None, (network.use_of(self.source) for network in self.networks))
         stated = [key for key in records[0] if all(key in record for record in records)]
         attributes = {
             "made_by": "predict.py: a network's prediction",
@@ -107,13 +109,14 @@ class PredictionFile:
             "checkpoint": _list_if_several([*map(str, self.weights)]),
             "checkpoint_sha256": _list_if_several(sha256),
             "input": str(source),
+            "input_digest": sample_digest(values),
             "input_use": next(uses, ""),
-            "input_differences": self.networks[0].differences(self.source),
+            "input_differences": differences(self.networks, self.source),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": options.precision,
             "symmetries": options.symmetries,
-            "periodic": self.source.periodic and not options.not_periodic,
+            "periodic": self.source.periodic,
             **{f"checkpoint_{key}": _list_if_several([record[key] for record in records]) for key in stated},
             "config": to_yaml(self.networks[0].config, "trained"),
             "provenance": json.dumps(record),
@@ -122,9 +125,9 @@ class PredictionFile:
         # An unfinished file with other values is not resumed.
         identity = {
             "weights": _list_if_several(sha256),
-            "input": str(source),
+            "input": str(values),
             "input's size and time": [status.st_size, status.st_mtime_ns],
-            "windows": [grid.x.window, *origins],
+            "windows": [grid.x.window, *origins, self.source.periodic],
             "precision": options.precision,
             "symmetries": options.symmetries,
             "calibration": _list_if_several([[record.get(key) for key in CALIBRATION] for record in records]),
@@ -174,4 +177,5 @@ class PredictionFile:
 
 
 def _list_if_several(values: list[Any]) -> Any:
-    return values if len(values) > 1 else values[0]
+    several = json.dumps(values) if isinstance(values[0], list) else values  # lists may have different lengths
+    return several if len(values) > 1 else values[0]

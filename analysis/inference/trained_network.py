@@ -122,15 +122,21 @@ class TrainedNetwork:
         number = SIDES.index(side)
         return open_field(path, self.config.dataset_names[number], side, self.channels[number], "the network")
 
-    def use_of(self, path: str) -> str:
+    def use_of(self, volume: FieldReader) -> str:
         """The use of a file in the training run, by content or path (attributes may have been added); else empty."""
-        known, digest, place = self.known.data, sample_digest(path), Path(path).resolve()
+        known, place = self.known.data, Path(volume.path).resolve()
+        digests = {sample_digest(file) for file in {volume.path, volume.file}}
         for use, key in (("training", "train_path"), ("validation", "val_path")):
-            if any(value == digest and name.startswith(key) for name, value in known.items()):
+            if any(value in digests and name.startswith(key) for name, value in known.items()):
                 return f"{use} data of the network (same content)"
             if place in [Path(file).resolve() for file in self.config.paths(key)]:
                 return f"{use} data of the network (same path)"
         return ""
+
+
+def differences(networks: Sequence[TrainedNetwork], volume: FieldReader) -> str:
+    """Those of all networks, each once."""
+    return "; ".join(dict.fromkeys(filter(None, (network.differences(volume) for network in networks))))
 
 
 def _calibrate(network: nn.Module, calibration: Calibration, targets: Channels) -> None:
@@ -164,11 +170,13 @@ def build_predictor(
     divisor = math.lcm(*(model.config.window_multiple for model in networks))
     with world.raise_together():
         if world.is_root:
-            attributes.warn_of_other_simulation(volume.path, volume.simulation, dict(trained.known.simulation))
-            attributes.warn_of_untrained_conditions(network, volume.path, conditions)
-            if compare(trained.known.input_statistics, volume.path, volume.values, config) > OTHER_UNITS:
-                fault = f"{volume.path} holds physical values, or other channels than those of the network"
-                raise UserError(f"{fault}; import the original fields with {IMPORTER} (docs/data.md, Your own files)")
+            for model in networks:
+                attributes.warn_of_other_simulation(volume.path, volume.simulation, dict(model.known.simulation))
+                scalars = attributes.conditions_of(model.config.network, volume.path, volume.simulation)
+                attributes.warn_of_untrained_conditions(model.config.network, volume.path, scalars)
+                if compare(model.known.input_statistics, volume.path, volume.values, config) > OTHER_UNITS:
+                    fault = f"{volume.path} holds physical values, or other channels than those of the network"
+                    raise UserError(f"{fault}; import the original fields: {IMPORTER} (docs/data.md, Your own files)")
             for name, value, (low, high) in zip(network.conditions, conditions, network.condition_ranges, strict=True):
                 log.info("Condition %s: %.6g, trained on %.6g to %.6g", name, value, low, high)
     if window % divisor:

@@ -21,6 +21,7 @@ from utils.volumes.values import check_sample
 
 FILE = "uncertainty.json"  # next to the weights: calibrations by networks, options and volume
 WINDOWS = 3  # per side of the part of the volume on which predictions are calibrated
+CHOSEN = "window", "overlap", "symmetries", "precision", "no_calibration", "not_periodic"  # options that count
 BINS, UPDATES = 1000, 500  # of the fit
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def calibration(
     path, key, stored = weights[0].with_name(FILE), "", dict[str, Any]()
     with world.raise_together():
         if world.is_root:
-            chosen = options.window, options.overlap, options.symmetries, options.precision, options.no_calibration
+            chosen = [getattr(options, name) for name in CHOSEN]
             given = volume and [str(Path(volume).resolve()), Path(volume).exists() and Path(volume).stat().st_mtime_ns]
             key = json.dumps([*map(file_digest, weights), *chosen, given])
             stored = _read(path, key, networks[0].config.N_out_channels)

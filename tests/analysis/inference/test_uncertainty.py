@@ -113,13 +113,31 @@ def test_several_networks_have_a_mean_and_a_calibration_of_their_own(files: Path
     single = [predicted(files, tmp_path / f"{name}.h5", "--uncertainty", networks=name)["Hydro"] for name in "ab"]
     np.testing.assert_allclose(every["Hydro"], np.mean(single, axis=0), atol=1e-6)
     stored = {len(json.loads(key)): value for key, value in json.loads((files / "a" / FILE).read_text()).items()}
-    assert stored.keys() == {7, 8}, "five options, the volume, and a digest per network"
-    variances = (np.square(every["Hydro_std"]) - np.reshape(stored[8]["floors"], (5, 1, 1, 1))).mean((1, 2, 3))
-    between = np.square(np.subtract(*single) / 2).mean((1, 2, 3)) * stored[8]["factors"]
+    assert stored.keys() == {8, 9}, "six options, the volume, and a digest per network"
+    variances = (np.square(every["Hydro_std"]) - np.reshape(stored[9]["floors"], (5, 1, 1, 1))).mean((1, 2, 3))
+    between = np.square(np.subtract(*single) / 2).mean((1, 2, 3)) * stored[9]["factors"]
     assert (variances > 0.9 * between).all()
     with h5py.File(tmp_path / "both.h5") as file:
         assert [Path(path).parent.name for path in file.attrs["checkpoint"]] == ["a", "b"]
         assert len(file.attrs["checkpoint_density_factor"]) == len(file.attrs["checkpoint_sha256"]) == 2
+
+
+def test_each_of_several_networks_is_checked(files: Path, tmp_path: Path, capsys: Any) -> None:
+    """Fixed: only the first one was, and filters of different versions were a traceback."""
+    content = read_weights(files / "b" / "weights.pt")
+    old = {"density_filter": content["density_filter"][:5], "simulation": {"redshift": 9.0}}
+    for name, change in (("old", old), ("none", {"density_filter": None, "density_factor": None})):
+        (files / name).mkdir()
+        torch.save(content | change, files / name / "weights.pt")
+    with h5py.File(files / "box.h5", "r+") as file:
+        file.attrs["redshift"] = 3.0
+    predicted(files, tmp_path / "two.h5", networks="a old")
+    assert "redshift 3.0 instead of 9.0; see" in capsys.readouterr().err
+    with h5py.File(tmp_path / "two.h5") as file:
+        assert "redshift 3.0 instead of 9.0" in file.attrs["input_differences"]
+        assert [len(values) for values in json.loads(file.attrs["checkpoint_density_filter"])] == [7, 5]
+    line = refusal(predict.main, command_line(files, tmp_path / "none.h5", networks="a none"), capsys)
+    assert "has no calibration; give --no_calibration" in line
 
 
 def test_a_calibration_of_another_form_is_measured_again(files: Path, tmp_path: Path, capsys: Any) -> None:
