@@ -123,7 +123,7 @@ def test_files_with_the_keys_of_the_tutorial_and_of_its_later_edition_train(
     train.main(command)
     (run,) = (tmp_path / "logs" / name).glob("*/00")
     log = (run / "out.log").read_text()
-    for line in ("  Avg val loss=", f"Step: {step}\n", "symmetries: full, 48 rotations", "DONE ---- rank 0"):
+    for line in ("  Avg val loss=", f"Step: {step}\n", "symmetries: full\n", "DONE ---- rank 0"):
         assert line in log
     assert ("Config opt extends base: global_batch_size 4, enable_amp True\n" in log) == (name == "opt")
     saved = str(run / "config.yaml")

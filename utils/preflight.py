@@ -156,8 +156,8 @@ def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize,
             updating = time.perf_counter()
             parts.step.optimizer.step()  # its time does not grow with the batch
             update = time.perf_counter() - updating
-            passes = max(0.0, updating - started - update) * (run.local_batch_size or samples) / samples
-            total = (update + passes) * run.total_steps
+            passes = max(0.0, updating - started - update) * run.global_batch_size / samples
+            total = (ranks * update + passes) * run.total_steps
             line = f"all {run.total_steps} steps would take about {format_duration(total)} on this CPU"
             if total < HOUR:
                 log.info(line)

@@ -198,7 +198,7 @@ def test_the_advice_in_the_log() -> None:
     for part_square, batch_square, says in (
         (1.16, 1.08, ["few steps, so expect little from more ranks: twice the batch of 100 ", " batch of 8.0 samples"]),
         (21.0, 11.0, ["Larger batches would save steps: twice the batch of 100 ", " batch of 1,000 samples"]),
-        (2.0, 1.0, ["Larger batches than 100 would save steps: noise dominates the gradient"]),
+        (2.0, 1.0, ["Larger batches than 100 would save steps: the noise scale is too large"]),
         (3.0, 2.0, ["would save steps, with diminishing returns: ", " would save 25 % of the steps", "100 samples"]),
     ):
         estimate = NoiseScale(50, 100, {})

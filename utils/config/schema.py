@@ -189,6 +189,8 @@ class Config(NeutralKeys):
             raise ValueError(f"channel_weights must have {self.N_out_channels} values, one per target channel")
         if (self.dataset.name is not None) != (self.data_loader_config == "classification"):
             raise ValueError("data_loader_config classification and dataset.name must be set together, or neither")
+        if (self.local_batch_size or 0) % self.accumulation_steps:
+            raise ValueError(f"local_batch_size {self.local_batch_size} is no multiple of accumulation_steps")
         if self.Nsamples_val < count:
             raise ValueError(f"Nsamples_val {self.Nsamples_val} is less than the {count} volumes of val_path; raise it")
         return self

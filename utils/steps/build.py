@@ -32,14 +32,6 @@ from utils.volumes.opened import Volumes
 
 log = logging.getLogger(__name__)
 
-# Values of the key symmetries, for the log.
-SYMMETRIES = {
-    "full": "48 rotations and reflections that also turn vectors; symmetries=tutorial is the tutorial's",
-    "grid": "48 rotations and reflections that leave vector components unchanged; symmetries=full also turns vectors",
-    "tutorial": "16 rotations and 8 reflections that leave vector components unchanged; symmetries=full has all 48",
-    "none": "no rotations and reflections; symmetries=full adds 48",
-}
-
 
 class Parts(NamedTuple):
     """The parts of a training run: its size, the loaders of both splits and the step."""
@@ -69,10 +61,8 @@ def network(config: Config) -> nn.Module:
     ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
     if ghost is not None and (batch < ghost or batch % ghost):
         part = "micro-batch" if config.accumulation_steps > 1 else "batch"
-        raise ValueError(
-            f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
-            f"local_batch_size, or use a smaller ghost batch"
-        )
+        fault = f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}"
+        raise ValueError(f"{fault}; raise local_batch_size, or use a smaller ghost batch")
     name, samples = config.network.name, task_of(config).network_options
     given: dict[str, object] = {} if norm == "none" else {"norm": norm}
     if config.network.conditions:
@@ -136,6 +126,9 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
 
 
 def smallest_batch(config: Config) -> int:
+    """Samples of the step that a preflight trains: of volumes as few as the network accepts."""
+    if not task_of(config).is_3d:
+        return (config.local_batch_size or 1) // config.accumulation_steps
     # Batch norm needs two values per channel, which one sample may not have at the bottleneck.
     return ghost_batch(config.network.norm) or (1 if config.network.norm in ("none", "group") else 2)
 
@@ -156,10 +149,8 @@ def check(config: Config, world: World, step_class: type[EagerStep] = EagerStep)
     if world.device.type == "cuda" and torch.__version__ < "2.9" and (fault := conv3d_fault(config)):
         raise UserError(fault)  # with wrong values; later versions of PyTorch are only slow
     if config.network.norm == "sync_batch" and world.size > 1 and world.device.type == "cpu":
-        raise UserError(
-            "network.norm sync_batch needs GPUs: PyTorch does not synchronize batch norms of several ranks on CPUs; "
-            "use ghost(n), over groups of n samples, or one rank"
-        )
+        fault = "network.norm sync_batch needs GPUs: PyTorch does not synchronize batch norms of several ranks on CPUs"
+        raise UserError(f"{fault}; use ghost(n), over groups of n samples, or one rank")
 
 
 def kernel_plan(config: Config, device: torch.device) -> dict[str, str]:
@@ -207,7 +198,7 @@ def log_settings(config: Config, world: World) -> None:
     if world.device.type == "cuda" and (chosen := kernel_plan(config, world.device)):
         log.info("Kernels: %s", plan.describe(chosen))
     if task_of(config).is_3d:
-        log.info(f"symmetries: {config.symmetries}, {SYMMETRIES[config.symmetries]}")
+        log.info("symmetries: %s", config.symmetries)
     warn_of_long_warmup(config)
     for line in options_without_effect(config, world):
         log.info(line)

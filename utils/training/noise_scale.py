@@ -53,10 +53,7 @@ class NoiseScale:
         if self._sums["steps"] < MIN_STEPS:
             return ""
         if scale is None:
-            return (
-                f"Larger batches than {batch:g} would save steps: noise dominates the gradient, and its noise scale is "
-                f"too large to measure"
-            )
+            return f"Larger batches than {batch:g} would save steps: the noise scale is too large to measure"
         advice = "Larger batches would save steps"
         if batch / scale > 2:
             advice = "Larger batches would save few steps, so expect little from more ranks"

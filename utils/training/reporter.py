@@ -35,8 +35,8 @@ class Reporter:
         self.timer = StepTimer(next(trained), self.world.device)
         self.teraflop_per_sample = parts.size.flops / 1e12 if self.world.device.type == "cuda" else 0.0  # 0: not logged
         self.first_step = state.step
-        batch, probe = config.global_batch_size, step.probe
-        self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
+        part, probe = (config.local_batch_size or 0) // config.accumulation_steps, step.probe
+        self._noise = NoiseScale(part, part * probe.parts, state.noise) if probe else None
         self._recorder = LossRecorder(min(config.log_interval, steps), self.world, self.timer)
         self.interval, self.clock = Stopwatch(), Stopwatch()
         self.clock.started -= state.seconds  # as if this process had trained all steps
@@ -71,10 +71,8 @@ class Reporter:
         remedy = f"; {REMEDY}" if state.skipped == 1 else ""
         log.warning(f"Step {number}: {values}: update skipped ({state.skipped} so far){remedy}")
         if state.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW:
-            raise UserError(
-                f"training stopped: {state.skipped_in_a_row} updates in a row were skipped, the last one at step "
-                f"{number}: {values}; {REMEDY}"
-            )
+            skips = f"{state.skipped_in_a_row} updates in a row were skipped, the last one at step {number}"
+            raise UserError(f"training stopped: {skips}: {values}; {REMEDY}")
 
     def _log_interval(self, state: TrainState) -> None:
         self.read_steps(state)
@@ -139,10 +137,8 @@ class Reporter:
         if not math.isfinite(validation.loss):
             step = state.step
             rate = f", learning rate {self.schedule(step - 1):.3e}" if step else ", the untrained network"
-            raise UserError(
-                f"training stopped: the validation loss is {validation.loss} after step {step}{rate}; "
-                f"{REMEDY if step else START_REMEDY}"
-            )
+            fault = f"training stopped: the validation loss is {validation.loss} after step {step}{rate}"
+            raise UserError(f"{fault}; {REMEDY if step else START_REMEDY}")
 
     def result(self, state: TrainState) -> FitResult:
         """The result of the run; logs the noise scale, and raises UserError if all updates were skipped."""
