@@ -21,24 +21,13 @@ VolumeFile = Callable[..., Path]
 
 
 # The slowest files, slowest first. They run first, so that no worker is left with one when all other workers are done.
-LONG_FILES = (
-    "tests/distributed/test_heartbeat.py",
-    "tests/slurm/test_submit.py",
-    "tests/test_pasted_commands.py",
-    "tests/run/test_resume.py",
-    "tests/simulation/test_simulation.py",
-    "tests/networks/test_strided.py",
-    "tests/training/test_soak.py",
-    "tests/distributed/test_signals.py",
-    "tests/test_tutorial.py",
-    "tests/steps/test_kernels.py",
-    "tests/data/test_loaders.py",
-    "tests/benchmarks/test_step.py",
-)
+LONG_FILES = """distributed/test_heartbeat slurm/test_submit test_pasted_commands run/test_resume
+    simulation/test_simulation networks/test_strided training/test_soak distributed/test_signals
+    test_tutorial steps/test_kernels data/test_loaders benchmarks/test_step"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONG_FILES)}
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONG_FILES.split())}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
     for item in items if not torch.cuda.is_available() else ():
         if item.get_closest_marker("gpu"):

@@ -4,7 +4,7 @@ python tests/same_program.py FILE             writes them
 python tests/same_program.py --compare FILE   computes them again and lists what differs
 
 Fingerprints hold on one machine with one version of PyTorch: tensors of checkpoints, metrics without measured times,
-words of the log, predictions, an evaluation, a simulation, an import, and the help of all commands.
+predictions, an evaluation, a simulation, and an import.
 """
 
 import difflib
@@ -26,9 +26,6 @@ import numpy as np
 import torch
 
 TOP = Path(__file__).parents[1]
-SCRIPTS = ("train.py", "predict.py", "evaluate.py", "export.py")
-COMMANDS = [[script] for script in SCRIPTS] + [["-m", name] for name in ("simulation", "utils.run.compare")]
-COMMANDS += [["-m", f"utils.volumes.{name}"] for name in ("import_volume", "convert_to_npy")]
 RUNS = {  # ranks and flags; the last one is stopped and resumed
     "adam lowmem": (1, ["--data_loader_config=lowmem"]),
     "soap inmem": (1, ["--data_loader_config=inmem", "--set=optimizer.name=soap", "--set=ema_decay=0.9"]),
@@ -38,7 +35,6 @@ RUNS = {  # ranks and flags; the last one is stopped and resumed
     "soap lowmem, 2 ranks": (2, ["--data_loader_config=lowmem", "--set=optimizer.name=soap", "--set=num_epochs=20"]),
 }
 MEASURED = re.compile(r"sec|data wait|slowest|TFLOP|^config$|^text$")  # names of times, and of texts with paths
-MODULE = re.compile(r"\b(utils|analysis|simulation)[./][\w./]+")
 
 
 def digest(value: Any) -> str:
@@ -92,18 +88,11 @@ def training(name: str, folder: Path) -> tuple[Path, dict[str, str]]:
     parts = {f"{name}: {path.name}": digest(torch.load(path, weights_only=True)) for path in newest.glob("*.pt")}
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     parts[f"{name}: metrics"] = digest(records)
-    if "2 ranks" not in name:
-        text = (directory / "out.log").read_text().replace(str(folder), "")
-        for unstable in (r"(?m)^\S+ \S+ - \S+ - ", MODULE, r"slowest rank.*?, ", r"[\d.]+(e-?\d+)?"):
-            text = re.sub(unstable, "", text)
-        parts[f"{name}: log"] = "\n".join(sorted({line for line in text.splitlines() if "Checkpoint" not in line}))
     parts |= {f"{name}: {path.name}": digest(dict(np.load(path))) for path in directory.glob("evaluation/*.npz")}
     return directory, parts
 
 
 def fingerprints() -> Iterator[tuple[str, str]]:
-    for words in COMMANDS:
-        yield f"help of {words[-1]}", run(*words, "--help")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, seed in (("train", 1), ("val", 2)):

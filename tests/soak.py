@@ -57,12 +57,9 @@ KEYS: dict[str, list[Any]] = {
     "network.norm": ["none", "batch", "group", "ghost(1)"],
     "accumulation_steps": [1, 1, 2, 4],
     "ddp": ["torch", "torch", "manual"],
-    "disable_broadcast_buffers": [False, True],
     "bucket_cap_mb": [25.0, 0.001],
     "ema_decay": [None, 0.5, 0.9],
     "clip_grad_norm": [None, 0.01],
-    "log_noise_scale": [False, True],
-    "enable_amp": [False, True],
     "precision": ["bfloat16", "float16"],
     "lr_schedule.shape": ["cosine", "constant", "cooldown"],
     "lr_schedule.start_lr": [0.0002, 0.01],
@@ -70,9 +67,9 @@ KEYS: dict[str, list[Any]] = {
     "checkpoint.keep_last": [1, 2],
     "evaluation.every_epochs": [0, 0, 1],
     "data_loader_config": ["lowmem", "inmem", "resident"],
-    "channels_last": [False, True],
     "log_interval": [1, 3, 4],
     "num_epochs": [1, 2, 3],
+    **{key: [False, True] for key in ("disable_broadcast_buffers", "log_noise_scale", "enable_amp", "channels_last")},
 }
 
 

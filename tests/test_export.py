@@ -203,15 +203,8 @@ numpy.save("gas.npy", names["gas"].numpy())
 def test_metadata_says_how_to_use_the_file_and_names_no_directory_of_its_author(files: Path) -> None:
     """Neither of the code, in stack traces, nor of data and runs. What the checkpoint knows of the data is copied."""
     result, content = metadata(files / "gas.pt2"), (files / "gas.pt2").read_bytes()
-    for name in (
-        str(TOP),
-        PATHS["expdir"],
-        "/data/author",
-        str(files),
-        files.parent.name,
-        "inference/export.py",
-        "unet.py",
-    ):
+    names = str(TOP), PATHS["expdir"], "/data/author", str(files), files.parent.name, "inference/export.py", "unet.py"
+    for name in names:
         assert name.encode() not in content
     assert {key: result[key] for key in KNOWN} == KNOWN
     assert "data" not in result

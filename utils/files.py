@@ -216,7 +216,5 @@ def make_output_directory(directory: Path, size: int, remedy: str = "give anothe
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UserError(f"directory {directory} is not writable; {remedy}")
     if free < size:
-        raise UserError(
-            f"directory {directory} has {free / 1e6:,.1f} MB free and the output needs {size / 1e6:,.1f} MB; "
-            f"free some space, or {remedy}"
-        )
+        fault = f"directory {directory} has {free / 1e6:,.1f} MB free and the output needs {size / 1e6:,.1f} MB"
+        raise UserError(f"{fault}; free some space, or {remedy}")

@@ -53,14 +53,8 @@ def test_collectives_and_joint_errors() -> None:
         gathered = [{"rank": peer} for peer in range(4)], [[1, 10], [2, 20], [3, 30], [4, 40]]
         mine = [rank + 1, 10 * (rank + 1)]  # the sum leaves its argument unchanged
         assert values == [*gathered, [10, 100], mine, rank == 0, rank == 0, [(rank - 1) % 4, (rank - 1) % 4 + 4]]
-        assert raised == [
-            "none",
-            "UserError: rank 1: bad file on 1",
-            "UserError: bad file",
-            "UserError: rank 1: bad file on 1",
-            "KeyError: 'bug'" if rank == 2 else "UserError: rank 2: KeyError('bug')",
-            "none",
-        ]
+        bad, bug = "UserError: rank 1: bad file on 1", "UserError: rank 2: KeyError('bug')"
+        assert raised == ["none", bad, "UserError: bad file", bad, "KeyError: 'bug'" if rank == 2 else bug, "none"]
 
 
 @pytest.mark.parametrize(

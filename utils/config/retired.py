@@ -22,31 +22,12 @@ REPLACED: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     # step is gone; a network is used in the same way regardless of its schedule
     "lr_schedule.shape": lambda shape: {"lr_schedule.shape": "constant" if shape == "step" else shape},
 }
-DROPPED = (
-    "fused_tail",  # all that follows the last convolution in one kernel
-    "network.space_to_depth",  # layers that are computed as dense convolutions
-    "static_graph",  # DDP: every step uses the same parameters
-    "gradient_compression",  # DDP: the type in which gradients are exchanged
-    "cudnn_benchmark_limit",  # the number of algorithms that cuDNN times; 10 now
-    "max_consecutive_skips",  # skipped updates in a row after which training stops; 10 now
-    "early_stopping.patience",  # epochs without improvement after which training ends
-    "early_stopping.min_delta",  # an improvement lowers the loss by more than this
-    "evaluation.window",  # cells per side of the network's input; data_size now
-    "evaluation.overlap",  # cells by which windows overlap; half a window now
-    "evaluation.mean_flux",  # the mean flux; the observed one now, evaluate.py has a flag
-    "evaluation.pressure_smoothing",  # that of FGPA; 0.1 Mpc/h now, evaluate.py has a flag
-    "evaluation.fitted_on",  # a volume for further baselines; evaluate.py has a flag
-    "integrity.action",  # stop or warn at a difference; stop now
-    "lr_schedule.drop_epochs",  # the epochs of shape step after which the learning rate drops
-    "lr_schedule.drop_factor",  # the factor of shape step
-    "optimizer.merge_dims",  # soap: the view of a weight; kernel now
-    "optimizer.max_precondition_dim",  # soap: the longest side with an eigenbasis; 512 now
-    "optimizer.tf32",  # soap: matrix products in TF32; as the key tf32 now
-    "profile.ranks",  # root or all: the ranks that are profiled; root now
-    "timeouts.collective",  # seconds for one collective operation; 1800 now
-    *(f"transform.{name}" for name in TRANSFORM),  # channels now
-    *(f"vector_channels.{side}" for side in CHANNELS_KEYS),  # components in channels now
-)
+# Keys of what is gone, or has one value now.
+DROPPED = """fused_tail network.space_to_depth static_graph gradient_compression cudnn_benchmark_limit
+    max_consecutive_skips early_stopping.patience early_stopping.min_delta evaluation.window evaluation.overlap
+    evaluation.mean_flux evaluation.pressure_smoothing evaluation.fitted_on integrity.action lr_schedule.drop_epochs
+    lr_schedule.drop_factor optimizer.merge_dims optimizer.max_precondition_dim optimizer.tf32 profile.ranks
+    timeouts.collective"""
 
 
 def update(config: Mapping[str, Any], source: object) -> dict[str, Any]:
@@ -56,7 +37,8 @@ def update(config: Mapping[str, Any], source: object) -> dict[str, Any]:
     for side, key in CHANNELS_KEYS.items() if any(key.startswith("transform.") for key in values) else ():
         known = known_channels(side, values[key], transform, values.get(f"vector_channels.{side}"))
         values[f"channels.{side}"] = [asdict(channel) for channel in known]
-    for key in DROPPED:
+    channels = [*(f"transform.{name}" for name in TRANSFORM), *(f"vector_channels.{side}" for side in CHANNELS_KEYS)]
+    for key in (*DROPPED.split(), *channels):
         values.pop(key, None)
     for key, becomes in REPLACED.items():
         if key in values:

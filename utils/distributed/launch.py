@@ -64,10 +64,8 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     else:
         return Launch("single process")
     if not 0 <= launch.rank < launch.world_size or not 0 <= launch.local_rank < launch.world_size:
-        raise LocalError(
-            f"the rank environment is inconsistent: rank {launch.rank} (local {launch.local_rank}) of "
-            f"{launch.world_size}; {HOW_TO_START}"
-        )
+        ranks = f"rank {launch.rank} (local {launch.local_rank}) of {launch.world_size}"
+        raise LocalError(f"the rank environment is inconsistent: {ranks}; {HOW_TO_START}")
     if launch.launcher in ("slurm", "environment") and launch.world_size > 1 and _is_in_shell_of_srun(env):
         raise LocalError(
             f"this shell of srun --pty is rank {launch.rank} of {launch.world_size}, without the others; start them "
@@ -206,7 +204,9 @@ def run_script(main: Callable[[], None]) -> None:
     Threads of a process group that DistributedDataParallel has used survive destroy_process_group. In about 1 of 60
     runs (PyTorch 2.13, gloo) one of them requested the GIL during the shutdown and aborted the completed process.
     """
-    _replace_closed_streams()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed (`2>&-`): another file could get stderr's number, and its lines
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # open until the end
     allow_open_files()
     faulthandler.enable()  # a traceback of a fatal signal, such as SIGBUS when a mapped file shrinks
     in_script.set()
@@ -240,10 +240,3 @@ def _exit_code_of(main: Callable[[], None]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _replace_closed_streams() -> None:
-    """Opens the null device for closed streams (`2>&-`): another file could get stderr's number, and its lines."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 # open until the end

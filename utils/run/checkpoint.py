@@ -108,16 +108,12 @@ def set_aside(folder: Path, last: int) -> None:
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
-    """The newest intact checkpoint, None without any; logs damaged or misnamed ones; UserError if all are damaged."""
+    """The newest intact checkpoint, None without any; logs damaged ones; UserError if all are damaged."""
     skipped = []
     for step in saved_steps(folder):
         path = step_directory(folder, step)
         try:
-            saved = load(path)
-            recorded = {saved.weights["step"], saved.state.step}
-            if recorded == {step}:
-                return saved
-            raise DamagedCheckpoint(path, f"its files are of step {' and '.join(map(str, recorded))}")
+            return load(path)
         except DamagedCheckpoint as damage:
             skipped.append(f"{path.name} ({damage.reason})")
             log.warning("Checkpoint %s is skipped: %s", path, damage.reason)

@@ -80,10 +80,8 @@ def data_record(volumes: Volumes, world: World) -> dict[str, dict[str, Any]]:
         others = [rank for rank, file in seen.items() if file != seen[first]]
         if others:
             change = _change(seen[first][0], seen[others[0]][0])
-            raise UserError(
-                f"{name} {path} is another file on {name_ranks(others)} than on rank {first}: {change}; use a path at "
-                f"which all nodes see the same file"
-            )
+            fault = f"{name} {path} is another file on {name_ranks(others)} than on rank {first}: {change}"
+            raise UserError(f"{fault}; use a path at which all nodes see the same file")
     return record
 
 
