@@ -178,10 +178,11 @@ def scale_ratios(*panels: Axes) -> None:
     for axes in panels:
         axes.set_yscale("function", functions=(place, ratio))
         axes.set_yticks([0.001, 0.01, 0.1, 0.5, 0.75, 1, 1.25, 1.5, 10, 100, 1000])
-        axes.set_ylim(min(shown.min(), low), max(shown.max(), high))
+        axes.set_ylim(min(shown.min(), low) / 1.1, 1.1 * max(shown.max(), high))
         axes.yaxis.set_major_formatter("{x:g}")
         for edge in NEAR_ONE:
             axes.axhline(edge, color="0.3", linewidth=0.8, linestyle=":", zorder=0.5)
+    panels[0].text(0.01, 0.02, "logarithmic beyond the dots", transform=panels[0].transAxes, size="small", color="0.3")
 
 
 def scale_wavenumbers(axes: Axes, k: np.ndarray, unit: str) -> None:

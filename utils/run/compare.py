@@ -124,6 +124,7 @@ def _results(run: RunDirectory, config: Mapping[str, Any]) -> Row:
 def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors():
         parser = Parser(__doc__)
+        parser.prog = "python -m utils.run.compare"
         parser.add_argument("runs", nargs="+", metavar="DIR", help="directory of a run, or one above runs", type=Path)
         text = "by this loss (%(default)s); none: as given"
         parser.add_argument("--sort", choices=(*ORDERS, "none"), default="final", help=text)

@@ -119,6 +119,7 @@ def _open(path: str, grid: tuple[int, ...] | None, channels: int | None, remedy:
 def main(argv: Sequence[str] | None = None) -> None:
     with one_line_errors():
         parser = Parser(__doc__)
+        parser.prog = "python -m utils.volumes.convert_to_npy"
         parser.add_argument("-i", "--input", "--input_file", required=True, metavar="FILE", help="HDF5 file")
         data, label = (f"dataset of the {values} (%(default)s)" for values in ("inputs", "targets"))
         parser.add_argument("-d", "--data", "--data_field", default=DATASETS[0], help=data)
