@@ -133,9 +133,13 @@ def test_every_command_prints_it(box: Volume, trained_run: Path, tmp_path: Path,
         (train.main, training, " - WARNING - "),
         (predict.main, [*flags, f"--output={tmp_path / 'gas.h5'}"], " - WARNING - "),
         (evaluate.main, [*flags, f"--output={tmp_path / 'evaluation'}"], " - WARNING - "),
+        (evaluate.main, [f"--prediction={tmp_path / 'gas.h5'}", flags[2], f"--output={tmp_path / 'own'}"], "WARNING"),
     ):
         main(words)
         output = capsys.readouterr()
         lines = (output.out + output.err).splitlines()
         assert sum("cross-check of " in line and line.endswith("32³ cells:") for line in lines) == 1, words
         assert sum(warning in line and "velocities in √a units" in line for line in lines) == 1, words
+    page = (tmp_path / "own" / "report.html").read_text()
+    texts = "velocities in √a units", "the data contradict each other", f"the prediction of {path}, 32³ cells: gas "
+    assert all(text in page for text in texts)
