@@ -258,8 +258,7 @@ class Heartbeat:
         if has_store:
             self._release_store(diagnosis)
         # A launcher may end the others when this process ends. They read once per interval.
-        is_printed = has_store and diagnosis.code == EXIT_HANG
-        time.sleep(self.diagnoser.interval + (TICK if is_printed else PRINT_SECONDS))
+        time.sleep(self.diagnoser.interval + (TICK if has_store and diagnosis.code == EXIT_HANG else PRINT_SECONDS))
         os._exit(diagnosis.code)
 
 

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset.name")
-# Keys that decide what the validation loss measures: with other values it is not compared with earlier ones.
-LOSS_KEYS = {"loss", "loss_options", "lambda_rho", "Nsamples_val"}
+# Keys of the loss: with other values it is not compared with earlier ones.
+LOSS_KEYS = {"loss", "loss_options", "lambda_rho", "channel_weights"}
 
 REMEDY = "omit --resume to start from scratch; --init_from loads weights alone"
 
@@ -55,9 +55,10 @@ class Start:
         self.path = saved.path if saved else None
         self.state = saved.state if saved else TrainState()
         self._changes = _changes(saved, config) if saved else []
-        if saved and (is_elsewhere or LOSS_KEYS & {change.split()[0] for change in self._changes}):
-            # The other run's best checkpoint stays there; that of another loss cannot be compared.
+        if saved and is_elsewhere:  # the other run's best checkpoint stays there
             saved.state.best_loss, saved.state.best_step = math.inf, 0
+        if saved and LOSS_KEYS & {change.split()[0] for change in self._changes}:  # neither is that of this loss
+            saved.state.best_loss, saved.state.best_step, saved.training["loss"] = math.inf, 0, {}
         self.is_complete = saved is not None and saved.state.epoch >= config["num_epochs"]
         trained = saved is not None and saved.state.epoch >= saved.weights["config"]["num_epochs"]
         self.lacks_only_summary = self.is_complete and trained and not is_elsewhere
