@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from utils.config import validate_section
-from utils.config.channels import TRANSFORM, UNKNOWN, Channel, Channels, Side, known_channels
+from utils.config.channels import DARK_MATTER, GAS, TRANSFORM, UNKNOWN, Channel, Channels, Side, known_channels
 from utils.config.sections import ChannelsConfig, NetworkConfig, PositiveFloat
 from utils.errors import UserError
 from utils.log import warn_once
@@ -193,7 +193,8 @@ def channel_difference(found: Channels, expected: Channels) -> str:
         return ""
     if names != wanted:
         missing = ", ".join(name for name in wanted if name not in names)
-        swapped = "" if {*names} & {*wanted} else " (swapped datasets?)"
+        kinds = {name.partition(" ")[0] + " " for name in (*names[:1], *wanted[:1])}
+        swapped = " (swapped datasets?)" if kinds == {DARK_MATTER, GAS} else ""
         return f"{', '.join(names)} {f'without {missing}' if missing else 'instead of ' + ', '.join(wanted)}{swapped}"
     for one, other in zip(found, expected, strict=True):
         pairs = (one.scale, other.scale), (one.center, other.center)
