@@ -108,8 +108,7 @@ def _open(checkpoint: str, path: str, options: Options, world: World) -> Opened:
             open_fitted(options.flux.fitted_on, config, fields.inputs).close()
         source: dict[str, Any] = {"prediction": options.prediction}
         if trained and predictor:
-            source = {"density_factor": None, **trained.record, "checkpoint": str(weights)}
-            box = fields.inputs
+            box, source = fields.inputs, {"density_factor": None, **trained.record, "checkpoint": str(weights)}
             source |= {"input_use": trained.use_of(box), "input_differences": trained.differences(box)}
             source |= {"windows": predictor.grid.describe(), "symmetries": options.symmetries, "loss": config.loss}
         elif fields.prediction and "checkpoint" in fields.prediction.attributes:  # predict.py has written it

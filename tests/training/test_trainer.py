@@ -73,6 +73,7 @@ class ScriptedStep(EagerStep):
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         self.record("evaluate")
+        torch.rand(())
         return batch.inputs.mean()[None]
 
     def broadcast_buffers(self) -> None:
@@ -182,8 +183,9 @@ def test_order_of_events_learning_rates_and_losses(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LossRecorder, "read", recorded_read)
     step = ScriptedStep()
-    trainer = make(step)
+    trainer, drawn = make(step), torch.get_rng_state()
     result, logger, loaders = trainer.fit(), trainer.records, trainer.loaders
+    assert torch.equal(torch.get_rng_state(), drawn), "fixed: a resumed run drew others after its first evaluation"
     assert trainer.records.closed
     untrained = ["evaluate"] * 3  # one training batch and the validation set
     assert step.events == untrained + ["warm up on 7"] + (["step"] * STEPS + ["evaluate"] * 2) * EPOCHS

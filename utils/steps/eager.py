@@ -206,8 +206,7 @@ class EagerStep:
         """The loss and the metrics without training, shape [1 + metrics]."""
         self.network.eval()
         self.loss.eval()
-        # What they draw must not depend on a resumption, nor what training draws on them.
-        with random_numbers(self._device), self._autocast():
+        with self._autocast():
             outputs = self.network(*batch.network_inputs)
             loss = self.loss(outputs, batch.targets)
             metrics = (metric(outputs, batch.targets).to(loss.dtype) for metric in self.metrics.values())

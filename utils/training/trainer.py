@@ -6,6 +6,7 @@ from contextlib import closing
 import torch
 
 from utils.data.loaders import Batch
+from utils.distributed.devices import random_numbers
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.errors import Stopped
 from utils.log import once_per_job
@@ -87,7 +88,8 @@ class Trainer:
             if state.step == 0:
                 log.info(f"Before training: {len(self.loaders.valid)} batches of validation with the untrained network")
             train = WeightedMean(self.world)
-            train.add(self.step.evaluate(batch)[0], len(batch.inputs))
+            with random_numbers(self.world.device):  # a run that resumes has restored its generators
+                train.add(self.step.evaluate(batch)[0], len(batch.inputs))
             if state.step == 0:
                 validation = self._validate()
                 self.reporter.log_validation(validation, state)
@@ -156,7 +158,7 @@ class Trainer:
         self._pulse.enter("validation", self.state.step)
         count = max(self.world.gather_json(len(valid)))  # some ranks may have fewer batches
         progress = Progress("validation", count, "batches", live_only=self.state.step > 0)  # later ones take as long
-        with closing(valid.epoch(0)) as batches, progress:
+        with closing(valid.epoch(0)) as batches, progress, random_numbers(self.world.device):
             for index in range(count):
                 if index < len(valid):
                     batch = next(batches)
