@@ -146,10 +146,8 @@ class VolumeFields:
         """Logs the cross-check; returns its warnings, also of a stored prediction the gas of which is another box's."""
         if self.config.allow_physical_values:
             return []
-        found = [
-            cross_check(self.inputs, [self.inputs.values, gas.values], self.config.volume_channels, world, START_BYTES)
-            for gas in filter(None, (self.target, self.prediction))
-        ]
+        gases, known = filter(None, (self.target, self.prediction)), self.config.volume_channels
+        found = [cross_check(self.inputs, [self.inputs.values, gas.values], known, world, START_BYTES) for gas in gases]
         of_other_box = [line for line in found[-1].warnings if DENSITIES in line or OFFSET in line]
         predicted = [f"the prediction of {line}" for line in of_other_box] if self.prediction else []
         CrossCheck(found[0].volume, found[0].values, warnings := [*found[0].warnings, *predicted]).log()
