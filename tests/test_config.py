@@ -305,7 +305,7 @@ def test_contradictions_are_refused_with_a_remedy() -> None:
         ({"channels": {"targets": [{"name": "a"}]}, "channel_weights": [1.0, 2.0]}, 1, "channel_weights must have 1 v"),
         ({"data_loader_config": "classification"}, 1, "classification and dataset.name must be set together"),
         ({"global_batch_size": 64}, 3, "64 is not divisible by 3 ranks; use a multiple of 3, or start 2 of them"),
-        ({"local_batch_size": 4, "accumulation_steps": 8}, 1, "4 is no multiple of accumulation_steps"),
+        ({"local_batch_size": 4, "accumulation_steps": 8}, 1, "_steps 8 must divide local_batch_size 4"),
         ({"Nsamples": 127, "local_batch_size": 64}, 2, "Nsamples 127 is less than global_batch_size 128"),
         ({"lr_schedule": {"warmup_steps": 3, "warmup_epochs": 0.5}}, 1, "warmup_steps and warmup_epochs are both set"),
     ):

@@ -270,7 +270,7 @@ def test_a_report_replaces_another_unless_the_disk_is_full(trained_run, box, tmp
     assert (output / "report.html").read_text() == "earlier"
     with monkeypatch.context() as patched:
         patched.setattr(report.drawing, "draw", Mock(side_effect=ValueError("killed")))
-        with pytest.raises(ValueError, match="killed"):  # fixed: it stayed beside other results
+        with pytest.raises(ValueError, match="killed"):  # fixed: it stayed with other results
             evaluate.main(command)
     assert not (output / "report.html").exists()
     evaluate.main([*command, "--not_periodic", "--window=8", "--overlap=0"])

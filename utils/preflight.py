@@ -132,7 +132,7 @@ def _find_start(
 
 def _train_one_step(volumes: Volumes, world: World, ranks: int, size: ModelSize, start: Start | None) -> None:
     """Opens the loaders and trains one eager step on the smallest batch that the network accepts, if memory allows."""
-    run, samples = volumes.config, build.smallest_batch(volumes.config)
+    run, samples = volumes.config, build.preflight_batch(volumes.config)
     volumes = volumes.changed(local_batch_size=samples, accumulation_steps=1, enable_jit=False, use_cache=None)
     config = volumes.config
     if not fits_one_step(build.model_size(config), world):

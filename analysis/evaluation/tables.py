@@ -49,8 +49,8 @@ def conclusion(evaluation: Results) -> str:
     if not worse:
         return f"The prediction of each channel is better than copying the input and than a constant.{baseline}"
     names = "each channel" if len(worse) == len(beaten) else ", ".join(worse)
-    remedy = "train longer, or check the data and the learning rate"
-    remedy = "the data contradict each other, see the notes" if evaluation.metadata.get("warnings") else remedy
+    warns, remedy = evaluation.metadata.get("warnings"), "train longer, or check the data and the learning rate"
+    remedy = "check the data, as the notes say, or train longer" if warns else remedy
     return f"The prediction of {names} is no better than copying the input or than a constant: {remedy}.{baseline}"
 
 

@@ -143,7 +143,7 @@ class VolumeFields:
         return evaluate_fields(self.config, self.inputs, fields, slabs, metadata, options, deviation=deviation)
 
     def _cross_check(self, world: World) -> list[str]:
-        """Logs the cross-check; returns its warnings, also of a stored prediction the gas of which is another box's."""
+        """Logs the cross-check; returns its warnings, also that a stored prediction seems to be of another box."""
         if self.config.allow_physical_values:
             return []
         gases, known = filter(None, (self.target, self.prediction)), self.config.volume_channels

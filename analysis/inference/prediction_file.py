@@ -80,7 +80,7 @@ class PredictionFile:
                 with world.raise_together():
                     self._write_blocks(predictor, writer, {number: boxes[number] for number in missing}, signals)
             except KeyboardInterrupt:
-                kept, smaller = len(boxes) - len(writer.missing), " (smaller ones: --block)"
+                kept, smaller = len(boxes) - len(writer.missing), " (--block makes them smaller)"
                 done = f"{kept} of {len(boxes)} blocks are kept in a hidden file{'' if kept else smaller}"
                 raise KeyboardInterrupt(f"{done}; run the same command again to resume") from None
             left = len(writer.missing)  # before a rank finishes the file, and removes the record

@@ -182,15 +182,15 @@ class Config(NeutralKeys):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Config":
-        count, weights = len(self.paths("val_path")), self.channel_weights
+        count, weights, batch = len(self.paths("val_path")), self.channel_weights, self.local_batch_size
         if self.enable_benchy and self.enable_manual_profiling:
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
         if weights is not None and len(weights) != self.N_out_channels:
             raise ValueError(f"channel_weights must have {self.N_out_channels} values, one per target channel")
         if (self.dataset.name is not None) != (self.data_loader_config == "classification"):
             raise ValueError("data_loader_config classification and dataset.name must be set together, or neither")
-        if (self.local_batch_size or 0) % self.accumulation_steps:
-            raise ValueError(f"local_batch_size {self.local_batch_size} is no multiple of accumulation_steps")
+        if (batch or 0) % self.accumulation_steps:
+            raise ValueError(f"accumulation_steps {self.accumulation_steps} must divide local_batch_size {batch}")
         if self.Nsamples_val < count:
             raise ValueError(f"Nsamples_val {self.Nsamples_val} is less than the {count} volumes of val_path; raise it")
         return self

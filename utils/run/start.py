@@ -57,7 +57,7 @@ class Start:
         self._changes = _changes(saved, config) if saved else []
         if saved and is_elsewhere:  # the other run's best checkpoint stays there
             saved.state.best_loss, saved.state.best_step = math.inf, 0
-        if saved and LOSS_KEYS & {change.split()[0] for change in self._changes}:  # neither is that of this loss
+        if saved and LOSS_KEYS & {change.split()[0] for change in self._changes}:  # of another loss
             saved.state.best_loss, saved.state.best_step, saved.training["loss"] = math.inf, 0, {}
         self.is_complete = saved is not None and saved.state.epoch >= config["num_epochs"]
         trained = saved is not None and saved.state.epoch >= saved.weights["config"]["num_epochs"]

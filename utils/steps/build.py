@@ -125,7 +125,7 @@ def network_with_loss(config: Config) -> NetworkWithLoss:
         return NetworkWithLoss(network(config), loss(config), metrics(config), calibration)
 
 
-def smallest_batch(config: Config) -> int:
+def preflight_batch(config: Config) -> int:
     """Samples of the step that a preflight trains: of volumes as few as the network accepts."""
     if not task_of(config).is_3d:
         return (config.local_batch_size or 1) // config.accumulation_steps
